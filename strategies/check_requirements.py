@@ -1,5 +1,5 @@
-"""Check that this Python has all packages in the given requirements files, in the required
-versions. Print each unmet requirement. The exit code is 0 if all requirements are met."""
+"""Check that all packages in the given requirements files are installed in the required versions.
+Print each unmet requirement. The exit code is 0 if all requirements are met."""
 
 import sys
 from importlib import metadata

@@ -201,5 +201,5 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Return the tokenizer that the repository ships."""
+    """Return the tokenizer that is included in the repository."""
     return Tokenizer(EMBEDDED_DIR)

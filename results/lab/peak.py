@@ -2,13 +2,15 @@
 
     torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
 
-A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` reduces the model to N blocks, so
-that a case takes seconds. Each case trains for a few steps without a CUDA graph or, with
-`cuda_graphs=true`, up to the step that is captured. PyTorch's allocator records the events of the
-last step, and the program replays them up to the moment when the most memory is allocated. The
-table shows the memory on rank 0 at that moment, without the state from before the step. As in
-training, the host does not wait for the GPU between steps. Memory that the host has freed but
-another stream still uses is listed in separate rows.
+A CASE is "NAME key=value ...", where each key is a CONFIG key. `layers=N` reduces the model to N
+blocks, so that a case takes only seconds. Each case trains for a few steps without a CUDA graph or,
+with `cuda_graphs=true`, up to the step that is captured. As in training, the host does not wait for
+the GPU between steps.
+
+PyTorch's allocator records the events of the last step. The program replays these events up to the
+moment when the most memory is allocated. The table shows the memory on rank 0 at that moment,
+without the memory allocated before the step. Memory that the host has freed but another stream
+still uses is listed in separate rows.
 """
 
 import collections
@@ -66,8 +68,9 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def find_peak_allocations(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return rows of (bytes, number of allocations, allocating line) for the step's memory at its
-    peak. Negative bytes represent older memory that the step had freed by then."""
+    """Return rows for the memory that a step has allocated at its peak. Each row contains a size in
+    bytes, a number of allocations, and the line of code that made them. A row with a negative size
+    shows the memory from before the step that had been freed by then."""
     live: dict[int, dict[str, Any]] = {}
     total = peak = 0
     peak_index = -1
@@ -105,7 +108,8 @@ def find_peak_allocations(events: Sequence[dict[str, Any]]) -> list[tuple[int, i
 
 
 def source_line(frames: Sequence[dict[str, Any]]) -> str:
-    """Return the innermost line in this project or in compiled code, and its caller's line."""
+    """Return the innermost line that is in this project or in compiled code, followed by the line
+    that called it."""
     names = []
     for frame in frames:
         file = frame["filename"]

@@ -2,7 +2,7 @@
 
     python results/lab/repeat.py [RECORD.json ...]
 
-A record's `made_with` holds the original command and the commit with which the record was made. A
+A record's `made_with` contains the command that created the record, and the commit of the code. A
 record's `command` repeats the measurement with the current code. A dry run that plans a layout uses
 the record's machine instead of this machine. If a record's dataset is an absolute path, the dry run
 reads the embedded text instead. The program does not test whether this machine has the record's
@@ -59,7 +59,8 @@ def split_launcher(command: str) -> tuple[str, list[str]]:
 
 
 def dry_run_options(document: dict[str, Any]) -> list[str]:
-    """Return the options that plan a training run for the machine in its record."""
+    """Return the options with which a dry run plans the recorded training run for the machine in
+    the record."""
     options = ["--dry-run"]
     config = document.get("config_requested", {})
     gpu = find_gpu(document["machine"]["gpu_name"]) if "machine" in document else None
@@ -98,7 +99,7 @@ def dry_run_command(document: dict[str, Any]) -> str:
 
 
 def parse_links(words: list[str]) -> None:
-    """Parse the options of `links`."""
+    """Parse the options of the `links` command."""
     parser = Parser()
     cli.links(parser, cli.Program(config={}, script=ROOT / SCRIPT, description="", output_dir=ROOT))
     cli.read_options(parser, words)

@@ -1,4 +1,4 @@
-"""Define shared code for programs that measure the runs in a plan and collect records in a folder.
+"""Shared code for programs that measure the runs in a plan and write their records to a folder.
 
 After the deadline, the programs start no more runs and list the remaining ones. To continue, pass
 the index of the first remaining run to `--first`."""
@@ -104,7 +104,7 @@ def to_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def collect(
     arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
 ) -> None:
-    """Print each run's result when the run ends, and write its record to the folder."""
+    """Print each run's result when the run ends, and write the run's record to `arguments.out`."""
     began = time.monotonic()
     not_started = list(runs)
     records = []

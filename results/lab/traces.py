@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=4 results/lab/traces.py PLAN.json FOLDER
 
-After a warm-up, the program times a few steps, traces two more on every rank, and reads the traces
-as overlap.py does. FOLDER/overlap.json holds the times of every rank for each run, and a timeline
-of rank 0 in the first of the two steps. If a run terminates the processes, it is marked as
-failed in the file. Run the same command again to continue with the runs that are not in the file.
+After a warm-up, the program times a few steps, traces two more steps on every rank, and analyzes
+the traces like overlap.py. For each run, FOLDER/overlap.json contains the times of every rank, and
+a timeline of rank 0 in the first traced step. If a run terminates the processes, the file marks the
+run as failed. Run the same command again to continue with the runs that are not in the file.
 """
 
 import functools
@@ -140,8 +140,8 @@ def timeline(rank: RankTrace) -> dict[str, Any]:
 def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return one row per run that did not fail. A row contains the milliseconds per step of the
     slowest rank without the profiler, and the operations per step of the rank with the most
-    operations. For the traced steps, the row contains the mean shares over the ranks, and the
-    lowest and highest exposed share."""
+    operations. It also contains each activity's share of the traced steps, averaged over the ranks,
+    and the lowest and highest share of exposed communication on any rank."""
     rows = {}
     for name, result in runs.items():
         if "failed" in result:

@@ -156,9 +156,9 @@ def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def count_step(run: Run) -> dict[str, Any]:
-    """Count the bytes that this process sends in the third step. If exchanges do not take place in
-    every step, return the average per step between two exchanges. All ranks must call this
-    function."""
+    """Count the bytes that this process sends in the third step. If processes do not exchange data
+    in every step, count the steps of one interval between exchanges and return the average per
+    step. All ranks must call this function."""
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
@@ -177,7 +177,7 @@ def count_step(run: Run) -> dict[str, Any]:
 
 
 def count_cases(out: Path) -> None:
-    """Count the bytes that all of the plan's cases for this number of processes send. Rank 0 writes
+    """Count the bytes sent in each of the plan's cases for this number of processes. Rank 0 writes
     the results to `out`. All cases run in one process group."""
     SIZES.update({name: gpt2_size(**shape) for name, shape in PLAN["models"].items()})
     results = {}
@@ -192,7 +192,8 @@ def count_cases(out: Path) -> None:
 
 
 def table_row(case: dict[str, Any]) -> dict[str, float]:
-    """Return the row for the process that sends the most bytes."""
+    """Return the row that describes a case. Its numbers are for the process that sends the most
+    bytes."""
     rows = []
     for rank in case["ranks"]:
         row = {"over tp": 0.0, "over dp": 0.0, "over pp": 0.0}
@@ -204,7 +205,8 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
 
 
 def differences(cases: dict[str, Any]) -> list[str]:
-    """Return one line for each case and rank in which the counts differ from the formulas."""
+    """Compare the counts of each rank with the formulas. Return one line for each rank whose counts
+    differ."""
     lines = []
     for name, case in cases.items():
         for rank in case["ranks"]:

@@ -2,11 +2,12 @@
 
     python results/lab/whole_job.py OUT.json [--model NAME] [--tiny]
 
-The program writes chats from Python's standard library, and a model folder in the Hugging Face
-format with random bf16 weights. Then it trains LoRA adapters on all GPUs, stops the run with Ctrl-C
-halfway, resumes it on one GPU, generates text, and exports and merges the adapters. It loads both
-exports in transformers and PEFT and compares the logits. RAM is the largest resident set size of
-any process in a step, including pages of mapped files.
+The program writes chats about the functions of Python's standard library, and a model folder in the
+Hugging Face format with random bf16 weights. Then it trains LoRA adapters on all GPUs and stops the
+run halfway with Ctrl-C. After that, it resumes the run on one GPU, generates text, exports the
+adapters, and merges them into the model. It loads both exports in transformers and PEFT and
+compares the logits. RAM is the largest resident set size of any process in a step, including pages
+of mapped files.
 """
 
 import json
@@ -66,7 +67,7 @@ print(json.dumps({
 
 def make_model(name: str, folder: Path) -> dict[str, Any]:
     """Write a model folder with random bf16 weights in several files, and a chat tokenizer. Return
-    the size in GB."""
+    the size of the weights in GB."""
     spec = find_model(name)
     folder.mkdir(parents=True)
     model = spec.build_meta_model()

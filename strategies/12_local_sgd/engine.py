@@ -12,8 +12,8 @@ TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_rec
 
 
 class OPTIONS(Options):
-    """Keys of local SGD and DiLoCo. The default is local SGD. DiLoCo has an outer learning rate of
-    0.7 and an outer momentum of 0.9."""
+    """CONFIG keys for local SGD and DiLoCo. The defaults select local SGD. For DiLoCo, set the
+    outer learning rate to 0.7 and the outer momentum to 0.9."""
 
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = config_key(
         8, work=True, help="Number of local steps per replica between synchronizations."
@@ -31,7 +31,7 @@ class OPTIONS(Options):
 
     @property
     def averages(self) -> bool:
-        """True if replicas continue from their mean, without an outer optimizer."""
+        """Return whether replicas continue from their mean, without an outer optimizer."""
         return self.outer_lr == 1 and self.outer_momentum == 0
 
     def steps_between_exchanges(self) -> int | None:

@@ -1,8 +1,8 @@
-"""Train with local SGD (Stich, 1805.09767) or DiLoCo (Douillard et al., 2311.08105) over AdamW.
+"""Train with local SGD (Stich, 1805.09767) or DiLoCo (Douillard et al., 2311.08105).
 
-Each replica takes `local_steps` steps with its own gradients, and then all replicas synchronize.
-Local SGD continues from the mean of the weights. DiLoCo takes a Nesterov step from the weights of
-the last synchronization toward this mean. Each replica keeps its own Adam moments."""
+Each replica takes `local_steps` AdamW steps with its own gradients, and then all replicas
+synchronize. Local SGD continues from the mean of the weights. DiLoCo takes a Nesterov step from the
+weights of the last synchronization toward this mean. Each replica keeps its own Adam moments."""
 
 from collections.abc import Iterator
 

@@ -27,7 +27,7 @@ State = dict[str, dict[int, torch.Tensor]]  # attribute -> index of a bucket -> 
 
 
 class Compressed(NativeEngine):
-    """DDP with a hook that compresses each bucket of gradients."""
+    """Engine that trains with DDP and compresses each bucket of gradients."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         self.options = plan.strategy.options(plan.engine_options)
@@ -74,10 +74,11 @@ def apply_compression(module: DistributedDataParallel, options: Any) -> State:
 
 
 def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """Return fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]. Each row becomes one message. The
-    message begins with the `num_exact` values of largest magnitude in fp32, followed by their
-    indices in int32. Next is one scale in fp32. The message ends with one int8 per value: the value
-    in units of the scale, or 0 at the indices of the exact values."""
+    """Compress each fp32 row of `x` (shape `[R, n]`) into one message. Return the messages as bytes
+    of the shape `[R, 8 * num_exact + 4 + n]`. A message begins with the `num_exact` values of
+    largest magnitude in fp32, followed by their indices in int32. Next is one scale in fp32. The
+    message ends with one int8 per value: the value in units of the scale, or 0 at the indices of
+    the exact values."""
     indices = x.abs().topk(num_exact, dim=1).indices
     exact = x.gather(1, indices)
     remainder = x.scatter(1, indices, 0.0)
@@ -88,7 +89,8 @@ def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
 
 
 def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """Return fp32 rows [R, n] that approximate the rows that `compress` turned into messages."""
+    """Return fp32 rows of the shape `[R, n]` that approximate the rows from which `compress` made
+    the messages."""
     sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
     contiguous = torch.contiguous_format
     fields = [field.clone(memory_format=contiguous) for field in message.split(sizes, dim=1)]

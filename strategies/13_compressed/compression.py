@@ -21,7 +21,7 @@ TRAITS = Traits(
 
 
 class OPTIONS(Options):
-    """Keys of gradient compression. The default is PowerSGD with rank 4."""
+    """CONFIG keys for gradient compression. The default is PowerSGD with rank 4."""
 
     compression: Literal["powersgd", "topk-int8"] = config_key(
         "powersgd", work=True, help="Method that compresses gradients before they are averaged."

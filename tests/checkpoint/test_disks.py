@@ -24,8 +24,8 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 def on_two_nodes(folder):
     """Save four checkpoints, with a failure during the third. Then check the disks in several
-    cases, such as a missing or damaged file. For each rank, map each case to the steps of the
-    rank's checkpoints, or to the error message."""
+    cases, such as a missing or damaged file. Return one dictionary per rank. Each dictionary maps
+    the cases to the steps of the rank's checkpoints, or to error messages."""
     dist.init_process_group("gloo")
     rank, steps_by_case = dist.get_rank(), {}
     topology = Topology(

@@ -169,8 +169,8 @@ def command(*words):
 
 
 def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
-    """The test makes the run look as if it had been killed after its last save. The export of its
-    checkpoint must equal hf/."""
+    """The test makes the run look as if it had been killed after its last save. The exported
+    checkpoint must equal the hf/ folder of the original run."""
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")

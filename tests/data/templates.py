@@ -1,7 +1,7 @@
 """Chat templates that have the structure of published templates but were written for these tests.
 
-TEMPLATES maps a name to a Shape: the template, and the text around each answer as the model sees
-it. This text was derived by hand from the published format, not from the template."""
+TEMPLATES maps each name to a Case, which contains a template and the text around each answer. This
+text was derived by hand from the published format, not from the template."""
 
 from typing import NamedTuple
 

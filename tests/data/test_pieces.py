@@ -56,8 +56,8 @@ def test_ids_of_pieces_equal_the_ids_of_the_whole_text(text, sizes, tokenizer, s
 
 
 def split_by(pattern):
-    """Return a pre-tokenizer that splits text by `pattern` and then maps it to bytes, as in many
-    tokenizer.json files."""
+    """Return a pre-tokenizer that splits text by `pattern` and then maps the parts to bytes, as in
+    many tokenizer.json files."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
 

@@ -32,7 +32,8 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 def conversation_of(record, columns=(), **options):
-    """Return (messages, indices of messages that are not in the loss, notes) for a record."""
+    """Return a record's messages, the indices of the messages that are not in the loss, and the
+    notes with their counts."""
     notes = Counter()
     shape = Shape(record, "here", dict(columns))
     assert shape.form in ("messages", "prompt")

@@ -49,8 +49,8 @@ def all_rows(samples):
 
 
 def records_in(samples):
-    """Return [(ID, target), ...] for each record in packed blocks. Also check the positions and
-    the ends of the records."""
+    """Return a list of pairs for each record in packed blocks. A pair contains a token ID and its
+    target. Also check the positions and the ends of the records."""
     records = []
     for inputs, targets, positions, ends in zip(*all_rows(samples), strict=True):
         assert ends[-1] == samples.seq_len

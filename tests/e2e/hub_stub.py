@@ -1,7 +1,7 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
-The stub answers requests from huggingface_hub and datasets that list a dataset, download a file,
-or upload a model with the token TOKEN. `behavior` selects a fault:
+With the stub, the libraries huggingface_hub and datasets can list a dataset, download a file, and
+upload a model with the token TOKEN. `behavior` selects a fault:
 
 - "refuses": The stub answers requests for files and datasets with status 404.
 - "cuts off": The stub sends only half of each file.

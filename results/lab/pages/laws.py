@@ -61,9 +61,9 @@ def recipes() -> str:
 
 
 def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
-    """Return the largest batch size that fits, with its recomputation mode. The mode is the first
-    in MODES with which at least four samples fit. If no mode fits four samples, use the mode that
-    allows the largest batch."""
+    """Return the text of a table cell: a batch size and a recomputation mode that fit in
+    `memory_gib`. The cell shows the first mode in MODES with which at least four samples fit. If
+    there is no such mode, the cell shows the mode that allows the largest batch."""
     gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
     cluster = parse_cluster("1", json.dumps(gpu))
     fitting = []
@@ -90,7 +90,8 @@ def state(counts: Sequence[int] = (2, 4, 8)) -> str:
 
 
 def _merge_rows(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return one row for each distinct set of cells, with the names that share these cells."""
+    """Merge rows that have the same cells. Each returned row begins with the names of the rows that
+    were merged."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in cells.items():
         names.setdefault(tuple(row), []).append(f"`{name}`")
@@ -130,8 +131,8 @@ def activations() -> str:
 
 
 def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
-    """Return a table of the idle shares of `p` equal stages whose backward pass takes twice as long
-    as the forward pass."""
+    """Return a table of the share of time in which `p` equal stages are idle, with one column per
+    number of microbatches. The backward pass takes twice as long as the forward pass."""
     cells = {}
     for name, schedule in SCHEDULES.items():
         shares = [schedule.bubble(p, m) for m in counts]

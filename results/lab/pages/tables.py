@@ -67,9 +67,9 @@ def published_table(
 
 
 def published_json(*files: str, key: str, columns: str) -> str:
-    """Return a table of the entry `key` in published JSON files, with one row for each key of the
-    entry and one column for each of `columns`. Raises UserError if a file lacks the entry or a
-    column."""
+    """Return a table of the entry named `key` in each published JSON file. The table contains one
+    row per item of this entry, and one column per name in `columns`. Raises UserError if a file
+    lacks the entry or a column."""
     column_names = columns.split(", ")
     rows = []
     for file in files:
@@ -84,9 +84,9 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 
 def published_operations(file: str) -> str:
-    """Return a table of communication operations and the strategies that use each operation to send
-    at least 1 KiB per step. The number after a strategy is the KiB per step that its busiest
-    process sends with the operation, in the strategy's first case."""
+    """Return a table with one row per communication operation. Each row lists the strategies that
+    use the operation to send at least 1 KiB per step. The number after each strategy is the KiB per
+    step that the busiest process sends in the strategy's first case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
@@ -112,8 +112,8 @@ def published_operations(file: str) -> str:
 
 def published_samples(name: str) -> str:
     """Return a Markdown list of the records in results/records/<name>/*.json. Each entry contains
-    the first and the best perplexity and the duration in minutes. It also quotes the text that the
-    model generated before and after training, each on one line."""
+    the initial perplexity, the best perplexity, and the duration in minutes. It also quotes the
+    text that the model generated before and after training, each on one line."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
@@ -133,9 +133,9 @@ def published_samples(name: str) -> str:
 
 
 def published_links(*files: str, over: str = "") -> str:
-    """Return a table of fitted latencies in microseconds and bandwidths in GB/s, with one column
-    per record of `links`. The values are for the group `over` or, if `over` is empty, for each
-    record's first group."""
+    """Return a table of fitted latencies in microseconds and bandwidths in GB/s. The table contains
+    one row per operation and one column per record of the `links` command. The values are for the
+    group `over` or, if `over` is empty, for each record's first group."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
     groups = {
         name: record["groups"][over or next(iter(record["groups"]))]

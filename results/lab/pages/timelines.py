@@ -1,4 +1,4 @@
-"""Draw timelines of one process's computation and communication from the records of traces.py."""
+"""Draw timelines of rank 0's computation and communication from records made by traces.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -49,11 +49,12 @@ class Row:
     def is_memory_comparable(self) -> bool:
         """Return whether the measured peak can be compared with the prediction.
 
-        Memory that previous runs left in the process counts toward the peak. Old records do not say
-        how much of this memory was in use, so they are excluded unless this memory is less than a
-        quarter of the fullest rank's peak. Runs whose order of operations came from a search are
-        excluded, because old records do not contain the order. Old runs that computed the loss in
-        chunks are excluded, because a chunk took more memory then."""
+        Memory that previous runs left in the process counts toward the peak. Old records contain
+        the size of this memory, but not how much of it was in use. These records are excluded
+        unless this size is less than a quarter of the peak on the fullest rank. Runs whose order of
+        operations came from a search are excluded, because old records do not contain the order.
+        Old runs that computed the loss in chunks are excluded, because chunks took more memory at
+        that time."""
         is_old = self.record.started_at < CHUNKS_IN_PLACE_SINCE
         if self.plan.schedule.is_searched or (is_old and self.plan.config.loss_chunk_tokens):
             return False
@@ -139,7 +140,8 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRow:
-    """Run on CPUs, with the RAM of the process that uses the most RAM, and the seconds per step."""
+    """A run on CPUs. `measured_bytes` and `predicted_bytes` are the RAM of the process that uses
+    the most RAM. `seconds` are per step."""
 
     name: str
     measured_bytes: int
@@ -184,8 +186,9 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
 
 
 def on_cpus() -> str:
-    """Return a table of the CPU runs, with one row per strategy. Each cell contains the
-    measurements and the relative errors of their predictions."""
+    """Return a table of the CPU runs, with one row per strategy and one column per number of
+    processes. Each cell contains the measured RAM and step time, each with the relative error of
+    its prediction."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in cpu_rows():
         strategy, _, count = row.name.partition(" x ")
@@ -220,7 +223,8 @@ def predicted_s(row: Row) -> float:
 
 
 def first_choice(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """Return the planner's first choice and the fastest run among runs that do the same work."""
+    """Return the run with the shortest predicted time and the run with the shortest measured
+    time."""
     first = min(rows, key=lambda row: (predicted_s(row), row.measured_s))
     return first, min(rows, key=lambda row: row.measured_s)
 
@@ -238,8 +242,9 @@ def rank_correlation(rows: Sequence[Row]) -> float:
 
 @functools.cache
 def _published_errors() -> list[tuple[str, float]]:
-    """Return (source and GPUs, relative error of the predicted time) for each run in blind.json
-    that has a measured time."""
+    """Return a list with one pair for each run in blind.json that has a measured time. A pair
+    contains a label that names the source and the GPUs, and the relative error of the predicted
+    time."""
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for row in json.loads(blind.TABLE.read_text(encoding="utf-8")):
@@ -252,7 +257,7 @@ def _published_errors() -> list[tuple[str, float]]:
 
 def published() -> str:
     """Return a table of the errors in the predicted times of published runs, with one row for each
-    source and set of GPUs."""
+    combination of source and GPUs."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for source, error in _published_errors():
         by_source[source].append(error)
@@ -266,7 +271,7 @@ def published() -> str:
 
 
 def distribution() -> str:
-    """Return a table of the shares of runs within each error limit."""
+    """Return a table of the share of runs whose prediction error is within each limit."""
     rows = gpu_rows()
     unseen = [row for row in rows if row.page not in fitted_pages()]
     table_rows = []
@@ -316,8 +321,8 @@ def calibrated_errors() -> list[float]:
 
 
 def choices() -> str:
-    """Return text that states how often the planner's first choice was the fastest run, with a
-    table of the sets in which it was not."""
+    """Return text that states how often the planner's first choice was the fastest run. A table
+    lists the sets of runs in which another run was faster."""
     other_sets = []
     slowdowns = []
     sets = group_by_work(gpu_rows())

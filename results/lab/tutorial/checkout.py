@@ -1,5 +1,5 @@
-"""Let the programs in this folder find the tutorial's package and each other. Import this module
-first."""
+"""Make the tutorial's package and the programs in this folder importable. Each program imports this
+module first."""
 
 import sys
 from pathlib import Path

@@ -2,11 +2,11 @@
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-The result is (I + W) / B: the time of the two parts, I and W, relative to the time B of the whole
+The result is `(I + W) / B`: the time of the two parts, I and W, relative to the time B of the whole
 pass. The model consists of GPT-2 blocks and runs on one thread. The pass is split in three ways: by
-our code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls to autograd.grad. All
-three alternate with the whole pass, so that other load affects all of them equally. Times are
-medians.
+our code (train/trainer.py), by PyTorch's pipeline helpers, and by two calls to autograd.grad. The
+measurements of the whole pass and of all three ways alternate, so that other load on the machine
+affects them equally. Times are medians.
 """
 
 import json

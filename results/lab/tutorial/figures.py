@@ -1,5 +1,5 @@
-"""Draw the pictures on the tutorial's pages: single steps, the search frontier, simulation errors
-and gradient errors."""
+"""Draw the pictures on the tutorial's pages: timelines, the search frontier, simulation errors,
+memory per rank, and gradient errors."""
 
 import hashlib
 import json
@@ -70,7 +70,7 @@ class Picture(NamedTuple):
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
-    """Measure a schedule on 4 ranks with F = I = W = 1, and return its row."""
+    """Simulate a schedule on 4 ranks with `F = I = W = 1`, and return the results as a row."""
     settings = {"num_microbatches": m, "communication": communication, "num_batches": batches}
     return measure(name, CONFIG | settings)
 
@@ -266,8 +266,8 @@ PICTURES = {
 
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
-    """Map each pair (microbatches held on the fullest rank, makespan) to the titles of the
-    schedules with these values."""
+    """Return the titles of the fixed schedules, grouped by two numbers: the most microbatches that
+    a rank holds, and the makespan."""
     names_at: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for name in FIXED:
         row = row_of(name, communication=communication)
@@ -339,7 +339,7 @@ def _hash_data(drawn: object) -> str:
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
     """Plot the simulation's error against the measured utilization for every predicted run.
-    `records` contains (label, record) pairs. Filled markers show the runs that provided the
+    `records` contains pairs of a label and a record. Filled markers show the runs that provided the
     simulation's durations. Cases without a prediction are omitted."""
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
@@ -424,8 +424,8 @@ HELD_MICROBATCHES = {
 
 
 def draw_gib(record: Record, path: Path) -> Figure:
-    """Plot the microbatches that each rank holds and its measured peak memory, in two panels with
-    one line per schedule."""
+    """Plot the number of microbatches that each rank holds and each rank's measured peak memory, in
+    two panels with one line per schedule."""
     peaks = {case["schedule"]: case["measured"]["peak_memory_mib"] for case in record["cases"]}
     gib = {name: [mib / 1024 for mib in peaks[name]] for name in HELD_MICROBATCHES}
     first, last = gib["1f1b"][0], gib["1f1b"][-1]
@@ -535,7 +535,7 @@ def _error_title(numbers: Sequence[Record], with_stashing: Sequence[Record]) -> 
 
 
 def darker(color: str) -> tuple[float, ...]:
-    """Return a darker shade of a line's color, in which the line's name is readable."""
+    """Return a darker shade of `color`, in which text is readable."""
     red, green, blue = to_rgb(color)
     return (0.65 * red, 0.65 * green, 0.65 * blue)
 

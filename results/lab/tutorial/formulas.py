@@ -242,7 +242,7 @@ def step_of(c: ClosedFormInputs) -> Step:
 
 def zero_state(s: Step, zero: int) -> Fraction:
     """Return the size of the state in bytes under ZeRO stage `zero`, without the gathered layer,
-    which the page describes in words."""
+    which COMPARISON.md describes in words."""
     gathered = 2 * max(s.model.block_parameters, s.model.embedding_parameters) * (zero == 3)
     return s.cost_of(Layout(title="", data=s.d, zero=zero))[0] - gathered
 
@@ -252,8 +252,8 @@ def zero_sent(s: Step, zero: int) -> Fraction:
 
 
 def tensor_state(s: Step, sequence_parallel: int) -> Fraction:
-    """Return the size of the state in bytes if the t devices also sharded the norms, biases and
-    positions, as the page assumes."""
+    """Return the size of the state in bytes. As in COMPARISON.md, assume that the t devices also
+    shard the norms, biases and positions."""
     whole = (6 * s.model.layers + s.model.sequence + 2) * s.model.hidden
     layout = Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel))
     return s.cost_of(layout)[0] - 16 * (whole - Fraction(whole, s.t))

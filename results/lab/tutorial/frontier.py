@@ -26,7 +26,7 @@ def costs_of(communication: int) -> Costs:
 
 def frontier(prove_s: float = PROVE_S) -> list[dict[str, Any]]:
     """Return one row per communication time and memory limit. Each row contains the makespan, a
-    lower bound, and the operation kinds of each rank in order (`words`)."""
+    lower bound, and `words`, which lists the kinds of each rank's operations in order."""
     rows = []
     for communication in COMMUNICATION:
         for memory in range(1, MICROBATCHES + 1):

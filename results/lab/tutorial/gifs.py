@@ -56,8 +56,8 @@ Frames = Iterator[tuple[Figure, int]]
 
 
 class Animation(NamedTuple):
-    """The labels and timelines of an animation, which determine its digest, and the function that
-    draws its frames."""
+    """An animation's labels, its timelines, and the function that draws its frames. The digest
+    covers only the labels and the timelines."""
 
     texts: tuple[str, ...]
     timelines: tuple[Timeline, ...]
@@ -112,8 +112,9 @@ def from_gpipe_to_1f1b() -> Animation:
 
 
 def w_fills_holes() -> Animation:
-    """Animate three steps: whole backward passes, the same passes split in two, and W delayed until
-    the rank would otherwise idle."""
+    """Animate four steps. The first shows whole backward passes, and the second shows each pass
+    split into I and W. In the third, a stage waits only for the I of the next stage. In the fourth,
+    W is delayed until the rank would otherwise idle."""
     unsplit = _run(build_schedule("1f1b", 4, 8))
     split_schedule = _cut_in_place(unsplit.schedule)
     steps = [

@@ -1,4 +1,4 @@
-"""Compute the errors of a record's predictions, and define their limits."""
+"""Compute the errors of a record's predictions, and define the largest accepted errors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,12 +8,13 @@ from pipedream.runtime.record import Record, makespan_error
 
 
 def points_error(case: Record) -> float:
-    """Return the simulated minus the measured utilization, in percentage points."""
+    """Return the simulated utilization minus the measured utilization, in percentage points."""
     return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
 
 
 class Goal(NamedTuple):
-    """Largest accepted error of a record's predictions."""
+    """The largest accepted error of a record's predictions, and the function that computes the
+    error."""
 
     limit: float
     error: Callable[[Record], float]

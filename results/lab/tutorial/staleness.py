@@ -73,7 +73,8 @@ def final_losses(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Return the final losses (see oracle.final_loss) for each depth, learning rate and schedule,
-    with one loss per seed. 2BW has no losses with fewer than p - 1 microbatches."""
+    with one loss per seed. 2BW is omitted at depths p for which a batch has fewer than p - 1
+    microbatches."""
     rows = []
     for p, rate, name in product(num_stages, learning_rates, schedule_names):
         if SCHEDULES[name].policy == "2bw" and num_microbatches < p - 1:

@@ -30,7 +30,8 @@ def wrap(text: str) -> str:
 
 
 def study_intro(study: Record) -> str:
-    """Describe the origin of the record and the content of the table."""
+    """Return a paragraph that states how the study's runs were made and what the table of its
+    losses contains."""
     stashed = [
         row["median_relative_error"]
         for row in study["gradient_errors"]
@@ -121,8 +122,8 @@ def _column(record: Record) -> str:
 
 
 def _idle(case: Record) -> str:
-    """Return a cell such as '1,173 ms, 14.0% (13.3%)': makespan, measured and simulated idle
-    share."""
+    """Return a cell such as '1,173 ms, 14.0% (13.3%)': the makespan, the measured idle share and,
+    in parentheses, the simulated idle share."""
     measured, simulated = (f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted"))
     marker = r" \*" * case["calibrated_on"]
     return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){marker}"

@@ -37,8 +37,8 @@ def _device(record: Record) -> str:
 
 
 def summary(records: Mapping[str, Record]) -> str:
-    """Return a table with one row per record. It states the simulator's largest errors and whether
-    they meet the goal."""
+    """Return a table with one row per record. Each row contains the simulator's largest errors and
+    whether they meet the goal."""
     lines = [
         "| record | times from | runs predicted | makespan error "
         "| utilization error, points | goal |",
@@ -92,8 +92,8 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 
 
 def verdict(records: Mapping[str, Record]) -> str:
-    """Return text that states how many records meet the goal, and whether weights, weight versions
-    and clocks agree."""
+    """Return text that states how many records meet the goal. It also states in how many runs the
+    weights and weight versions are as expected, and whether the clocks agree."""
     cases = [case for record in records.values() for case in record["cases"]]
     missed = [title(record) for record in records.values() if not is_met(record)]
     equal = [case["measured"]["weights_equal"] for case in cases]
@@ -183,7 +183,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
 
 
 def _runs(record: Record) -> tuple[tuple[str, int], ...]:
-    """Return (schedule, number of microbatches) of each run, sorted."""
+    """Return a sorted tuple with the schedule and the number of microbatches of each run."""
     return tuple(sorted((case["schedule"], case["num_microbatches"]) for case in record["cases"]))
 
 

@@ -1,14 +1,15 @@
 """Compute the memory and traffic of data, tensor and pipeline parallelism and of their hybrids.
 
-P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Each parameter
-takes 2 bytes for the weight, 2 for the gradient and 12 for the optimizer state (an fp32 copy and
-two Adam moments; Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted as in
-Korthikanti et al. (2205.05198): 34 b T D bytes per block with 2-byte elements and dropout.
-Attention scores are not kept, as with flash attention or selective recomputation. Collectives over
-n devices run as rings. Each device sends (n - 1) / n of the elements for a reduce-scatter or an
-all-gather, and twice as many for an all-reduce. Byte counts are exact fractions. The following are
-not modeled: framework buffers, fragmentation, vocabulary padding, the loss values, and overlap with
-computation.
+A GPT-2 model is trained with Adam in mixed precision on `P = data * tensor * pipeline` devices.
+Each parameter takes 2 bytes for the weight, 2 for the gradient and 12 for the optimizer state (an
+fp32 copy and two Adam moments; Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations are counted
+as in Korthikanti et al. (2205.05198): `34 * b * T * D` bytes per block with 2-byte elements and
+dropout. Attention scores are not kept, as with flash attention or selective recomputation.
+
+Collectives over n devices run as rings. Each device sends `(n - 1) / n` of the elements for a
+reduce-scatter or an all-gather, and twice as many for an all-reduce. Byte counts are exact
+fractions. The following are not modeled: framework buffers, fragmentation, vocabulary padding, the
+loss values, and overlap with computation.
 """
 
 import textwrap
@@ -65,7 +66,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Distribution of the work over P = data * tensor * pipeline devices."""
+    """Distribution of the work over `data * tensor * pipeline` devices."""
 
     title: str
     data: int = 1
@@ -234,8 +235,8 @@ def _activations(
 
 
 def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
-    """Return the peak size in bytes of a rank's activations under ZB-V. The rank's order determines
-    this peak, because its two stages keep different amounts."""
+    """Return the peak size in bytes of a rank's activations under ZB-V. The peak depends on the
+    order of the rank's operations, because the rank's two stages keep different amounts."""
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
     boundary_bytes = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
