@@ -6,5 +6,5 @@ train/       stages that train, split backward passes, checks against autograd
 runtime/     one process per stage, records, predictions
 plan/        the planner and its profiles
 draw/        tables and pictures
-lecture/     checks of the notebook's exercises
+lecture/     checks for the notebook's exercises
 """

@@ -4,7 +4,7 @@
     python -m pipedream --set schedule=search --set memory=5
     python -m pipedream --help
 
-All output is computed during the call: grids and times by simulation, losses by training.
+Each run computes all of its output: grids and times by simulation, losses by training.
 """
 
 import gc
@@ -90,8 +90,8 @@ MIXED_NOTE = (
 
 
 def run_script(simple_main: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
-    """Run the command of pipedream_simple.py. Call `simple_main`, the main function of that file,
-    if the file supports the requested keys and schedule. Otherwise, call `show`."""
+    """Run `simple_main`, the main function of pipedream_simple.py, if that file supports the
+    requested keys and schedule. Otherwise, run `show`. Then exit."""
 
     def run() -> None:
         defaults = CONFIG | config
@@ -111,8 +111,8 @@ def run_script(simple_main: Callable[[dict[str, Any]], None], config: dict[str, 
 
 
 def read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Apply the command-line changes to `config`, and return the result. Raises UserError for a
-    changed key that the schedule does not use."""
+    """Apply the command-line changes to `config`, and return the result. Raises UserError if the
+    command line changes a key that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
     checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
@@ -288,8 +288,8 @@ def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> N
 
 
 def print_training(config: dict[str, Any]) -> None:
-    """Train a small model under each weight policy, or only under the named schedule. Print the
-    losses, gradient errors and weight versions."""
+    """Train a small model under each weight policy, or only under the schedule that `config` names.
+    Print the losses, gradient errors and weight versions."""
     name = config["schedule"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained. To train under a CSV, use pipedream_runtime.py --schedule PATH.")

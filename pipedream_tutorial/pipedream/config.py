@@ -45,8 +45,8 @@ class Rule:
     high: float = math.inf  # also set `low` if you set `high`; describe() shows both
 
     def check(self, key: str, value: object) -> Any:
-        """Convert `value`, from the command line or CONFIG, to `kind`. Raises UserError if the
-        value is not accepted."""
+        """Check a value from the command line or CONFIG, and convert it to `kind`. Raises UserError
+        if the value is not accepted."""
         if self.nullable and str(value).strip().lower() == "none":
             return None
         items: object = value if self.is_list else [value]
@@ -134,8 +134,8 @@ def parse_arguments(
     """Apply the command-line changes to CONFIG, check every value, and return the result.
 
     `--set key=value` accepts several changes and may be repeated. `--key value` is equivalent, and
-    the last value wins. `arguments` defaults to the command line. Raises UserError for an
-    unknown key or a value that its rule does not accept; --help prints all keys and exits with 0.
+    the last value wins. --help prints all keys and exits with 0. `arguments` defaults to the
+    command line. Raises UserError if a key is unknown, or if its rule does not accept the value.
     """
     for key in sorted(config.keys() ^ rules.keys(), key=str):
         if key in config:
@@ -195,7 +195,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _format_value(value: object) -> str:
-    """Return a value as it would be typed, on one line and shortened if it is long."""
+    """Return a value as text, in the form in which a user would type it. The text is on one line,
+    and is shortened if it is long."""
     text = str(value)
     if not text.strip() or not text.isprintable():
         text = repr(value)

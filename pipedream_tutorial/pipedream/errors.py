@@ -8,7 +8,8 @@ from typing import NoReturn
 
 
 class UserError(ValueError):
-    """A user mistake, shown on one line without a traceback. The exit code is 2."""
+    """Error for a mistake that the user can fix. It is shown on one line without a traceback, and
+    the exit code is 2."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(f"{problem}; {fix}")
@@ -25,8 +26,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main function and exit. The exit code is 0 on success. If the user can fix the
-    error, print "error: ..." as one line on stderr and exit with code 2."""
+    """Run a script's main function and exit. The exit code is 0 on success. If an error occurs that
+    the user can fix, print "error: ..." as one line on stderr and exit with code 2."""
     try:
         main()
         print(end="", flush=True)

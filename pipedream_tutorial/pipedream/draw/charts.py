@@ -178,7 +178,8 @@ def bubble_vs_microbatches(data: PictureData) -> Figure:
 def log_axis(
     ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero_label: str
 ) -> None:
-    """Give the y axis a logarithmic scale for shares, with a separate line for 0 below it."""
+    """Give the y axis a logarithmic scale for shares, and place 0 on a separate line below this
+    scale."""
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
@@ -195,8 +196,8 @@ def _curve_style(index: int) -> dict[str, Any]:
 
 
 def memory_vs_bubble(data: PictureData) -> Figure:
-    """Plot the peak memory (activations and weight versions) of the rank that needs the most,
-    against the idle share of consecutive batches."""
+    """Plot each schedule's peak memory (activations and weight versions) against its idle share
+    with consecutive batches. The peak memory is the highest value of all ranks."""
     weights = data.config["weight_size"]
     titles_by_point: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for row in data.possible_rows:
@@ -251,8 +252,8 @@ def memory_vs_bubble(data: PictureData) -> Figure:
 
 def activations_and_versions(data: PictureData) -> Figure:
     """Draw held activations as areas and kept weight versions as lines over two batches. Each
-    schedule has a panel, and each rank has a lane in the panel. All lanes share one scale. The two
-    peaks of a lane are written beside it."""
+    schedule has a panel, and each rank has a lane in the panel. All lanes share one scale. The peak
+    of each quantity is written beside the lane."""
     rows = {row.name: row for row in data.possible_rows}
     shown = [rows[name] for name in MEMORY_SCHEDULES if name in rows]
     end = float(max(row.stream.makespan for row in shown))
@@ -285,8 +286,8 @@ def activations_and_versions(data: PictureData) -> Figure:
 
 
 def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
-    """Draw each rank's held activations and kept weight versions over time in the rank's lane. The
-    highest value that fits in a lane is `top`."""
+    """Draw each rank's held activations and kept weight versions over time in the rank's lane.
+    `top` is the largest value that fits in a lane."""
     stream = row.stream
     ranks = range(stream.schedule.num_ranks)
     use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)

@@ -63,8 +63,7 @@ class PictureData:
 
 def kind_colors(schedule: Schedule) -> Coloring:
     """Return a function that maps an operation to the color of its kind. The color is paler for a
-    rank's second and later stages. If there are two copies of the model, the color is paler for the
-    second copy's stages on all ranks."""
+    rank's later stages, which include the stages of a second copy of the model."""
     pale = {
         stage: position / max(2, len(stages))
         for stages in schedule.stages_by_rank()
@@ -106,10 +105,10 @@ class Panel(NamedTuple):
 
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     """Draw one rectangle per operation. The rectangle's x and width show when the operation runs,
-    and its y is the rank, with rank 0 on top. The halves of a pair share the rank's row. The time
-    axis ends at `until`, which defaults to the makespan. A rectangle's gid is the operation's name.
-    Behind the operations, each rank has a rectangle from time 0 to the makespan, with the gid
-    "idle"."""
+    and its y shows the rank, with rank 0 on top. The two operations of a pair share the rank's row.
+    The time axis ends at `until`, which defaults to the makespan. A rectangle's gid is the
+    operation's name. Behind the operations, each rank has a rectangle from time 0 to the makespan,
+    with the gid "idle"."""
     timeline = panel.timeline
     color = panel.color or kind_colors(timeline.schedule)
     end = float(timeline.makespan if until is None else until)
@@ -185,9 +184,9 @@ def lay_out(
     **options: Any,
 ) -> Figure:
     """Draw a page of stacked timelines on one time axis. The axis ends at `until`, which defaults
-    to the longest makespan. The axis label shows the durations, which must be the same in all
-    panels. `height_factor` is the height of a panel as a multiple of grid_height(). `options` are
-    passed to new_figure."""
+    to the longest makespan. The axis label shows the durations of the operations, which must be the
+    same in all panels. `height_factor` is the height of a panel as a multiple of grid_height().
+    `options` are passed to new_figure."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [height_factor * grid_height(timeline) for timeline in timelines]
@@ -222,8 +221,8 @@ def cost_text(timeline: Timeline) -> str:
 
 
 def durations_text(timeline: Timeline) -> str:
-    """Return text with the durations of one microbatch on all of a rank's layers, such as 'F = 1, B
-    = I + W = 1 + 1 = 2'."""
+    """Return text with the time that each pass of one microbatch takes on all of a rank's layers,
+    such as 'F = 1, B = I + W = 1 + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
@@ -284,8 +283,8 @@ def microbatch_backward(data: PictureData) -> Figure:
 
 
 def all_schedules(data: PictureData) -> Figure:
-    """Draw one batch under every order, on one time axis. Schedules with equal orders share a
-    panel, such as 1F1B and PipeDream's policies."""
+    """Draw one batch of every schedule, on one time axis. Schedules with equal orders, such as 1F1B
+    and PipeDream's variants, share a panel."""
     groups: dict[object, list[Row]] = {}
     for row in data.possible_rows:
         groups.setdefault(row.batch.schedule.orders, []).append(row)

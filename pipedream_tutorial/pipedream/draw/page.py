@@ -1,8 +1,8 @@
 """Define the shared parts of pictures: the page, its colors, and labels beside points.
 
-A page has a width of WIDTH inches at DPI. A README shows it at about half this width, so no text is
-smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design", 2008), except
-the dark green of W. Because W is dark, F, B, I and W also differ in lightness.
+A page is WIDTH inches wide, at DPI dots per inch. A README shows the page at about half this width,
+so no text is smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design",
+2008), except the dark green of W. Because W is dark, F, B, I and W also differ in lightness.
 """
 
 import pathlib
@@ -50,7 +50,8 @@ def new_figure(
     gap: float = 0.75,
 ) -> tuple[Figure, list[Axes]]:
     """Create a page with a title, a legend, rows of panels and lines of notes. All lengths are in
-    inches. `panel_heights` has the height of each row, and `gap` is the distance between rows."""
+    inches. `panel_heights` contains the height of each row, and `gap` is the distance between
+    rows."""
     # Use as few lines as possible, of about equal length.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
@@ -94,7 +95,7 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
 
 
 def contrast_color(background: Color) -> str:
-    """Return black or white, whichever is easier to read on a color."""
+    """Return black or white, whichever is easier to read on `background`."""
     red, green, blue = (c**2.2 for c in to_rgb(background))  # light intensity on a screen
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
@@ -124,11 +125,12 @@ label with the marker on its left."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
-    """Write labels beside their points, starting with the rightmost point. Points are in data
-    units. A label is as near to its point as possible without hiding points, other labels, their
-    lines, or the points in `avoid`. A line crosses another point or label only if there is no
-    alternative, because a line that crosses a point or a label seems to end at it. Set the axis
-    limits before the call. Raises RuntimeError if there is no space."""
+    """Write each label beside its point, starting with the rightmost point. If a label is far from
+    its point, connect the two with a line. Points are in data units. Labels are as near to their
+    points as possible, but hide no point, no other label, no line, and no point in `avoid`. A line
+    crosses another point or label only if there is no alternative, because readers could think that
+    the line ends there. Set the axis limits before the call. Raises RuntimeError if there is no
+    space."""
     pixels = ax.transData.transform
     marks = [_box_around(pixels(at), MARKER_RADIUS) for at in labels]
     marks += [_box_around(pixels(at), 1) for at in avoid]
@@ -165,5 +167,5 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
 
 
 def _box_around(pixel: np.ndarray, margin: float) -> Bbox:
-    """Return a box around a pixel with a margin in typographic points."""
+    """Return a box that extends `margin` typographic points from a pixel in every direction."""
     return Bbox([pixel, pixel]).padded(margin * PIXELS_PER_POINT)

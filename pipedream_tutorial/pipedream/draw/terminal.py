@@ -37,7 +37,7 @@ def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
 
 
 def _color_letters(text: str, letters: str) -> list[str]:
-    """Color the letters of a cell by the kind of its first operation."""
+    """Color the letters of a cell by the kind of its operation. All pairs have the same color."""
     background = _BACKGROUND["&" if "&" in text else text[0].upper()]
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
 

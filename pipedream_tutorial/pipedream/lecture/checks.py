@@ -1,5 +1,5 @@
-"""Check answers to the exercises of lecture.ipynb. Orders are simulated, and gradients are compared
-with plain backpropagation.
+"""Check answers to the exercises in lecture.ipynb. Orders are simulated, and gradients are compared
+with the gradients of plain backpropagation.
 """
 
 import numbers
@@ -159,7 +159,8 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
 
 @graded
 def check_zero_bubble(order: OrderOf) -> str:
-    """Check exercise 8: the backward pass split into I and W, with W in the rank's idle time."""
+    """Check exercise 8: an order that splits the backward pass into I and W, and runs W in the
+    rank's idle time."""
     for p, m in ((4, 8), (3, 6), (2, 4)):
         schedule = _build_answer(order, p, m, "FIW")
         case = f"with p={p} and m={m},"
@@ -304,7 +305,8 @@ def check_batch_gradient(
 @graded
 def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
     """Check exercise 6: how a stage updates its weights under PipeDream while microbatches are in
-    flight. The answer computes the next weights from the weights, gradients and learning rate."""
+    flight. The answer computes the next weights from the current weights, the gradients and the
+    learning rate."""
     replaced = False
 
     class Trainer(StageTrainer):

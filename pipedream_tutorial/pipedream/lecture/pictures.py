@@ -15,7 +15,7 @@ from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 
 class TimelinePicture(NamedTuple):
-    """Stacked timelines. A notebook shows them as a picture, and a terminal as text."""
+    """Stacked timelines, shown as a picture in a notebook and as text in a terminal."""
 
     title: str
     timelines: Sequence[Timeline]
@@ -59,9 +59,9 @@ def tell(
     why: str = "",
     picture: Any = None,
 ) -> Any:
-    """Print `result`, the guess, and whether the guess is right. Return the picture. If
-    the guess is None, ask for a guess and return None. `right` is the correct guess if it differs
-    from `result`."""
+    """Print `result`, the guess, and whether the guess is right. Also print `why`, and return the
+    picture. If the guess is None, only ask for a guess and return None. `right` is the correct
+    guess if it differs from `result`."""
     if guess is None:
         print(f"{question}: write your guess instead of None, and run this cell again")
         return None

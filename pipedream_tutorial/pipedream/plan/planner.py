@@ -1,7 +1,7 @@
-"""Partition a profile into stages and replicas with PipeDream's algorithm, predict the pipeline's
-period, and build orders for the simulator.
+"""Partition the layers of a profile into replicated stages with PipeDream's algorithm, predict the
+pipeline's period, and build orders for the simulator.
 
-Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m workers on a stage
+Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. For m workers on a stage:
 
     T(i..j, m) = max(sum of T_l, sum of W_l) / m        T_l forward + backward seconds of layer l
     W_l        = sync_factor * (m - 1) / m * w_l / bandwidth           w_l weight bytes of layer l
@@ -42,7 +42,7 @@ from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
 class Stage(NamedTuple):
-    """Stage of consecutive layers, and the number of workers that replicate it."""
+    """Stage of consecutive layers that runs on one or more workers, with its costs."""
 
     first: int
     last: int  # the last layer, inclusive
@@ -120,8 +120,8 @@ def plan_pipeline(
     `bandwidth` is in bytes per second, or math.inf if sending takes no time. `replication=False`
     gives each stage one worker. With `use_all_workers=True`, every worker is used, as in
     PipeDream's formula, even if fewer workers would be faster. Fewer workers are faster if
-    synchronization takes longer than the computation that it saves. The search takes O(layers^2
-    workers^2) steps. Raises UserError if no plan exists.
+    synchronization takes longer than the computation that they save. The search takes
+    `O(layers^2 workers^2)` steps. Raises UserError if no plan exists.
     """
     if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
         raise UserError("no layer takes any time", "use a profile with times above 0 s")
@@ -166,8 +166,8 @@ def make_plan(
     bandwidth: Number,
     sync_factor: Number,
 ) -> Plan:
-    """Return the plan with the given stages. `cuts` has (last layer, replicas) for each stage, in
-    order."""
+    """Return the plan with the given stages. For each stage, in order, `cuts` contains the last
+    layer and the number of replicas."""
     stage = partial(_stage, layers, bandwidth, sync_factor)
     firsts = [0, *(last + 1 for last, _ in cuts)]
     return Plan(tuple(stage(first, *cut) for first, cut in zip(firsts, cuts, strict=False)))
@@ -203,9 +203,9 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     pipeline run at full speed.
 
     PipeDream gives the input stage NOAM = ceil(workers / input replicas). If the replica counts do
-    not divide each other, NOAM can be too small. For example, 3-2-1 workers with equal work per
-    worker run at 5/4 of the predicted period. The following numbers, computed from the last stage
-    backward, suffice for all durations:
+    not divide each other, NOAM can be too small. For example, with 3, 2 and 1 workers on three
+    stages and equal work per worker, the period is 5/4 of the predicted period. The following
+    numbers, computed from the last stage backward, suffice for all durations:
 
         n_last = 1,    n_k = 1 + ceil(n_next R_next / R_k)
 
@@ -297,9 +297,9 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
 
     `reach` is the largest value of replicas * in_flight over all stages. No operation waits for an
     operation whose microbatch is `reach` or more away. Suppose that all operations of `reach`
-    consecutive microbatches start a fixed time after the operations c microbatches earlier. Then
-    the same holds for all later operations, and the period is that time / c. The last `reach`
-    microbatches do not count, because the end of the run affects them.
+    consecutive microbatches start a fixed time after the same operations c microbatches earlier.
+    Then this holds for all later operations, and the period is that time divided by c. The last
+    `reach` microbatches do not count, because the end of the run affects them.
     """
     starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, for each kind and stage
     for op, (start, _) in sorted(timeline.times.items()):

@@ -1,4 +1,5 @@
-"""Predict measured runs with the simulator, and write a record and a table that compare the two.
+"""Predict measured runs with the simulator, and write a record and a table that compare
+predictions and measurements.
 
 The simulator uses the durations of one measured run. The unit of time is a nanosecond, and times
 are exact fractions. This module does not import torch.
@@ -42,14 +43,14 @@ class Case(NamedTuple):
 
 
 class MeasuredRun:
-    """Measured run for a case. It is the repeat with the median makespan, or the faster of the two
+    """Measured run of a case. It is the repeat with the median makespan, or the faster of the two
     middle repeats if the number of repeats is even."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()
     ) -> None:
-        """`by_rank` has the reports of each rank, one per repeat. `weights` has the final weights
-        by stage, if they were requested."""
+        """`by_rank` contains the reports of each rank, one per repeat. `weights` contains the final
+        weights by stage, if they were requested."""
         self.case = case
         self.weights = weights
         repeats = []
@@ -102,8 +103,8 @@ class MeasuredRun:
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """Map each operation to its slice on `thread`, which is compute, send or receive. The slice
-        of a transfer belongs to the operation that produced the result."""
+        """Map each operation to its slice on `thread`, which is "compute", "send" or "receive". The
+        slice of a transfer belongs to the operation that produced the result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
@@ -123,9 +124,9 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the communication time and the mean durations, as if the same layers were
-        partitioned into `num_stages` equal stages. If the run did not split its backward passes,
-        each pass counts as an input gradient."""
+        """Return the costs for the same layers partitioned into `num_stages` equal stages. The
+        costs consist of this run's communication time and mean durations. If the run did not split
+        its backward passes, each pass counts as an input gradient."""
         stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -156,10 +157,11 @@ def build_record(
     have one entry per stage, except `losses` (one per batch), `repeat_makespans_ms` (one per
     repeat), `peak_memory_mib` and `waited_for_host` (one per rank).
 
-    `run_metadata` has the keys command, versions, machine, emulated_ms, workload and config. In the
-    record, `calibration` contains the durations measured in `calibration_run`, from which all runs
-    are predicted. For an order found by a search, `found` contains each rank's sequence of F, I and
-    W for one batch. `predicted` is null if the durations do not apply to the schedule.
+    `run_metadata` has the keys command, versions, machine, emulated_ms, workload and config. All
+    runs are predicted from the durations measured in `calibration_run`. The record contains these
+    durations as `calibration`. For an order found by a search, `found` contains each rank's
+    sequence of F, I and W for one batch. `predicted` is null if the durations do not apply to the
+    schedule.
     """
     first = calibration_run.case
     costs = calibration_run.costs(first.schedule.num_stages)
@@ -222,8 +224,8 @@ MAX_LAUNCH_BOUND_SHARE = 0.2
 
 def launch_bound_cases(record: Record) -> list[str]:
     """Return the runs in which more than MAX_LAUNCH_BOUND_SHARE of a stage's operations ended as
-    soon as the host had launched them. The times of such operations partly measure launching. A GPU
-    that waits in the middle of an operation and catches up is not detected."""
+    soon as the host had launched them. The times of such operations partly measure launching. An
+    operation is not counted if the GPU waits for the host only in the middle of the operation."""
     return [
         _case_name(case)
         for case in record["cases"]

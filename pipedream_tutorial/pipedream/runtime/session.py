@@ -1,5 +1,5 @@
-"""Run every requested schedule and search with every number of microbatches. Each stage's process
-runs this code."""
+"""Run every requested schedule with every number of microbatches, and search for orders if
+requested. Each stage's process runs this code."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def build_cases(config: Config) -> list[Case]:
 
 
 def _build_or_load(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
-    """Return the schedule for all batches and its weight policy. `name` is the name of a schedule
+    """Return the schedule for all batches, and its weight policy. `name` is the name of a schedule
     or the path of a CSV file."""
     if name in SCHEDULES:
         return schedule_for_training(name, config["num_stages"], m, config["num_batches"])
@@ -105,8 +105,8 @@ def gather_weights(
 
 
 def run_session(config: Config, command: str, rank: int) -> None:
-    """Run all cases as one of the stages. Rank 0 prints the results and writes them to the paths in
-    `config`: trace, record, weights."""
+    """Run all cases as one of the stages. Rank 0 prints the results and writes them to the files
+    that `config` lists under trace, record and weights."""
     cases = build_cases(config)
     runner = RankRunner(rank, config)
     if rank == 0:
@@ -189,7 +189,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
 
 
 def describe(runner: RankRunner) -> str:
-    """Describe the run: its stages, device and workload."""
+    """Return a description of the run: its stages, device and workload."""
     p, gpus = runner.config["num_stages"], torch.cuda.device_count()
     backend_text = "NCCL, one GPU per process" if runner.on_gpu else "gloo, on the CPU"
     if gpus and not runner.on_gpu and runner.config["device"] == "auto":

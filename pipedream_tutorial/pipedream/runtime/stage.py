@@ -36,8 +36,8 @@ from pipedream.train.trainer import Trainers, Weights, build_trainers
 
 @contextmanager
 def connection_to(whom: str) -> Iterator[None]:
-    """In a `with` block, turn the RuntimeErrors of the communication backend into StageLostErrors
-    that name `whom`."""
+    """Context manager that turns the RuntimeErrors of the communication backend into
+    StageLostErrors that name `whom`."""
     try:
         yield
     except RuntimeError as error:
@@ -58,8 +58,8 @@ class Peer:
         self.unfinished_sends: deque[tuple[torch.Tensor, Any]] = deque()
 
     def post_receives(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
-        """Prepare to receive during a run. `arriving` lists the peer's operations whose results
-        this rank receives, in sending order. All results have the shape and dtype of `like`.
+        """Prepare to receive the peer's results during a run. `arriving` lists the operations that
+        produce these results, in sending order. All results have the shape and dtype of `like`.
         `depth` receives are posted ahead."""
 
         def post(op: Op) -> tuple[Op, torch.Tensor, Any]:
@@ -108,16 +108,16 @@ class Clock:
     were reached.
 
     On a CPU, calls return when their computation has finished, so the clock is the raw counter that
-    all processes on a host share. (Zero points taken after a barrier would differ, because
-    processes leave the barrier at different times.)
+    all processes on a host share. A zero point set after a barrier would differ between processes,
+    because they leave the barrier at different times.
 
     On a GPU, calls return before their computation has finished, so the clock uses CUDA events. A
     new clock records 20 events and waits for each. The event with the shortest wait becomes the
     zero point, and the middle of that wait is taken as its host time."""
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
-        """`new_event` creates an event with the methods of a torch.cuda.Event with timing:
-        record(), synchronize() and elapsed_time()."""
+        """`new_event` creates an event like torch.cuda.Event(enable_timing=True). The event has the
+        methods record(), synchronize() and elapsed_time()."""
         self.new_event = new_event
         self.spans: list[tuple[str, Op, Any, Any]] = []  # thread, operation, marks at both ends
         if new_event is not None:
@@ -149,14 +149,14 @@ class Clock:
 
     @contextmanager
     def span(self, thread: str, op: Op) -> Iterator[None]:
-        """Mark the start and the end of the `with` block."""
+        """Context manager that records when its `with` block starts and ends."""
         start_mark = self.mark()
         yield
         self.spans.append((thread, op, start_mark, self.mark()))
 
 
 class RankRunner:
-    """Runner of one rank, in its own process. It can run any schedule."""
+    """Runs one rank in its own process, under any schedule."""
 
     def __init__(self, rank: int, config: Config) -> None:
         """Prepare the device and the workload. Raises UserError for settings that do not allow
@@ -239,7 +239,7 @@ class RankRunner:
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
         """Train from the initial weights under a schedule. If `emulated` is true, each pass on a
         CPU also sleeps, as CONFIG's `forward_ms` and `backward_ms` specify. Return the report and
-        the final weights by stage. The returned weights are on the CPU, so that the GPU is empty
+        the final weights by stage. The returned weights are on the CPU, so that GPU memory is free
         for the next run. All ranks must call this method. Raises StageLostError if a peer has
         ended."""
         trainers = self._trainers(case)
@@ -335,8 +335,8 @@ def median_us(act: Callable[[], object]) -> int:
 
 
 def set_up_device(config: Config, rank: int) -> torch.device:
-    """Set up the device of a stage and return it. With device=auto, stages run on GPUs if there is
-    one GPU for each stage. Raises UserError if device=cuda finds too few GPUs."""
+    """Set up and return the device of a stage. With device=auto, stages run on GPUs if there is one
+    GPU for each stage. Raises UserError if device=cuda is set and there are too few GPUs."""
     torch.set_num_threads(1)  # one thread per stage, as in the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()

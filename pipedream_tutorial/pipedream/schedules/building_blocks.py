@@ -2,10 +2,10 @@
 2405.15362).
 
 Each rank has two stages in a V-shaped schedule, as in ZB-V. Each of the rank's six operations per
-microbatch takes one slot. The block of the next microbatch begins six slots later, so a rank
-without gaps is always busy. A block defines four slots per rank, and the two W operations use idle
-slots. The lifetime of activations in a block determines how many microbatches overlap. Therefore
-the block alone determines the memory.
+microbatch takes one slot. The slots of one microbatch form a block, and each block begins six slots
+after the previous block. Therefore a rank without gaps is always busy. A block defines four slots
+per rank, and the two W operations use idle slots. The lifetime of activations in a block determines
+how many microbatches overlap. Therefore the block alone determines the memory.
 
 The blocks leave gaps while the pipeline fills and drains. Two rounds of moves close these gaps
 without using more memory, as in the authors' code (zbv_greedy.py in
@@ -32,25 +32,25 @@ Slots = list[list[list[int]]]
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return the orders of V-Min, which holds about a third as many activations as 1F1B.
-    Neighboring ranks run an operation one slot apart."""
+    """Return the orders of V-Min, which holds about a third as many activations as 1F1B. A
+    microbatch's operations on neighboring ranks are one slot apart."""
     pause = 0 if p % 3 else 2  # otherwise two operations of a rank would need the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _repeat_block(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Return the orders of V-Half, which holds half as many activations as 1F1B. Neighboring ranks
-    run an operation two slots apart on the way to the last rank, and one slot apart on the way
-    back."""
+    """Return the orders of V-Half, which holds half as many activations as 1F1B. A microbatch's
+    operations on neighboring ranks are two slots apart on the way to the last rank, and one slot
+    apart on the way back."""
     delay = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
     block = [(2 * r, 3 * p - 2 - r, delay - 1 + 2 * r, delay + 3 * p - 2 - r) for r in range(p)]
     return _repeat_block(block, m, reorder)
 
 
 def _repeat_block(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """Repeat the block `m` times. `block` has each rank's slots for one microbatch. With `reorder`,
-    close the gaps at both ends."""
+    """Repeat the block `m` times. `block` contains each rank's slots for one microbatch. With
+    `reorder`, close the gaps at both ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
         for rank_slots in slots:
@@ -107,7 +107,7 @@ def _move_earlier(slots: Slots) -> None:
 
 
 def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (slot, rank, kind, microbatch) for each operation."""
+    """Yield the slot, rank, kind and microbatch of each operation."""
     for rank, rank_slots in enumerate(slots):
         for kind, line in enumerate(rank_slots):
             for i, slot in enumerate(line):
@@ -136,9 +136,9 @@ class _RankSlots:
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
-        """Move the operation in slot `old` to the first free slot, from `earliest` on, that is
-        allowed. A slot is allowed if at most `limit` activations are then held at any time and each
-        W comes after its I. Return the new slot, or `old` if no earlier slot is allowed."""
+        """Move the operation in slot `old` to the first allowed free slot, starting at `earliest`.
+        A slot is allowed if the rank then never holds more than `limit` activations and each W
+        comes after its I. Return the new slot, or `old` if no earlier slot is allowed."""
         kind = self.kinds[old]
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
@@ -172,8 +172,8 @@ class _RankSlots:
 
 
 def _compact(slots: Slots) -> None:
-    """Move every operation to the earliest slot at which its rank and its data are ready. The order
-    of operations does not change."""
+    """Move every operation to the earliest slot for which its rank and its data are ready. The
+    order of operations does not change."""
     free = [0] * len(slots)
     for _, rank, kind, i in sorted(_operations(slots)):
         begin = max(free[rank], 1 + _input_slot(slots, rank, kind, i))

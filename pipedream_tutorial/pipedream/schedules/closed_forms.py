@@ -2,8 +2,8 @@
 
 Stages are equal and communication takes no time, unless stated otherwise. Every formula equals the
 simulator's exact fraction (tests/test_closed_forms.py), often for a wider range of durations than
-its paper states. `idle_holds` returns whether the idle-time formulas are valid. `source` is an
-arXiv number. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
+its paper states. In a ClosedForm, `idle_holds` returns whether the idle-time formulas are valid,
+and `source` is an arXiv number. DualPipe's formulas are also in github.com/deepseek-ai/DualPipe.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 
 class ClosedFormInputs(NamedTuple):
-    """Arguments of the closed forms: the sizes of a pipeline, and the durations of one microbatch
-    on all layers of a rank."""
+    """Arguments of the closed forms: the sizes of a pipeline, and the times that the passes of one
+    microbatch take on all layers of a rank."""
 
     p: int
     m: int
@@ -34,7 +34,8 @@ class ClosedFormInputs(NamedTuple):
 
 
 def idle_fraction(idle_time: Fraction, c: ClosedFormInputs) -> Fraction:
-    """Return the idle share of a rank's time, from 0 to 1: X / (m T + X), with X = `idle_time`."""
+    """Return the idle share of a rank's time, from 0 to 1. The share is `X / (m T + X)`, where X is
+    `idle_time` and T is `c.total`."""
     return idle_time / (c.m * c.total + idle_time)
 
 
@@ -48,21 +49,22 @@ def interleaved_activations(c: ClosedFormInputs, r: int) -> Fraction:
 
 
 def zb_h2_step(c: ClosedFormInputs) -> Fraction:
-    """Return how long two neighboring ranks wait for each other under ZB-H2. The time is 0 if I <=
-    2 min(F, W) - F."""
+    """Return how long two neighboring ranks wait for each other under ZB-H2. The time is 0 if
+    `I <= 2 min(F, W) - F`."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 
 def v_half_span_idle(c: ClosedFormInputs, r: int, x: Fraction) -> Fraction:
     """Return rank r's idle time within its span under V-Half. `x` is the idle time within the
-    makespan. If p is even, the last two ranks end one operation later."""
+    makespan. For an even p above 2, the last two ranks end one operation later than for an odd
+    p."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
     return x - (_net_delay(c, r) - late) * c.f
 
 
 def v_min_activations(c: ClosedFormInputs, r: int) -> Fraction:
-    """Return the peak activations of rank r under V-Min. In a full pipeline, the peak is (p+4) //
-    3. On rank 0, the peak is lower by one stage's activations if p = 2 mod 3."""
+    """Return the peak activations of rank r under V-Min. In a full pipeline, the peak is
+    `(p + 4) // 3`. On rank 0, the peak is lower by one stage's activations if `p % 3 == 2`."""
     peak = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
         peak -= 1
@@ -70,8 +72,8 @@ def v_min_activations(c: ClosedFormInputs, r: int) -> Fraction:
 
 
 def _net_delay(c: ClosedFormInputs, r: int) -> Fraction:
-    """Return rank r's delay behind rank 0 at the start, minus its delay at the end, in units of F.
-    The result is smaller by 1/2 for the last rank, whose two stages are neighbors."""
+    """Return rank r's delay behind rank 0 at the start, minus the same delay at the end, in units
+    of F. The result is smaller by 1/2 for the last rank, whose two stages are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
@@ -91,7 +93,7 @@ class ClosedForm:
     )
     """Idle time of rank r between its first start and its last end, computed from X."""
     idle_holds: Callable[[ClosedFormInputs], bool] = lambda c: True
-    """Function that returns whether makespan_idle and own_idle are exact."""
+    """Function that returns whether makespan_idle and span_idle are exact."""
     peak_activations: Callable[[ClosedFormInputs, int], Fraction | int]
     """Peak activations of rank r, in microbatches on all of its layers. The formula is exact for
     all sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush

@@ -18,8 +18,8 @@ from pipedream.errors import UserError
 
 
 class Op(NamedTuple):
-    """Operation as in pipedream_simple.py, but with named fields. It is written as in torch: 2F0 is
-    F of microbatch 0 on stage 2. R repeats F to recompute the activations that F did not keep."""
+    """Operation of pipedream_simple.py, with named fields. Its text follows torch: 2F0 is F of
+    microbatch 0 on stage 2. R repeats F to recompute the activations that F did not keep."""
 
     kind: str
     stage: int
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        """Number of stages in one copy. stage % num_stages is a stage's position in the model."""
+        """Number of stages in one copy. A stage's position in the model is `stage % num_stages`."""
         return len({stage for _, stage in self.microbatches_of}) // self.copies
 
     @property
@@ -85,7 +85,7 @@ class Schedule:
 
     @cached_property
     def flat(self) -> list[list[Op]]:
-        """Orders with each pair as two consecutive operations."""
+        """Orders in which each pair is replaced with its two operations."""
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
@@ -139,9 +139,9 @@ class Schedule:
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
-    """Return a schedule that repeats a batch. Microbatches of batch k are numbered from k * m.
-    There is no barrier between batches. A rank starts its next batch as soon as its order
-    allows."""
+    """Return a schedule that repeats a batch of m microbatches. The microbatches of batch k are
+    numbered from `k * m`. There is no barrier between batches. A rank starts its next batch as soon
+    as its order allows."""
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:
@@ -155,8 +155,8 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 
 def with_recomputation(schedule: Schedule, kept: Fraction) -> Schedule:
-    """Return the same orders with R before every backward pass. F keeps only the stage's input for
-    R, and `kept` is the input's share of the activations."""
+    """Return `schedule` with an R before every backward pass. F keeps only the stage's input for R,
+    and `kept` is the input's share of the activations."""
 
     def with_r(item: Item) -> list[Item]:
         kind, stage, i = item.parts[-1]

@@ -1,10 +1,10 @@
 """Define the table of all schedules. For each schedule, a function of p ranks and m microbatches
-returns an order per rank. This module does not import torch.
+returns the order of every rank. This module does not import torch.
 
 The schedules that a student reads first are in pipedream_simple.py. V-Half and V-Min are in
 building_blocks.py. This file defines the schedules with pairs or with two copies of the model. The
-papers are named in closed_forms.py. For schedules that torch.distributed.pipelining also has, our
-orders equal torch's orders (tests/test_torch.py).
+papers are named in closed_forms.py. For schedules that torch.distributed.pipelining also provides,
+our orders equal torch's orders (tests/test_torch.py).
 """
 
 from collections import Counter
@@ -24,16 +24,16 @@ one_f_one_b = partial(simple.build, "1f1b")
 
 
 def eager_1f1b(p: int, m: int) -> Orders:
-    """Return 1F1B with about twice as many warm-up forwards, so that messages have time to
-    arrive."""
+    """Return the orders of Eager 1F1B: 1F1B with about twice as many warm-up forwards, so that
+    messages have time to arrive."""
     words = [simple.in_turn("F" * m, "B" * m, 2 * (p - s) - 1) for s in range(p)]
     return simple.from_words(words)
 
 
 def zb_v_fixed(p: int, m: int) -> Orders:
-    """Return ZB-V in torch's order, which does not depend on durations. The order is defined for 2p
-    - 1 or more microbatches. With fewer microbatches, the operations of the missing microbatches
-    are omitted."""
+    """Return ZB-V in torch's order, which does not depend on durations. Torch defines the order for
+    `2p - 1` or more microbatches. For a smaller m, return the order for `2p - 1` microbatches
+    without the operations of the surplus microbatches."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):
@@ -88,9 +88,9 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 
 def dualpipe(p: int, m: int) -> Orders:
     """Return DualPipe's orders for two copies of the model in opposite directions, each with half
-    of the microbatches. This is DualPipeV on half as many ranks, unfolded. Two mirrored ranks form
-    a pair. For the first copy, one rank of the pair runs the descending half of the V, and the
-    other rank runs the ascending half. For the second copy, the roles are reversed."""
+    of the microbatches. DualPipe is DualPipeV on half as many ranks, unfolded: two mirrored ranks
+    do the work of one. For the first copy, one of the two ranks runs the descending half of the V,
+    and the other runs the ascending half. For the second copy, the roles are reversed."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -115,7 +115,7 @@ def dualpipe(p: int, m: int) -> Orders:
 def chimera(p: int, m: int) -> Orders:
     """Return orders for two copies of the model in opposite directions, each with half of the
     microbatches. The batch consists of units of p microbatches. In a unit, each direction runs 1F1B
-    with p / 2 microbatches and fills the idle time of the other direction."""
+    with `p / 2` microbatches and fills the idle time of the other direction."""
     if p % 2 or m % p:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
@@ -207,7 +207,7 @@ def build_schedule(
 def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
-    """Return the schedule for all batches and its weight policy. Batches of flushing schedules are
+    """Return the schedule for all batches, and its weight policy. Batches of flushing schedules are
     repeated, and other schedules continue without a pause. Raises UserError for schedules that can
     only be simulated, for sizes that a schedule does not allow, and for 2BW with too few
     microbatches per batch."""

@@ -1,4 +1,4 @@
-"""Show why a pipeline cannot simply send and receive: an order that the simulator can run may still
+"""Run orders with blocking sends and receives. An order that the simulator can run may then
 deadlock.
 
 In the simulator, results arrive without further action. Here every transfer is a SEND on one rank
@@ -66,8 +66,8 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
 
 def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
     """Run the programs until all ranks have ended. Return the actions in the order in which they
-    ended. With `buffered`, sends are copied and never wait. Raises DeadlockError with the current
-    action of every rank in the cycle."""
+    ended. With `buffered`, messages are copied, so sends never wait. Raises DeadlockError with the
+    current action of every rank in the cycle."""
     remaining_steps = [deque(program) for program in programs]
     # Actions of each rank's current step that have not ended
     posted: list[list[Action]] = [[] for _ in programs]

@@ -1,4 +1,5 @@
-"""Compute the numbers in the tables, with the same model and microbatches for every schedule."""
+"""Compute the numbers in the comparison tables. All schedules run the same model and
+microbatches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -47,9 +48,9 @@ class Row:
 
     @cached_property
     def stream(self) -> Timeline:
-        """Timeline of CONFIG's `num_batches` batches. If the policy needs no flush, batches follow
-        each other without a pause. Otherwise, each rank starts a batch as soon as the rank has
-        finished the previous batch."""
+        """Timeline of CONFIG's `num_batches` batches. If the policy needs no flush, one order
+        covers all batches. Otherwise, the order of one batch is repeated, and each rank starts a
+        batch as soon as it has finished the previous batch."""
         count = self.config["num_batches"]
         if self.flushes:
             return simulate(repeat(self.batch.schedule, count), self.batch.costs)
@@ -100,8 +101,8 @@ class Row:
 
     @cached_property
     def _weight_use(self) -> dict[int, WeightUse]:
-        """The weight versions of each stage, in the order of the stages. The stages of a second
-        copy of the model follow."""
+        """Weight versions of each stage, in the order of the stages. The stages of a second copy of
+        the model follow."""
         if self.flushes:  # needs no simulation
             batch = self.batch.schedule
             return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
@@ -206,9 +207,9 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, ClosedFormInputs] | None:
-    """Return the schedule's closed form and its sizes, or None if no closed form applies. No closed
-    form covers a CSV file, uneven stages, communication time, overlap, recomputation, or blocks
-    without reordering."""
+    """Return the schedule's closed form and the arguments of its formulas, or None if no closed
+    form applies. There is no closed form for a CSV file, uneven stages, communication time,
+    overlap, recomputation, or blocks without reordering."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS

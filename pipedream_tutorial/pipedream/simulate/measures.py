@@ -38,11 +38,11 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
 
 
 def _activation_changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
-    """For each kind of operation, return the change in the held activations at its start and at its
-    end. The unit is the activations of one microbatch on one stage. A forward pass adds 1. A
-    backward pass subtracts 1. If it is split, its W subtracts 1 instead. With R, the forward pass
-    keeps only a share when it ends, and R adds the rest. With v stages per rank, each stage holds
-    1/v of the activations of all of the rank's layers."""
+    """For each kind of operation, return by how much the held activations change when the operation
+    starts and when it ends. The unit is the activations of one microbatch on one stage. A forward
+    pass adds 1, and a backward pass subtracts 1. If the backward pass is split, only W subtracts 1.
+    With R, the forward pass keeps only a share when it ends, and R adds the rest. With v stages per
+    rank, each stage holds 1/v of the activations of all of the rank's layers."""
     dropped_share = (1 - schedule.kept) or 0  # an int is faster
     return {
         "F": (1, -dropped_share),

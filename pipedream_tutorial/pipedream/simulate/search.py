@@ -2,8 +2,8 @@
 
 Each rank has one stage, and backward passes are split. Microbatches are alike, so a rank runs the
 operations of each kind in the order of microbatches 0, 1, 2, ... The order of a rank is a word of m
-letters F, m letters I and m letters W. Every prefix of a word has at least as many F as I, at least
-as many I as W, and at most `memory` more F than W.
+letters F, m letters I and m letters W. Every prefix of a word contains at least as many F as I, at
+least as many I as W, and at most `memory` more F than W.
 
 The search minimizes the makespan of one batch. Among equally short orders, it prefers the order
 whose longest span is shorter. The span of a rank is the time from its first start to its last end.
@@ -12,7 +12,7 @@ need not be further apart than the longest span.
 
 First, a rule builds words (`greedy`). Then letters are moved (`improve`). A change is kept if the
 makespan does not grow, and sometimes even if it grows (simulated annealing). Neither function
-proves that an order is optimal; `lower_bound` and `solve` can.
+proves that an order is optimal. Only `lower_bound` and `solve` can prove this.
 """
 
 import math
@@ -100,7 +100,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in words]
 
     def run(rank: int) -> Iterator[None]:
-        """Run one rank's word until it must wait."""
+        """Run one rank's word, and yield whenever the rank must wait."""
         rank_ends = ends[rank]
         durations = problem.durations[rank]
         sources = {}
@@ -133,12 +133,12 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound on the makespans of all orders, in ticks. Rank r receives its first
-    microbatch after `head` ticks. It receives its first gradient a round trip after its first
-    forward. Before this gradient, the rank runs at most min(m, memory) forwards, and all its other
-    work follows. In addition, each F waits for the W that is `memory` microbatches earlier, which
-    forms a chain of round trips. When rank r has finished, the ranks before it still run the last
-    I."""
+    """Return a lower bound on the makespans of all orders, in ticks. Rank r cannot start before its
+    first microbatch has passed the earlier ranks. Its first gradient arrives a round trip after its
+    first forward. Before this gradient, the rank runs at most `min(m, memory)` forwards, and all
+    its other work follows. In addition, each F waits for the W that is `memory` microbatches
+    earlier, which forms a chain of round trips. When rank r has finished, the ranks before it still
+    run the last I."""
     m = problem.num_microbatches
     c = problem.communication
     times = problem.durations
@@ -264,8 +264,8 @@ def _allowed(word: str, memory: int) -> bool:
 
 def solve(problem: Problem, max_makespan: int, seconds: float) -> tuple[list[Words], int]:
     """Search for the shortest order of at most `max_makespan` ticks with OR-Tools' constraint
-    solver (CP-SAT), for at most `seconds`. Return ([words of the best order], lower bound in
-    ticks). The list is empty if the solver finds no order."""
+    solver (CP-SAT), for at most `seconds`. Return a list with the words of the best order, and a
+    lower bound on the makespan in ticks. The list is empty if the solver finds no order."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

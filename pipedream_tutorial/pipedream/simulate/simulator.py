@@ -1,6 +1,6 @@
 """Simulate a schedule's orders with an exact clock.
 
-The clock counts whole ticks. A tick is the longest time that divides every duration. Times are
+The clock counts whole ticks. A tick is the greatest common divisor of all durations. Times are
 fractions and are computed only on request. An operation starts when its rank has ended the previous
 operation and all inputs have arrived (`Schedule.needs`). An input from another rank arrives after
 the communication time. There are no other assumptions, and no schedule is treated specially.
@@ -26,8 +26,8 @@ class DeadlockError(RuntimeError):
     """Error raised if orders deadlock because operations wait for each other in a cycle."""
 
     def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
-        """`waiting` maps each blocked rank to (its current operation, the rank for which it waits).
-        If no other rank can unblock a rank, the rank waits for itself."""
+        """`waiting` maps each blocked rank to its current operation and the rank for which it
+        waits. If no other rank can unblock a rank, the second value is the rank itself."""
         path: list[int] = []
         rank = min(waiting)
         while rank not in path:
@@ -40,7 +40,8 @@ class DeadlockError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Durations, indexed by a stage's position in the model, all in the same unit."""
+    """Durations of the operations, indexed by a stage's position in the model. All durations are in
+    the same unit."""
 
     forward: tuple[Fraction, ...]
     input_gradient: tuple[Fraction, ...]
@@ -71,11 +72,11 @@ def build_costs(
     overlap_saving: Number = 0,
     stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
-    """Compute the durations of the stages. The arguments are durations of all layers of one rank,
-    which are divided equally among the rank's stages. `stage_scale` contains one factor for each of
-    several equal groups of the model's layers, in the order of the model. The factors do not depend
-    on how the layers are partitioned into stages. Raises UserError if the number of factors is not
-    a multiple of the number of ranks."""
+    """Compute the durations of the stages. `forward`, `input_gradient` and `weight_gradient` are
+    durations of all layers of one rank, and are divided equally among the rank's stages.
+    `stage_scale` contains one factor for each of several equal groups of the model's layers, in the
+    order of the model. The factors do not depend on how the layers are partitioned into stages.
+    Raises UserError if the number of factors is not a multiple of the number of ranks."""
     check_scale(stage_scale, schedule.num_ranks)
     factors = stage_factors(stage_scale or [1], schedule.num_stages)
 
@@ -151,7 +152,7 @@ class Timeline:
 
 def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
     """Start every operation as early as the orders and the data allow. Rank r does not start before
-    tick free[r]. Raises DeadlockError if the orders would deadlock. Raises ValueError if a needed
+    tick `free[r]`. Raises DeadlockError if the orders would deadlock. Raises ValueError if a needed
     operation is missing or an operation occurs twice."""
     _check_complete(schedule)
     tick, rules = _build_rules(schedule, costs)

@@ -46,8 +46,8 @@ def trace_document(
 ) -> dict[str, Any]:
     """Return a JSON-serializable trace of the prediction, the measurement, or both. `policy` and
     `batch_size` determine weight versions. `batch_size` is the number of microbatches between two
-    updates if the policy updates once per batch. `unit_s` is the number of seconds per unit of the
-    simulator. The measured run starts at time 0."""
+    updates if the policy updates once per batch. `unit_s` is the number of seconds per time unit of
+    the simulator. The measured run starts at time 0."""
     groups = {}
     if predicted is not None:
         groups["predicted"] = _predicted_slices(predicted, Fraction(unit_s))
@@ -83,7 +83,8 @@ def trace_document(
 
 
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
-    """Return (sending operation, receiving operation) for each result that leaves its rank."""
+    """For each result that is sent to another rank, return the sending and the receiving
+    operation."""
     ranks = schedule.rank_by_op()
     return [(a, b) for b, a in find_input_ops(schedule).items() if ranks[a] != ranks[b]]
 

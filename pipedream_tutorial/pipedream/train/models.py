@@ -22,7 +22,7 @@ TASK_MICROBATCHES = 64  # number of different microbatches; training repeats the
 
 
 class ResidualLayer(nn.Module):
-    """Residual layer: x + down(tanh(up(norm(x)))). A deep stack of these layers can be trained,
+    """Residual layer: `x + down(tanh(up(norm(x))))`. A deep stack of these layers can be trained,
     unlike a stack of plain tanh layers."""
 
     def __init__(self, width: int) -> None:
@@ -57,7 +57,7 @@ class Task(NamedTuple):
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a microbatch. Microbatches are counted from the start of
-        training. After all samples have been used, they repeat."""
+        training. After all samples have been used, the microbatches repeat."""
         first = index * self.microbatch_size % len(self.targets)
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
@@ -111,7 +111,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """GPT-2 block: x + attention(norm(x)), then x + mlp(norm(x)), [B, S, H] -> [B, S, H]."""
+    """GPT-2 block: `x + attention(norm(x))`, then `x + mlp(norm(x))`, [B, S, H] -> [B, S, H]."""
 
     def __init__(self, size: GPT2Size) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Train in one process, as a reference for the runtime. Each microbatch's gradient in the pipeline
-is compared with its exact gradient.
+"""Train in one process, as a reference for the runtime, and compare the pipeline's gradient of each
+microbatch with the exact gradient.
 
 A microbatch's forward pass may use different versions of the weights on different stages. This
 mixed set of weights is also a model, and autograd through all stages computes its exact gradient. A
@@ -99,7 +99,7 @@ def copy_weights(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """Train, and check the gradient of every `every`-th microbatch. Return the training result and
+    """Train, and check the gradient of one in `every` microbatches. Return the training result and
     the gradient errors, in the order in which the backward passes end."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
@@ -163,7 +163,7 @@ def train_and_check(
 
 @torch.no_grad()
 def relative_difference(computed: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """Return the norm of the difference divided by the norm of `exact`. Return infinity if the
+    """Return the norm of `computed - exact`, divided by the norm of `exact`. Return infinity if the
     quotient is not finite."""
     pairs = list(zip(computed, exact, strict=True))
     squared_error = math.fsum(float((a - b).square().sum()) for a, b in pairs)
