@@ -181,7 +181,7 @@ def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) ->
 
 
 def measure_gpu_seconds(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Call a function. Return its result and the seconds during which the GPU computed."""
+    """Call a function. Return its result and the GPU's busy time in seconds."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

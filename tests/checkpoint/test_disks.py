@@ -1,4 +1,4 @@
-"""Test checkpoints of two nodes without a shared disk. Two processes with separate run folders
+"""Test checkpointing on two nodes without a shared disk. Two processes with separate run folders
 simulate the nodes."""
 
 import shutil

@@ -1,4 +1,5 @@
-"""Test plans: their contents, their JSON form, and plans for any CONFIG on any machine."""
+"""Test the contents and the JSON form of plans. Also test that any CONFIG on any machine gives a
+plan or an error."""
 
 import dataclasses
 import json

@@ -123,8 +123,8 @@ def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
 
 
 def test_a_resume_command_may_repeat_the_batch_size(saved_plan):
-    """A printed command repeats the options of the first run. With another number of processes,
-    the repeated batch size must not change the global batch."""
+    """A printed command repeats the options of the first run. With a different number of
+    processes, the repeated batch size must not change the global batch."""
     notes = []
     arguments = (f"resume={saved_plan.run_dir}", "batch_size=2")
     config = inherit_settings(merged({}, *arguments), 8, notes)
