@@ -375,7 +375,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     )
     add("--dataset", metavar="D", help=dataset_help)
     columns_help = "columns of the dataset to use, such as prompt=question,completion=answer"
-    add("--columns", metavar="THEIRS=NAME=COLUMN=THEIRS", help=columns_help)
+    add("--columns", metavar="NAME=COLUMN", help=columns_help)
     length_help = (
         "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
     )

@@ -200,9 +200,9 @@ def cut_samples(
         if validation_name:
             what = f"validation_dataset={validation_name!r}"
         fix = "use more text or a smaller max_length"
-        if form != RUNNING and len(train) + len(validation) == 1:
-            why = "a run needs one training sample and one validation sample"
-            raise UserError(f"{what} has only 1 sample", why, "add records")
+        if form != RUNNING and len(splits[0]["starts"]) == 2:  # the start of a record, and the end
+            why = "a run needs at least one training sample and one validation sample"
+            raise UserError(f"{what} has only 1 record", why, "use more records")
         if form in ANSWERS:
             what += " has too few records whose answer fits within max_length"
             fix = "use more records, or set a larger max_length if prompts fill it"

@@ -121,13 +121,10 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         num_processes = plan.processes_here
-        verb = "needs" if num_processes == 1 else "need"
+        verb, fewer = ("needs", "") if num_processes == 1 else ("need", " or fewer processes")
         what = f"{plural(num_processes, 'process')} {verb} about {needed / GIB:.1f} GiB of RAM"
         why = f"only {machine.ram_bytes / GIB:.1f} GiB is available"
-        fix = "use a smaller model"
-        if max_processes := int(machine.ram_bytes // memory.host_bytes):
-            fix += f", or at most {plural(max_processes, 'process')} per node"
-        raise UserError(what, why, fix)
+        raise UserError(what, why, f"use a smaller model{fewer}")
 
 
 def check_disk(plan: Draft) -> None:

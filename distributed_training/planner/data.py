@@ -190,11 +190,10 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> DataValue
     notes += report.describe(data.counts, config.max_length)
     batch_size = draft.batch.global_batch_size
     if len(train) < batch_size:
-        note = f"each step trains on the whole dataset, because the batch of {batch_size} samples "
-        notes.append(
-            f"{note}is larger than the dataset ({plural(len(train), 'sample')}). "
-            "Consider a smaller batch_size"
-        )
+        unit = "sample" if train.firsts is None else "block"
+        note = "each step trains on the whole dataset, because the batch of "
+        note += f"{plural(batch_size, unit)} is larger than the dataset "
+        notes.append(f"{note}({plural(len(train), unit)}). Consider a smaller batch_size")
     steps_per_epoch = math.ceil(len(train) / batch_size)
     num_steps = config.epochs * steps_per_epoch
     # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small dataset

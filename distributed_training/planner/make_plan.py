@@ -119,21 +119,19 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
         }
         inherited["engine_options"] = config.engine_options | engine_options
     batch_keys = ("batch_size", "grad_accum_steps")
-    # The command that resumes a run repeats its options, so only other values count as new.
-    is_batch_set = any(
-        config.is_set(name) and requested[name] != earlier_requested[name] for name in batch_keys
-    )
-    if not is_batch_set:
+    if not config.is_set(*batch_keys):
         inherited |= {name: earlier_settings[name] for name in batch_keys}
     config = with_values(config, **inherited)
-    return config if is_batch_set else keep_global_batch(config, earlier, num_processes, notes)
+    return keep_global_batch(config, earlier, num_processes, notes)
 
 
 def keep_global_batch(
     config: Request, earlier: Plan, num_processes: int, notes: list[str]
 ) -> Request:
     """Return CONFIG with the global batch of an earlier run, divided over `num_processes`
-    processes. Raises UserError if the processes cannot share the batch evenly."""
+    processes. A batch size that the user set is an upper limit, because the command that resumes a
+    run repeats the run's options, possibly with a different number of processes. Raises UserError
+    if the processes cannot share the batch evenly."""
     size = earlier.batch.global_batch_size
     per_process, remainder = divmod(size, num_processes)
     if remainder:

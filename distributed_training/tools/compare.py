@@ -152,9 +152,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     if remaining:
         on_gpus = detect_machine().num_gpus > 0
         seconds = predicted_s(remaining, run_s=START_S["cuda" if on_gpus else "cpu"])
-        summary += (
-            f" The remaining {plural(len(remaining), 'run')} will take {format_duration(seconds)}."
-        )
+        summary += f" Remaining: {plural(len(remaining), 'run')}, {format_duration(seconds)}."
     print(summary, flush=True)
     if arguments.dry_run:
         print_settings(runs)

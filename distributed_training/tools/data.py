@@ -21,7 +21,6 @@ from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records.display import fold
 from distributed_training.settings.config import Request, RunConfig, with_values
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import named_strategy
@@ -117,19 +116,20 @@ def _mark_targets(
 
 def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     num_train, num_held_out = counts["samples"] - counts["held_out"], counts["held_out"]
-    samples = f"{num_train:,} training samples"
+    samples = f"{num_train:,} training"
     if num_held_out:
-        samples += f" and {plural(num_held_out, 'validation sample')}"
-    samples += f" of {config.max_length:,} tokens"
+        samples += f" and {num_held_out:,} validation"
+    samples += " samples"
     if counts["form"] == RUNNING:
-        documents = plural(counts["records"], "document")
-        rows = [("text", f"{documents} with {counts['num_tokens']:,} tokens"), ("samples", samples)]
+        noun = "document" if counts["records"] == 1 else "documents"
+        text = f"{counts['records']:,} {noun} with {counts['num_tokens']:,} tokens"
+        rows = [("text", text), ("samples", f"{samples} of {config.max_length:,} tokens")]
     else:
         left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
         rows = [
             ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
             ("left out", ", ".join(left_out) or "none"),
-            ("samples", f"{samples}, {counts['cut']:,} truncated"),
+            ("samples", f"{samples}, {counts['cut']:,} truncated to {config.max_length:,} tokens"),
             ("tokens per record", report.lengths_in_words(counts)),
         ]
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())

@@ -11,16 +11,11 @@ from distributed_training.data.corpus import BUILT_IN, EMBEDDED, PROSE, WIKITEXT
 from distributed_training.data.samples import AUTO_NUM_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.data import (
-    MAX_DRY_RUN_BYTES,
-    find_sources,
-    peek_data,
-    resolve_data_values,
-)
+from distributed_training.planner.data import find_sources, peek_data, resolve_data_values
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, PATHS, Request
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import parse_overrides
@@ -102,19 +97,23 @@ def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
     limit = None if config.max_steps == -1 else config.max_steps
     if limit is not None and plan.requested.is_set("max_steps"):
         return limit
-    reason = "is not on this machine"
+    reason = "plan did not read the dataset"
     if Path(config.dataset).exists():
-        reason = f"is larger than {MAX_DRY_RUN_BYTES / 1e6:g} MB"
+        data_notes = list[str]()
         try:
             if data := peek_data(plan, find_sources(plan, [])):
-                return resolve_data_values(plan, data, notes).num_steps
-        except (UserError, OSError):
-            reason = "cannot be tokenized on this machine"
+                steps = resolve_data_values(plan, data, data_notes).num_steps
+                notes += data_notes
+                return steps
+        except (UserError, OSError) as error:
+            reason = f"the dataset cannot be used here: {first_line(error)}"
     if config.num_samples == -1:
+        if limit is None:
+            notes.append(f"the number of steps is unknown, because {reason}")
         return limit
     samples = AUTO_NUM_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
     if config.dataset not in BUILT_IN:
-        notes.append(f"the number of steps is for {samples:,} samples. {config.dataset} {reason}")
+        notes.append(f"the number of steps is for {samples:,} training samples, because {reason}")
     steps = config.epochs * math.ceil(samples / plan.batch.global_batch_size)
     return steps if limit is None else min(limit, steps)
 

@@ -90,6 +90,9 @@ def run(
         return configure([*arguments.overrides, *chosen])
 
     cluster = _cluster(arguments)
+    if job_file is not None and not cluster.machine.num_gpus:
+        what = "--write writes a job for GPUs, but this machine has none"
+        raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
     if arguments.calibrate:
         if arguments.cluster is not None:
             what = "--calibrate measures this machine, so it cannot be combined with --cluster"

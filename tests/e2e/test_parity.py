@@ -7,7 +7,7 @@ import math
 import pytest
 
 from distributed_training.tools.parity import exit_code
-from distributed_training.tools.parity.ranks import judge
+from distributed_training.tools.parity.ranks import _relative_difference, judge
 from tests.conftest import SMALL, run_command
 from tests.e2e.support import clone
 from tests.support import small_records
@@ -40,7 +40,8 @@ def test_exit_code(verdicts, code):
 
 def test_a_nan_differs():
     rounding = {"loss": {"step 1": 0.0}, "gradient norm": {"step 1": 0.0}, "weights": {}}
-    layout = {**rounding, "weights": {"weight/a": math.nan, "weight/b": 0.0}}
+    difference = _relative_difference(math.nan, 1.0)
+    layout = {**rounding, "weights": {"weight/a": difference, "weight/b": 0.0}}
     assert judge(layout | {"weights": {"weight/b": 0.0}}, rounding) == ("ok", "")
     verdict, reason = judge(layout, rounding)
     assert verdict == "differs"

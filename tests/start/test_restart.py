@@ -125,13 +125,12 @@ def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
 def test_a_resume_command_may_repeat_the_batch_size(saved_plan):
     """A printed command repeats the options of the first run. With a different number of
     processes, the repeated batch size must not change the global batch."""
-    notes = []
     arguments = (f"resume={saved_plan.run_dir}", "batch_size=2")
-    config = inherit_settings(merged({}, *arguments), 8, notes)
-    assert (config.batch_size, config.grad_accum_steps) == (1, 1)
-    assert "the global batch stays 8" in notes[-1]
-    other = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "batch_size=4"), 8, [])
-    assert other.batch_size == 4
+    for count, batch_size, grad_accum_steps in ((8, 1, 1), (2, 2, 2), (4, 2, 1)):
+        notes = []
+        config = inherit_settings(merged({}, *arguments), count, notes)
+        assert (config.batch_size, config.grad_accum_steps) == (batch_size, grad_accum_steps)
+        assert ("the global batch stays 8" in notes[-1]) is (count != 4)
 
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)

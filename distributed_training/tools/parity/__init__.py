@@ -121,7 +121,7 @@ def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -
     ]
     seconds = compare.predicted_s(remaining, run_s=LAYOUT_S)
     text = f"Comparing {plural(len(layouts), 'layout')} of {plural(processes, 'process')} with one "
-    text += f"process takes {format_duration(seconds)}."
+    text += f"process: {format_duration(seconds)}."
     print(fold(f"{text} The output of libraries is in {short_path(out)}/log.txt."))
     sys.stdout.flush()
 

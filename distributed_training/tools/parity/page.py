@@ -57,9 +57,8 @@ def write_page(
     explanation = (
         "Each value is the largest relative difference from the single-process run, over all "
         "steps and all tensors of the weights and of AdamW's state. The tolerance is the larger "
-        f"of a fixed limit ({limits}) and {ROUNDING_FACTOR} times the "
-        "difference between the two runs of one process "
-        "single-process runs."
+        f"of a fixed limit ({limits}) and {ROUNDING_FACTOR} times the difference between the two "
+        "single-process runs (reference and rounding)."
     )
     columns = {"layout": [trial.name for trial in trials]}
     for quantity in LIMITS:

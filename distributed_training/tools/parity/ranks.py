@@ -212,11 +212,7 @@ def judge(layout_differences: Differences, rounding_differences: Differences) ->
     reference runs."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
-        # A comparison with NaN is False, so NaN would never exceed a limit.
-        differences = {
-            name: math.inf if math.isnan(difference) else difference
-            for name, difference in layout_differences[quantity].items()
-        }
+        differences = layout_differences[quantity]
         rounding: Mapping[str, float] = rounding_differences[quantity]
         if quantity != "weights":  # for all steps, use the rounding of the worst step
             rounding = dict.fromkeys(differences, max(rounding_differences[quantity].values()))
@@ -234,10 +230,15 @@ def judge(layout_differences: Differences, rounding_differences: Differences) ->
 
 def _relative_difference(value: float | None, reference: float | None) -> float:
     """Return the relative difference of `value` from `reference`. If exactly one of the values is
-    missing (None), the difference is infinite."""
+    missing (None) or is NaN, the difference is infinite."""
     if value is not None and reference:
-        return abs(value - reference) / reference
+        return _nan_to_inf(abs(value - reference) / reference)
     return 0.0 if value == reference else math.inf
+
+
+def _nan_to_inf(difference: float) -> float:
+    """Return infinity instead of NaN, because a comparison with NaN is always False."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
@@ -256,7 +257,8 @@ def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     for name in differences.keys() & tensors.stored_parts.keys() & reference.stored_parts.keys():
         reference_tensor = reference.read_whole(name)
         norm = max(float(torch.linalg.vector_norm(reference_tensor)), 1e-30)  # avoids division by 0
-        differences[name] = (
+        difference = (
             float(torch.linalg.vector_norm(tensors.read_whole(name) - reference_tensor)) / norm
         )
+        differences[name] = _nan_to_inf(difference)
     return differences

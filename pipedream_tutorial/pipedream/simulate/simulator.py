@@ -1,10 +1,10 @@
 """Simulate a schedule's orders with an exact clock.
 
 The clock counts whole ticks. A tick is the greatest common divisor of all durations. Times are
-fractions and are computed only on request. An operation starts when its rank has finished the previous
-operation and all inputs have arrived (`Schedule.needs`). An input from another rank arrives after
-the communication time. There are no other assumptions, and no schedule is treated specially.
-"""
+fractions and are computed only on request. An operation starts when its rank has finished the
+previous operation and all inputs have arrived (`Schedule.needs`). An input from another rank
+arrives after the communication time. There are no other assumptions, and no schedule is treated
+specially."""
 
 import math
 from collections import Counter, defaultdict
