@@ -21,6 +21,8 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import defaults_for, named_strategy
 
+BATCH_KEYS = ("batch_size", "grad_accum_steps")
+
 
 def make_plan(
     request: Request,
@@ -31,12 +33,15 @@ def make_plan(
     after the machine has passed the checks. `read` returns the run's samples, or None if the plan
     does not need them. Raises UserError for the first problem found."""
     notes: list[str] = []
+    typed_batch = {name: getattr(request, name) for name in BATCH_KEYS if request.is_set(name)}
     request = inherit_settings(request, cluster.num_processes, notes)
     # Check the paths before any slow step or download.
     for key in ("dataset", "validation_dataset"):
         if dataset := getattr(request, key):
             check_dataset_path(dataset, key)
     draft = draft_plan(request, cluster, notes)
+    # If the run is resumed again, its typed batch is compared with the batch that was typed here.
+    draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
     check_run(predict(draft, cluster.rates), cluster)
     sources = find_sources(draft, notes)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
@@ -118,20 +123,21 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
             if name in open_keys
         }
         inherited["engine_options"] = config.engine_options | engine_options
-    batch_keys = ("batch_size", "grad_accum_steps")
-    if not config.is_set(*batch_keys):
-        inherited |= {name: earlier_settings[name] for name in batch_keys}
+    # The command that resumes a run repeats its options, so only other values count as new.
+    is_batch_new = any(
+        config.is_set(name) and requested[name] != earlier_requested[name] for name in BATCH_KEYS
+    )
+    if not config.is_set(*BATCH_KEYS):
+        inherited |= {name: earlier_settings[name] for name in BATCH_KEYS}
     config = with_values(config, **inherited)
-    return keep_global_batch(config, earlier, num_processes, notes)
+    return config if is_batch_new else keep_global_batch(config, earlier, num_processes, notes)
 
 
 def keep_global_batch(
     config: Request, earlier: Plan, num_processes: int, notes: list[str]
 ) -> Request:
     """Return CONFIG with the global batch of an earlier run, divided over `num_processes`
-    processes. A batch size that the user set is an upper limit, because the command that resumes a
-    run repeats the run's options, possibly with a different number of processes. Raises UserError
-    if the processes cannot share the batch evenly."""
+    processes. Raises UserError if the processes cannot share the batch evenly."""
     size = earlier.batch.global_batch_size
     per_process, remainder = divmod(size, num_processes)
     if remainder:

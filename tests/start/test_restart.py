@@ -131,6 +131,10 @@ def test_a_resume_command_may_repeat_the_batch_size(saved_plan):
         config = inherit_settings(merged({}, *arguments), count, notes)
         assert (config.batch_size, config.grad_accum_steps) == (batch_size, grad_accum_steps)
         assert ("the global batch stays 8" in notes[-1]) is (count != 4)
+    plan = build_plan(merged({}, *arguments), 8)
+    assert (plan.config.batch_size, plan.requested.batch_size) == (1, 2)  # for the next resume
+    other = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "batch_size=4"), 8, [])
+    assert other.batch_size == 4
 
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
