@@ -327,12 +327,12 @@ const SCHEDULES = {
   "zb-h2": {
     build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
     idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
-    says: "More forward passes run ahead than under ZB-H1, with nearly twice the memory. No rank pauses between its operations.",
+    says: "More forward passes run ahead, with nearly twice the memory. No rank pauses.",
   },
   "zb-v": {
     build: zbV, title: "ZB-V",
     idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
-    says: "Each rank has two stages, which are placed in the shape of a V. No rank pauses between its operations, and no rank holds more than rank 0 under 1F1B.",
+    says: "Each rank has two stages, placed in a V. No rank pauses. The memory is that of 1F1B.",
   },
   "zb-v-fixed": {
     build: byRank(zbVFixed), title: "ZB-V, torch's order",

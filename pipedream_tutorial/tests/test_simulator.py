@@ -138,7 +138,7 @@ def test_costs_are_divided_among_a_ranks_stages_and_scaled_per_stage() -> None:
     costs = build_costs(s, forward=6, input_gradient=3, stage_scale=[1, 1, 1, 1, 1, "1/2"])
     assert costs.forward == (2, 2, 2, 2, 2, 1)
     assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
-    with pytest.raises(ValueError, match="length 3 for 2 stages"):
+    with pytest.raises(ValueError, match="3 factors for 2 ranks"):
         build_costs(s, stage_scale=[1, 2, 3])
     # In Chimera, a stage's durations depend on its position in the model, not on its number, so
     # they are equal in both copies.

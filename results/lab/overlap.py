@@ -244,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")
-    print(f"\nWrote {short_path(folder / 'overlap.png')}.")
-    print("To view the traces, open them in ui.perfetto.dev.")
+    print("\nTo view the traces, open them in ui.perfetto.dev.")
+    print(f"Wrote {short_path(folder / 'overlap.png')}.")
     return 0
 
 

@@ -36,7 +36,7 @@ def test_card_has_the_numbers_of_the_record(card):
     text = card().text
     for words in (
         "gpt2-medium trained on wikitext-2", "354,823,168 parameters",
-        "1,000 training samples of 512",
+        "The training data has 1,000 samples of 512 tokens.",
         "|      0 |            3.5000 |        33.12 |", "|     64 |            3.0000 |",
         "64 of 64 steps with 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
         "| seed              | 42 ", 'from_pretrained("runs/20260101-dp/hf")',

@@ -298,7 +298,8 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explain
         in note
     )
     assert (
-        f"To continue that run, add --resume {os.path.relpath(tmp_path)}/20260104-other-seed"
+        "To continue that run, restore these settings and use --resume "
+        f"{os.path.relpath(tmp_path)}/20260104-other-seed"
         in note
     )
     make_run(tmp_path, "20260101-a", 1)

@@ -60,7 +60,7 @@ def test_a_published_plan_is_accepted_as_input(tmp_path):
     assert_ok(shown)
     first, *runs = shown.stdout.splitlines()
     names = [run["strategy"] for run in json.loads((ROOT / words[0]).read_text())["runs"]]
-    assert first.startswith(f"{2 * len(names)} runs with 4 processes each")
+    assert first.startswith(f"The comparison has {2 * len(names)} runs with 4 processes each.")
     assert [line.split("strategy=")[1].split()[0] for line in runs] == names * 2
     assert all("learning_rate=0.5 " in line for line in runs)
     count = len(names)

@@ -233,7 +233,7 @@ def test_unsupported_adapters_are_refused(tmp_path):
         file.write_text(json.dumps({**document, key: value}))
         with refused(key, words):
             peft.read_folder(find_model(str(base)), adapters)
-    with refused("is a folder of adapters", "set weights to"):
+    with refused("is a folder of adapters", "and weights to"):
         find_model(str(adapters))
 
 
@@ -243,7 +243,7 @@ def test_a_plan_can_continue_adapters(tmp_path):
     with refused("has weights but no tokenizer", "set tokenizer"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     shutil.copytree(EMBEDDED_DIR, adapters, dirs_exist_ok=True)
-    with refused("2048 tokens", "256 rows"):
+    with refused("2,048 tokens", "256 rows"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     for typed in ({"lora_rank": 16}, {"lora_alpha": 3.0}, {"lora_targets": "qkv"}):
         with refused(next(iter(typed)), "does not match the adapters"):
