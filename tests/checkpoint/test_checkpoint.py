@@ -299,8 +299,7 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explain
     )
     assert (
         "To continue that run, restore these settings and use --resume "
-        f"{os.path.relpath(tmp_path)}/20260104-other-seed"
-        in note
+        f"{os.path.relpath(tmp_path)}/20260104-other-seed" in note
     )
     make_run(tmp_path, "20260101-a", 1)
     newest = make_run(tmp_path, "20260102-b", 3, 4, status="failed")

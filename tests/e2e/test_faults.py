@@ -93,7 +93,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     rest = {**values, "max_steps": -1}
     resumed = script(rest, "--num_gpus", "2", "--dry-run")
     assert_ok(resumed)
-    assert f"resumes {run_dir}/checkpoints/step-{record['step']:08d}" in resumed.stdout
+    assert f"resumes from: {run_dir}/checkpoints/step-{record['step']:08d}" in resumed.stdout
 
 
 def kill_rank_1(log):

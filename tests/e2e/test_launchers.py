@@ -75,9 +75,9 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     assert f"output_dir={output_dir}" in record["command"], "not what was typed"
     assert len(record["memory"]["by_rank"]) == 2
     safely = [note for note in record["notes"] if "all interfaces" in note]
-    assert [note.endswith("python with --num_gpus 2 does not") for note in safely] == [True] * (
-        launcher == "torchrun"
-    )
+    assert [note.endswith("start the command with python and --num_gpus 2") for note in safely] == [
+        True
+    ] * (launcher == "torchrun")
     assert record["sample"].startswith("The")
     ours, theirs = (metrics(Path(found["run_dir"])) for found in (record, on_one))
     assert [row["step"] for row in ours] == list(range(1, 17))
