@@ -125,11 +125,16 @@ def published_samples(name: str) -> str:
             f"- `{path.stem[2:]}`: The perplexity was {first:,.0f} before training and "
             f"{best['perplexity']:.1f} after {best['step']:,} steps. The "
             f"run took {minutes:.1f} minutes. Before and after training, the model wrote:",
-            f"  > {' '.join(str(r.sample_before).split())}",
+            f"  > {_quote(r.sample_before)}",
             "",
-            f"  > {' '.join(str((r.model_extra or {})['sample']).split())}",
+            f"  > {_quote((r.model_extra or {})['sample'])}",
         ]
     return "\n" + "\n".join(lines) + "\n"
+
+
+def _quote(text: object) -> str:
+    """Return a generated text on one line. Markdown would otherwise treat `<unk>` as HTML."""
+    return " ".join(str(text).split()).replace("<", "\\<")
 
 
 def published_links(*files: str, over: str = "") -> str:
