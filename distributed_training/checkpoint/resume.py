@@ -220,8 +220,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     meta = read_meta(checkpoint)
     extended_keys = _find_extended_keys(meta, plan)
     if differences := _differences(meta, plan, extended_keys):
-        option = _weights_option(checkpoint)
-        fix = f"restore these settings, or start a new run from that run's weights: {option}"
+        fix = f"restore these settings, or {_new_run_advice(checkpoint)}"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
         what = f"Cannot resume {shown(resume)}, because that run used different settings"
@@ -230,8 +229,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     run = load_run_record(checkpoint, meta)
     run_dir = checkpoint.parents[1]
     claims.refuse_held(run_dir)
-    fix = f"start a new run from its weights: {_weights_option(checkpoint)}"
-    require_writable(run_dir, fix, *_WRITTEN_FILES)
+    require_writable(run_dir, _new_run_advice(checkpoint), *_WRITTEN_FILES)
     for key in sorted(extended_keys):
         change = f"{key} was {shown(meta.work.get(key))} and is now {shown(plan.work[key])}"
         schedule = (
@@ -247,15 +245,17 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     return checkpoint, meta
 
 
-def _weights_option(checkpoint: Path) -> str:
-    """Return the --weights option that names the exported weights of the run that saved
-    `checkpoint`. If these weights have not been exported yet, the returned text begins with the
-    command that exports them."""
+def _new_run_advice(checkpoint: Path) -> str:
+    """Return advice to start a new run from the weights of the run that saved `checkpoint`. If
+    these weights have not been exported yet, the advice ends with the command that exports them."""
     run_dir = relative_path(checkpoint.parents[1])
     if run_dir.startswith(".."):
         run_dir = str(checkpoint.parents[1])
-    option = f"--weights {os.path.join(run_dir, LAST)}"
-    return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
+    advice = f"start a new run from that run's weights with --weights {os.path.join(run_dir, LAST)}"
+    if Path(run_dir, LAST).is_dir():
+        return advice
+    command = shlex.join(["python", "real_model_example.py", "export", run_dir])
+    return f"{advice}. To export these weights first, run: {command}"
 
 
 def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -78,7 +79,8 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         raise UserError(f"{name} {what}", fix=_NAME_A_MODEL)
     if not (run / weights_name).is_dir():
         if weights_name == LAST and newest_checkpoint(run) is not None:
-            raise UserError(f"{name} has no hf/", fix=f"export its checkpoint: export {name}")
+            command = shlex.join(["python", "real_model_example.py", "export", str(name)])
+            raise UserError(f"{name} has no hf/", fix=f"to export its checkpoint, run: {command}")
         lacks, why, fix = {
             LAST: ("no checkpoint and no hf/", "the run exported no model", "--export True"),
             BEST: ("no best/", "only runs with keep_best=True keep it", "--keep_best True"),

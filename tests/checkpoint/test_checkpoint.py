@@ -368,11 +368,13 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
         ({}, "seed was 42 and is now None"),
     ):
         with refused(
-            "because that run used different settings", message, f"export {run_dir}, then"
+            "because that run used different settings",
+            message,
+            f"run: python real_model_example.py export {run_dir}",
         ):
             find_checkpoint(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
-    with refused(f"from that run's weights: --weights {run_dir}/hf"):
+    with refused(f"from that run's weights with --weights {run_dir}/hf"):
         find_checkpoint(str(run_dir), tmp_path, {})
 
 
