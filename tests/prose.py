@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tests/prose.json"
 SUFFIXES = {".py", ".md", ".ipynb", ".js", ".html", ".jinja", ".sh", ".slurm", ".yaml"}
 OPENING = re.compile(r"(Of|What|Whether|That|Those|The same|How|Where|Why|By)\b")
+COMMENT_OPENING = re.compile(r"(Of|What|Whether|Those)\b")
 OWN_EXAMPLES = {"prose", "test_prose"}
 EMPTY_NAMES = {"found", "each", "own", "place", "said", "asked"}
 UNIT = (
@@ -103,7 +104,10 @@ def in_python(source: str, in_tests: bool) -> Iterator[tuple[int, str]]:
         if match := re.search(r"(^\s*|  )# ?(.*)", line):
             paragraph.append(match[2])
         if not match or match[1] == "  " or i == source.count("\n"):
-            yield from find_phrases("\n".join(paragraph), i - len(paragraph) + (1 if match else 0))
+            first_line = i - len(paragraph) + (1 if match else 0)
+            if paragraph and (opening := COMMENT_OPENING.match(paragraph[0])):
+                yield first_line, f"comment begins with '{opening[0]}': begin with a noun or a verb"
+            yield from find_phrases("\n".join(paragraph), first_line)
             paragraph = []
 
 

@@ -11,6 +11,7 @@ print(f"{found} tokens a second")  # it
 #   goes on
 kept = "3 bytes a token"  # prose: a record's words
 print("bytes per token")
+# Whether it is done
 '''
 PAGE = """It sends 16 bytes a
 parameter, too.
@@ -27,11 +28,12 @@ def messages(name: str, text: str, folder: Path) -> list[str]:
 
 def test_phrases_are_found_in_source_code(tmp_path):
     found = messages("a.py", SOURCE, tmp_path)
-    assert [line.split(":")[0] for line in found] == ["1", "2", "2", "3", "4"]
+    assert [line.split(":")[0] for line in found] == ["1", "2", "2", "3", "4", "7"]
     assert "begins with 'Of'" in found[0]
     assert "'bytes a token'" in found[1] + found[2]
     assert "'tokens a second'" in found[3]
     assert "'goes on'" in found[4]
+    assert "begins with 'Whether'" in found[5]
 
 
 def test_phrases_are_found_on_pages(tmp_path):

@@ -60,12 +60,11 @@ class PipelineRank:
         self.num_microbatches = plan.batch.num_microbatches
         # Number of times per step that FSDP and ZeRO gather and reduce a block (1 in a pipeline)
         self.exchanges_per_step = 1 if self.pp > 1 else self.num_microbatches
-        # Whether the base weights are frozen and only adapters are trained
+        # True if the base weights are frozen and only adapters are trained
         self.freezes_base = config.lora_rank > 0
-        self.trained_share = (
-            0 if self.freezes_base else 1
-        )  # trained share of the model's own weights
-        # Whether DDP averages gradients in every step, in permanent buckets
+        # Trained share of the model's own weights
+        self.trained_share = 0 if self.freezes_base else 1
+        # True if DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
         self.recomputes = config.activation_checkpointing != "none"
         self.dtype_bytes = 4 if config.precision == "fp32" else 2

@@ -254,7 +254,7 @@ def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
                 if kind == "residual" and (one, other) in alike:
                     assert streams[one][kind] == streams[other][kind], f"{name}: {one}, {other}"
                 elif kind == "adapter" and (one, other) in alike:
-                    # Of a block's four matrices, only one has the same input on all tp ranks.
+                    # Only one of a block's four matrices has the same input on all tp ranks.
                     assert len(drawn[one] & drawn[other]) == len(drawn[one]) / 4
                 else:
                     assert not drawn[one] & drawn[other], f"{name}, {kind}: {one}, {other}"

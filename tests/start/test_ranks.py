@@ -189,4 +189,6 @@ def test_phases_are_counted_from_the_start_of_the_process():
 
 def test_ranks_are_ended_despite_an_invalid_time_limit(monkeypatch):
     monkeypatch.setenv(SHUTDOWN_TIMEOUT_VARIABLE, "x")
-    ranks_module._terminate([], was_signaled=True)
+    rank = psutil.Popen(["sleep", "60"])
+    ranks_module._terminate([rank], was_signaled=False)
+    assert rank.returncode == -signal.SIGTERM

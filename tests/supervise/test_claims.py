@@ -133,6 +133,7 @@ def test_a_pipe_as_owner_file_does_not_block(tmp_path):
     claims.hold(tmp_path)
     claims.refuse_held(tmp_path)
     claims.refuse_duplicate_run(tmp_path.parent, IDENTITY)
+    assert tmp_path not in claims._claims
 
 
 def test_a_claimed_folder_that_is_removed_is_named(tmp_path):
