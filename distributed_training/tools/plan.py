@@ -162,7 +162,7 @@ def run(
         print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
     print()
     if cluster.num_processes > cluster.processes_per_node:
-        print(f"Copy one of these commands to every node. {FIRST_HOST_NOTE}")
+        print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
     for label, choice in picks:
         options = build_options(choice.plan, arguments, configure)
         print(f"  # {label}\n  {launch_command(choice.plan, relative_path(script), options)}")

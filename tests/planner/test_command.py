@@ -55,7 +55,7 @@ def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, c
     assert len(commands) == sum(not row.startswith(" ") for row in rows)
     assert all("--model gpt2-xl --batch_size 4 --strategy " in line for line in commands)
     assert all(re.search(r" --rdzv_id=[0-9a-f]{16} ", line) for line in commands)
-    assert "Copy one of these commands to every node. Replace FIRST_HOST" in out
+    assert "Choose one of these commands, and run it on every node. Replace FIRST_HOST" in out
     assert "The network is assumed to have 400 Gbit/s per GPU" in " ".join(out.split())
 
 
