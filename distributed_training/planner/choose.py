@@ -121,7 +121,7 @@ def _choose_for_cpu(
         "but not coherent text"
     )
     excluded_keys = IGNORED_PRESET_KEYS.union(config.set_by)
-    if config.is_set("epochs"):
+    if config.is_set("epochs"):  # the preset's limit would end the run before these epochs
         excluded_keys |= {"max_steps"}
     settings: Settings = {}
     if config.preset is None and Path(config.dataset).exists():
