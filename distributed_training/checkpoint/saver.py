@@ -14,7 +14,6 @@ file, because the step number determines its position. resume.py finds and check
 
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,7 +74,6 @@ class Saver:
         ) == 0
         self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
-        self.writer_thread_id = self._pool.submit(threading.get_ident).result()
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
         self._save_row: dict[str, Any] = {}
 

@@ -28,9 +28,10 @@ from distributed_training.settings.strategies import Strategy
 STALE_LOCK_S = 60.0
 
 
-def check_run(prediction: Prediction, cluster: Cluster) -> None:
-    """Raise UserError if the run is known to fail. With `--cluster`, skip the checks of this
-    machine: installed packages, the limit on open files, disks and the compiler."""
+def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> None:
+    """Raise UserError if the run is known to fail, and add possible problems to `notes`. With
+    `--cluster`, skip the checks of this machine: installed packages, the limit on open files, disks
+    and the compiler."""
     plan = prediction.plan
     if cluster.is_local:
         check_packages(plan)
@@ -39,7 +40,7 @@ def check_run(prediction: Prediction, cluster: Cluster) -> None:
     check_swapping(plan)
     check_memory(prediction, lambda plan: suggest_settings(plan, cluster))
     if cluster.is_local:
-        check_disk(plan)
+        check_disk(plan, notes)
         check_extensions(plan)
     if plan.config.push is not None:
         if not plan.config.export:
@@ -127,9 +128,10 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         raise UserError(what, why, f"use a smaller model{fewer}")
 
 
-def check_disk(plan: Draft) -> None:
-    """Raise UserError if a disk has too little free space for checkpoints, exports and offloaded
-    state, or if a folder for them is not writable."""
+def check_disk(plan: Draft, notes: list[str]) -> None:
+    """Raise UserError if a folder for checkpoints, exports or offloaded state is not writable. Add
+    a note if a disk may have too little free space for them. This is no reason to refuse the run,
+    because a resumed run replaces files of its own and a disk may be cleaned meanwhile."""
     config = plan.config
     num_trained = plan.size.num_trained_parameters(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
@@ -147,11 +149,10 @@ def check_disk(plan: Draft) -> None:
         needed = sum(sizes.values())
         free = shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
-            what = f"the disk with {' and '.join(map(str, sizes))} has {format_bytes(free)} free, "
-            what += f"but the run may write {format_bytes(needed)}"
-            fix = "set output_dir or offload_dir to a folder on a larger disk, or set "
-            fix += "checkpoint_every to 0"
-            raise UserError(what, fix=fix)
+            notes.append(
+                f"the disk with {' and '.join(map(str, sizes))} has {format_bytes(free)} free, and "
+                f"the run may write {format_bytes(needed)}"
+            )
 
 
 def check_extensions(plan: Draft) -> None:

@@ -42,7 +42,7 @@ def make_plan(
     draft = draft_plan(request, cluster, notes)
     # If the run is resumed again, its typed batch is compared with the batch that was typed here.
     draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
-    check_run(predict(draft, cluster.rates), cluster)
+    check_run(predict(draft, cluster.rates), cluster, notes)
     sources = find_sources(draft, notes)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
     data = read(draft, sources)

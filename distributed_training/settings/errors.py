@@ -150,7 +150,7 @@ def explain(error: Exception) -> UserError | None:
     if any(phrase in str(error) for phrase in _OUT_OF_THREADS):
         fix = "use fewer processes, or raise the limits on processes and memory (ulimit -u, -v)"
         return RunError("The system denied a new process or thread", describe(error), fix)
-    return rejected_variable_error(error)
+    return None
 
 
 def removed_folder_error() -> UserError | None:
@@ -160,22 +160,4 @@ def removed_folder_error() -> UserError | None:
     except FileNotFoundError:
         fix = "change to another folder"
         return UserError("the current folder has been removed", fix=fix)
-    return None
-
-
-def rejected_variable_error(error: Exception) -> UserError | None:
-    """Return an error that names the torch or Hugging Face environment variable that a library
-    rejected. Return None if no variable was rejected.
-
-    A variable counts as rejected if the message of `error` contains its name, or its value in
-    quotes or after a colon. A value elsewhere in the message, such as 9.0 or True, does not count,
-    because it may come from another source."""
-    message = str(error)
-    for name, value in os.environ.items():
-        quoted_value = rf"(: |['\"]){re.escape(value)}(?!\w)"
-        if name.startswith(("TORCH", "PYTORCH_JIT", "HF_")) and (
-            re.search(rf"\b{name}\b", message) or (value and re.search(quoted_value, message))
-        ):
-            what = f"{name} has a value that is not accepted"
-            return UserError(what, describe(error), f"unset {name}")
     return None

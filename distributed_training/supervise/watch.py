@@ -7,16 +7,13 @@ Rank 0 also limits the duration of each activity. Time during which this process
 example by Ctrl-Z, does not count."""
 
 import contextlib
-import faulthandler
 import itertools
 import json
 import os
 import platform
-import re
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -43,40 +40,8 @@ LOST_S = 30.0  # a process counts as lost after this time without a heartbeat
 REPORTED_WITHIN_S = 10.0  # a process that fails records the reason within this time
 SLOW_S = 45.0  # after this time in one activity, rank 0 prints which rank the others wait for
 GRACE_S = 10.0  # time to save after the launcher is lost
-# Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and file transfers
-# are excluded, because they run for a long time without other ranks.
-_COLLECTIVE_FILES = re.compile(
-    r"/(torch/(distributed/|autograd/|nn/parallel/|_ops\.py)"
-    r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/))"
-)
-_WRAPPER_FILE = "/deepspeed/utils/nvtx.py"  # wraps all of DeepSpeed's functions
-# Patterns for lines in faulthandler's output
-_THREAD_LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
-_FRAME_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # Variables that our launcher, torchrun and deepspeed set
 _LAUNCHER_VARIABLES = (LAUNCHER_PID_VARIABLE, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
-
-
-def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
-    """Return the stack frames of each thread by thread id. A frame is (file, line, function). The
-    innermost frame comes first.
-
-    This function uses faulthandler, which does not create frame objects. In contrast,
-    `sys._current_frames()` creates frame objects, which keep the local variables of a function
-    alive after the function has returned. For the compiled backward pass of a block, these
-    variables occupied up to 5 GiB of GPU memory."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    stacks: dict[int, list[tuple[str, int, str]]] = {}
-    frames: list[tuple[str, int, str]] = []
-    for line in text.splitlines():
-        if thread := _THREAD_LINE.match(line):
-            frames = stacks.setdefault(int(thread[1], 16), [])
-        elif frame := _FRAME_LINE.fullmatch(line):
-            frames.append((frame[1], int(frame[2]), frame[3]))
-    return stacks
 
 
 class Watch:
@@ -87,7 +52,6 @@ class Watch:
         if os.environ.get(LAUNCHER_PID_VARIABLE, str(os.getppid())) != str(os.getppid()):
             sys.exit(128 + signal.SIGTERM)  # the launcher was killed before it could be watched
         self.launchers = find_launchers() if any(map(os.environ.get, _LAUNCHER_VARIABLES)) else []
-        self.main_thread = threading.get_ident()
         self.run_dir = Path(os.devnull)  # nothing can be recorded until `begin`
         self.rank = process.rank
         self.world_size = process.world_size
@@ -100,7 +64,6 @@ class Watch:
         self._activity_start = 0.0
         self._num_activities = 0  # number of activities so far; startup has no limit
         self._is_step = False
-        self._thread = self.main_thread
         self._clock = 0.0  # seconds that this process has run, except while it was stopped
         self._heartbeats: dict[int, dict[str, Any]] = {}
         self._heartbeat_at = self._response_at = float("inf")
@@ -120,15 +83,11 @@ class Watch:
         self._heartbeat_at = self._response_at = self._clock
         threading.Thread(target=self._send_heartbeats, args=[store], daemon=True).start()
 
-    def set_activity(
-        self, activity: str, *, is_step: bool = False, thread: int | None = None
-    ) -> None:
-        """Record that the main thread is starting an activity. `thread` is the thread that the main
-        thread waits for during this activity, if any."""
+    def set_activity(self, activity: str, *, is_step: bool = False) -> None:
+        """Record that the main thread is starting an activity."""
         if self._is_step:
             self._steps_s.append(self._clock - self._activity_start)
         self._is_step = is_step
-        self._thread = thread or self.main_thread
         self._activity = activity
         self._activity_start = self._clock
         self._num_activities += 1
@@ -187,21 +146,8 @@ class Watch:
             self._heartbeats |= heartbeats
 
     def _describe(self) -> dict[str, Any]:
-        """Return the contents of a heartbeat: this process's activity and current line of code."""
-        stacks = read_stacks()
-        in_collective = None
-        code_line = ""
-        for file, line, function in stacks.get(self._thread) or stacks[self.main_thread]:
-            # Only the innermost frame counts.
-            if in_collective is None and not file.endswith(_WRAPPER_FILE):
-                in_collective = bool(_COLLECTIVE_FILES.search(file))
-            if "distributed_training/" in file:
-                code_line = f"{Path(file).name}:{line} {function}"
-                break
-        return {
-            "host": platform.node(), "pid": os.getpid(), "activity": self._activity,
-            "count": self._num_activities, "waits": bool(in_collective), "where": code_line,
-        }  # fmt: skip
+        """Return the contents of a heartbeat."""
+        return {"host": platform.node(), "activity": self._activity, "count": self._num_activities}
 
     def _check_periodically(self) -> None:
         """Check once per second that the launcher and the other ranks are alive, and that training
@@ -227,19 +173,13 @@ class Watch:
                 self._check_progress(self._clock - self._activity_start)
 
     def _check_other_ranks(self) -> None:
-        host = platform.node()
         no_heartbeat = f"no heartbeat for {LOST_S:.0f} s"
         unreported_s = LOST_S - REPORTED_WITHIN_S
         if self._clock - self._response_at > LOST_S:
             rank_0_host = os.environ["MASTER_ADDR"]
-            reason = f"rank {self.rank} on {host} lost rank 0 on {rank_0_host}: {no_heartbeat}"
-            # Kill rank 0 if it is on this machine, because a frozen process does not react to
-            # SIGTERM. On other nodes, kill the launcher, which would wait for minutes.
-            rank_0 = self._heartbeats.get(0, {})
-            pids = [launcher.pid for launcher in self.launchers[:1]]
-            if self._is_on_first_node:
-                pids = [rank_0["pid"]] if rank_0.get("host") == host else []
-            self._give_up(reason, unreported_s, pids)
+            this_rank = f"rank {self.rank} on {platform.node()}"
+            reason = f"{this_rank} lost rank 0 on {rank_0_host}: {no_heartbeat}"
+            self._give_up(reason, unreported_s)
         # The next rank is lost only if the store responds. Otherwise, the store itself is lost.
         if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
             heartbeat = self._heartbeats.get(self._next_rank, {})
@@ -250,10 +190,7 @@ class Watch:
                 f"lost {lost_rank} during {self._activity}: {no_heartbeat}, so the rank is frozen "
                 "or cut off"
             )
-            # A frozen process does not react to SIGTERM, so kill it.
-            self._give_up(
-                reason, unreported_s, [heartbeat["pid"]] if heartbeat.get("host") == host else []
-            )
+            self._give_up(reason, unreported_s)
 
     def _check_progress(self, seconds: float) -> None:
         # The store may be slow, so use the current state of this rank instead of its heartbeat.
@@ -274,19 +211,16 @@ class Watch:
             reason = f"{self._activity} has hung for {seconds:.0f} s: {describe_late_ranks(states)}"
             self._give_up(reason, seconds)
 
-    def _give_up(self, reason: str, ago_s: float, pids: Sequence[int] = ()) -> NoReturn:
-        """Record and print the reason for ending the run, kill the processes with the given `pids`,
-        and end this process. The launcher of this process then terminates the remaining processes.
-        `ago_s` is the time in seconds since the cause occurred."""
+    def _give_up(self, reason: str, ago_s: float) -> NoReturn:
+        """Record and print the reason for ending the run, and end this process. The launcher of
+        this process then terminates the remaining processes, frozen ones with SIGKILL. `ago_s` is
+        the time in seconds since the cause occurred."""
         with contextlib.suppress(OSError):  # for example a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))
         finished = self._activity == END_ACTIVITY and has_finished(self.run_dir)
         prefix = "note: after the run had finished" if finished else "error"
         print_stderr(f"{prefix}: {reason}")
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         os._exit(0 if finished else 1)
 
 
@@ -308,17 +242,13 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def describe_late_ranks(states: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the ranks that the other ranks are waiting for. These are the ranks that have
-    started the fewest activities. If all ranks have started the same number, these are the ranks
-    that are not in a collective. `states` contains the result of `_describe` for each rank."""
+    """Describe the ranks that have started the fewest activities, because the other ranks are
+    waiting for these. `states` contains the result of `_describe` for each rank."""
     min_count = min(state["count"] for state in states)
     late_ranks = [rank for rank, state in enumerate(states) if state["count"] == min_count]
+    activity = states[late_ranks[0]]["activity"]
     if len(late_ranks) == len(states):
-        late_ranks = [rank for rank, state in enumerate(states) if not state["waits"]] or late_ranks
-    if len(late_ranks) == len(states):
-        return f"all ranks are in {states[0]['where']}"
+        return f"all ranks are in {activity}"
     descriptions = [f"rank {rank} on {states[rank]['host']}" for rank in late_ranks[:4]]
-    first_state = states[late_ranks[0]]
     verb = "is" if len(descriptions) == 1 else "are"
-    position = f"which {verb} in {first_state['activity']} at {first_state['where']}"
-    return f"waiting for {', '.join(descriptions)}, {position}"
+    return f"waiting for {', '.join(descriptions)}, which {verb} in {activity}"

@@ -321,7 +321,7 @@ class Trainer:
         save failed, raise an error with the cause. All ranks must call this method."""
         if self.saver.pending_write is None:
             return
-        self.set_activity("the end of a save", thread=self.saver.writer_thread_id)
+        self.set_activity("the end of a save")
         try:
             folder, row = self.saver.finish()
         except FloatingPointError as error:

@@ -56,10 +56,10 @@ def test_a_run_that_exceeds_the_limit_on_open_files_is_refused(limit, fits, tmp_
     plan = draft(tmp_path, "dp")
     here = local_cluster(plan.machine, plan.num_processes, plan.processes_here)
     if fits:
-        checks.check_run(predict(plan, None), here)
+        checks.check_run(predict(plan, None), here, [])
         return
     with refused(f"at most {limit} files", "may open up to 64 files", "ulimit -n 4096"):
-        checks.check_run(predict(plan, None), here)
+        checks.check_run(predict(plan, None), here, [])
 
 
 SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
@@ -184,23 +184,29 @@ def free_disk(monkeypatch, num_bytes):
 def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
     needed = per_parameter * SIZES["gpt2"].num_parameters
     disk_usage = free_disk(monkeypatch, needed)
-    checks.check_disk(draft(tmp_path, model="gpt2", **config))
+    notes: list[str] = []
+    checks.check_disk(draft(tmp_path, model="gpt2", **config), notes)
     disk_usage.assert_called_once_with(tmp_path)  # the nearest existing folder
+    assert not notes
     if needed:
         free_disk(monkeypatch, needed - 1)
-        with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):
-            checks.check_disk(draft(tmp_path, model="gpt2", **config))
+        checks.check_disk(draft(tmp_path, model="gpt2", **config), notes)
+        assert len(notes) == 1
+        assert str(tmp_path) in notes[0]
 
 
 def test_space_needed_on_one_disk_is_added_up(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "offload").mkdir()
     here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
-    free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
-    with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
-        checks.check_disk(here)
-    free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)
-    checks.check_disk(here)
+    notes: list[str] = []
+    free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
+    checks.check_disk(here, notes)
+    assert not notes
+    free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)
+    checks.check_disk(here, notes)
+    assert len(notes) == 1
+    assert all(str(tmp_path / name) in notes[0] for name in ("runs", "offload"))
 
 
 def test_each_strategy_names_the_extensions_it_builds():
