@@ -94,12 +94,6 @@ def submit_in_thread(write: Callable[..., None], *arguments: Any) -> Future[None
     return future
 
 
-def copy_folder(source: Path, folder: Path) -> None:
-    """Copy the folder `source` to `folder`. `folder` appears only when the copy is complete."""
-    with atomic_folder(folder) as unfinished:
-        shutil.copytree(source, unfinished)
-
-
 def write_folder(
     state: Mapping[str, torch.Tensor],
     base_fingerprint: int,

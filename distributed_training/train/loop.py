@@ -88,6 +88,7 @@ class Trainer:
         # True if the save in progress is the last save of the run and should be reported
         self._reports_save = False
         self._noted_waiting = False
+        self._saved_step = 0  # step of the last checkpoint that was saved or loaded
         self._num_bytes: int | None = None  # size of the validation text; None until counted
         self.nonfinite = NonFiniteHandler(self.plan, self.history, self.engine)
 
@@ -116,8 +117,8 @@ class Trainer:
             with handle_signals(
                 dict.fromkeys(STOP_SIGNALS, self._handle_signal)
             ) as self._previous_handlers:
-                if self.step == 0:
-                    self._evaluate()
+                # Before the first step, and where the resumed run was killed before it evaluated
+                self._evaluate_if_due()
                 self.startup.end("sample")
                 self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
                 self._begin_measuring()
@@ -141,8 +142,8 @@ class Trainer:
         return stop_signum if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
-        """Run one step, then perform the tasks that are due: evaluate, end the epoch and save a
-        checkpoint. Return the number of the signal that stops the run, or 0 if there is none. All
+        """Run one step, then perform the tasks that are due: save a checkpoint, evaluate and end
+        the epoch. Return the number of the signal that stops the run, or 0 if there is none. All
         ranks return the same number. All ranks must call this method."""
         config = self.plan.config
         if self.step + 1 == self.nonfinite.skipped_step:
@@ -156,38 +157,59 @@ class Trainer:
             self._run_step()
         stop_signum, flush = self._agree_on_stop_and_flush()
         last = self.step == self.num_steps
-        epoch_ends = last or self.step % self.sampler.steps_per_epoch == 0
-        evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
+        evaluate = self._is_evaluation_due
         save_interval = config.checkpoint_every
         save = bool(stop_signum) and save_interval != 0
         if save_interval is None:
-            save = save or epoch_ends
+            save = save or self._epoch_ends
         elif isinstance(save_interval, int) and save_interval > 0:
             save = save or last or self.step % save_interval == 0
         if flush or stop_signum or evaluate or save:
             self._flush()
         if evaluate or save:
             self.peak_memory.end()
-            if evaluate:
-                self._evaluate("; saving" if save else "")
-                if lowest := self.history.describe_plateau(config.stop_after):
-                    why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
-                    self._say(f"stopping early: {why} on the loss of {lowest}")
-                    if not last:
-                        self.num_steps = self.step
-                        epoch_ends = True
-                        save = save_interval != 0
-            if epoch_ends:
-                self.history.end_epoch(self.sampler.steps_per_epoch)
-                self.write_record()
+            # Save before evaluating, so that a run that is killed in the evaluation loses no step.
             if save:
                 if not (evaluate or stop_signum or last):
                     self._say("saving")
                 self._save(reports_save=bool(stop_signum) or last)
+            if last or not stop_signum:  # a resumed run evaluates first
+                self._evaluate_if_due()
             if stop_signum:
                 self._finish_saving()
             self._begin_measuring()
         return stop_signum
+
+    @property
+    def _epoch_ends(self) -> bool:
+        return self.step == self.num_steps or self.step % self.sampler.steps_per_epoch == 0
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        eval_every = self.plan.config.eval_every
+        is_due = self._epoch_ends or (eval_every > 0 and self.step % eval_every == 0)
+        return is_due and self.step not in [row["step"] for row in self.history.evaluations]
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate the model and end the epoch, if they are due at this step and the history does
+        not contain them yet. If the loss has stopped falling, end the run at this step and save a
+        checkpoint. All ranks must call this method."""
+        config = self.plan.config
+        if self._is_evaluation_due:
+            self._evaluate()
+        # The run may also have been killed after its last evaluation, such as during the export.
+        lowest = self.history.describe_plateau(config.stop_after)
+        stops = self.step < self.num_steps and lowest != ""
+        stops = stops and self.history.evaluations[-1]["step"] == self.step
+        if stops:
+            why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
+            self._say(f"stopping early: {why} on the loss of {lowest}")
+            self.num_steps = self.step
+        if self._epoch_ends and self.step not in [0, *(row["step"] for row in self.history.epochs)]:
+            self.history.end_epoch(self.sampler.steps_per_epoch)
+            self.write_record()
+        if stops and self._saved_step != self.step and config.checkpoint_every != 0:
+            self._save(reports_save=True)
 
     def _run_step(self) -> None:
         """Run one optimizer step. The results of the step stay on the device until `_flush`."""
@@ -278,10 +300,10 @@ class Trainer:
             raise error
         self.display.progress(rows, self._first_step)
 
-    def _evaluate(self, suffix: str = "") -> None:
-        """Compute loss, perplexity and bits per byte on the validation samples. Print the results
-        on one line that ends with `suffix`. With `keep_best`, export the model if its loss is the
-        lowest so far. All ranks must call this method."""
+    def _evaluate(self) -> None:
+        """Compute loss, perplexity and bits per byte on the validation samples, and print the
+        results on one line. With `keep_best`, export the model if its loss is the lowest so far.
+        All ranks must call this method."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
@@ -293,16 +315,18 @@ class Trainer:
         num_targets = int(samples.num_targets.sum())
         row = {"step": self.step, **metrics.evaluation(float(total), num_targets, self._num_bytes)}
         loss = row["loss"]
-        self.history.evaluations.append(row)
+        suffix = "; saving" if self.step and self.saver.step == self.step else ""
         self._say(f"validation {describe_evaluation(row)}{suffix}")
         self.tracker.log_evaluation(row, self.peak_memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN
-            self.history.best = row
             self._finish_saving()
             self.set_activity(f"the export after step {self.step}")
             if export_future := self._export(self.plan.run_dir / records.BEST, {}):
                 export_future.result()
+            self.history.best = row
+        # A run that is killed during the export evaluates again when it is resumed.
+        self.history.evaluations.append(row)
 
     def _save(self, *, reports_save: bool) -> None:
         """Wait for the previous save, then begin to save a checkpoint. If `reports_save` is set,
@@ -313,6 +337,7 @@ class Trainer:
         # The checkpoint stores the record, so the record must be complete before the save begins.
         self.write_record()
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
+        self._saved_step = self.step
         if self.saver.memory is None:
             self._finish_saving()
 
@@ -342,16 +367,9 @@ class Trainer:
         """Export the model while the last checkpoint is being written, and generate a sample. All
         ranks must call this method."""
         self.set_activity("the export")
-        config = self.plan.config
         last = self.plan.run_dir / records.LAST
-        best = self.history.best
         export_future: Future[None] | None = None
-        # If the last weights are also the best weights, best/ already contains them.
-        if config.export and best and best["step"] == self.step:
-            if self.topology.rank == 0:
-                best_folder = self.plan.run_dir / records.BEST
-                export_future = export.submit_in_thread(export.copy_folder, best_folder, last)
-        elif config.export:
+        if self.plan.config.export:
             export_future = self._export(last, self.saver.weights(self.step))
         self.sample = generate_sample(self.engine, self.plan, self.data, self.display, "after")
         if export_future is not None:
@@ -385,6 +403,7 @@ class Trainer:
         All ranks must call this method."""
         started_at = time.monotonic()
         step = saver.load_checkpoint(folder, self.engine, self.plan, self.topology, self.data)
+        self._saved_step = step
         self.history.truncate(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
         # Write the record now, so that it contains this resumption even if the run is killed before

@@ -159,7 +159,7 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     monkeypatch.setattr(Trainer, "_export", lambda *_: events.append("best"))
     trainer.run()
     preceding = [before for before, after in itertools.pairwise(events) if after != "finished"]
-    assert [what for what in events if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]
+    assert [what for what in events if what != "finished"] == [4, 5, "best", 8, "best", 12, "best"]
     assert set(preceding) == {"finished"}
     assert events[-1] == "finished"
 
@@ -171,7 +171,10 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(m
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=None)
-    begin = lambda saver, *_, **__: setattr(saver, "pending_write", Future())  # noqa: E731
+
+    def begin(saver, *_, step, **__):
+        saver.pending_write, saver.step = Future(), step
+
     monkeypatch.setattr(saver.Saver, "begin", begin)
     trainer.run()
     lines = capsys.readouterr().out.splitlines()
@@ -230,6 +233,24 @@ def test_a_run_stops_when_the_loss_stops_falling(losses, stop_after, steps, save
     assert trainer.run() == 0
     assert (trainer.step, trainer.num_steps) == (steps, steps)
     assert saved_steps[-1] == steps
+
+
+@pytest.mark.parametrize("killed_in", ["evaluation", "export"])
+@pytest.mark.parametrize(("stop_after", "end"), [(0, NUM_STEPS), (2, 5)])
+def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
+    killed_in, stop_after, end, saved_steps
+):
+    trainer = make_trainer(CountingEngine(), stop_after=stop_after, eval_every=2)
+    trainer.engine.step = trainer.history.step = trainer._saved_step = 5
+    rows = [{"step": step, "loss": 0.1, "perplexity": None} for step in (0, 2, 4, 5)]
+    trainer.history.evaluations = rows if killed_in == "export" else rows[:3]
+    trainer.history.loss_curve = [(step, 2.0) for step in range(1, 6)]
+    assert trainer.run() == 0
+    assert trainer.step == trainer.num_steps == end
+    steps = [row["step"] for row in trainer.history.evaluations]
+    assert steps == [0, 2, 4, 5] + ([] if stop_after else [6, 8, 10, 12])
+    assert [row["step"] for row in trainer.history.epochs] == ([5] if stop_after else [5, 10, 12])
+    assert saved_steps == ([] if stop_after else [10, 12])
 
 
 def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
