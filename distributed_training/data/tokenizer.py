@@ -577,15 +577,13 @@ class Tokenizer:
         names = dict(self._hf_tokenizer.special_tokens_map)
         return Renderer(self._templates, names, self.special_tokens)
 
-    def render_samples(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """Return the samples of each conversation in `batch`, which contains pairs (location in the
-        dataset, conversation). Conversations are rendered with the tokenizer's own chat template
-        or, if there is none, with the built-in template. Raises UserError if a conversation cannot
-        be rendered."""
+    def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
+        """Return the samples of a conversation, rendered with the tokenizer's own chat template or,
+        if there is none, with the built-in template. Raises UserError with `where`, the location in
+        the dataset, if the conversation cannot be rendered."""
         if self.renderer is not None:
-            return self.renderer.render_samples(batch)
-        eos = self.facts.special["eos_token"]
-        return [render_builtin(conversation, eos, where) for where, conversation in batch]
+            return self.renderer.render_samples(conversation, where)
+        return render_builtin(conversation, self.facts.special["eos_token"], where)
 
     def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as
@@ -602,7 +600,7 @@ class Tokenizer:
         system = {"role": "system", "content": "."}
         for messages in (pair, [system, *pair]):  # Some templates require a system message.
             with contextlib.suppress(UserError):
-                text = self.renderer.render_samples([("", Conversation(messages))])[0][-1].text
+                text = self.renderer.render_samples(Conversation(messages), "")[-1].text
                 ids = self.encode_texts([text.rpartition("answered")[2]])[0]
                 return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
         return self.eos_id

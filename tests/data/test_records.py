@@ -229,10 +229,9 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
     """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
     the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
 
-    def render_samples(batch):
-        for _, conversation in batch:
-            call = conversation.messages[-1]["tool_calls"][0]["function"]
-            yield [Rendered(quotes(call["arguments"]), [(0, 1)])]
+    def render_samples(conversation, where):
+        call = conversation.messages[-1]["tool_calls"][0]["function"]
+        return [Rendered(quotes(call["arguments"]), [(0, 1)])]
 
     call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
     row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
@@ -257,8 +256,8 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     read. The transformers library drops such values silently (Megatron-Bridge#4072)."""
     texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]
 
-    def render_samples(batch):
-        return [[Rendered(text, [(0, 1)])] for (text, _) in zip(texts, batch, strict=True)]
+    def render_samples(conversation, where):
+        return [Rendered(texts[int(where.split()[-1]) - 1], [(0, 1)])]
 
     call = {"function": {"name": "get_time", "arguments": {"x": 1}}}
     answer = {"role": "assistant", "content": "b", "tool_calls": [call]}

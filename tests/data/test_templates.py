@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Builder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distributed_training.data.chats.render import Conversation, build_responder
+from distributed_training.data.chats.render import Conversation, Renderer
 from tests.data.templates import SPECIAL_TOKENS, TEMPLATES
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -56,12 +56,11 @@ def conversations(shape, name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_are_found_under_published_templates(name, theirs):
     shape = TEMPLATES[name]
-    answer = build_responder([shape.template] * 2, NAMES, SPECIAL_TOKENS)
+    renderer = Renderer([shape.template] * 2, NAMES, SPECIAL_TOKENS)
     theirs.chat_template = shape.template
     is_marked = "generation %}" in shape.template
     for messages in conversations(shape, name):
-        samples = answer(Conversation(messages), False)
-        assert not isinstance(samples, str), samples
+        samples = renderer.render_samples(Conversation(messages), "here")
         answer_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         expected = {}  # text before an answer -> text in the loss
         for index in answer_indices:

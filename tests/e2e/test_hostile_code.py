@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from distributed_training import cli
-from distributed_training.data.chats.render import Renderer
 from distributed_training.planner import deepspeed_sections
 from distributed_training.tools import doctor
 from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
@@ -158,14 +157,11 @@ def test_code_named_in_files_is_not_executed(command, hostile, tmp_path):
 
 
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
-    """Processes that render templates, check a DeepSpeed configuration or inspect the machine must
-    not import modules from the working directory."""
+    """Processes that check a DeepSpeed configuration or inspect the machine must not import modules
+    from the working directory."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
-    renderer = Renderer(["{{ messages[0].content }}"] * 2, {}, [])
-    assert renderer.render_prompt([{"role": "user", "content": "a"}]) == "a"
-    renderer.close()
     monkeypatch.setattr(deepspeed_sections, "CHECK_TIMEOUT_S", 0.5)
     deepspeed_sections.check_with_deepspeed({}, "")
     assert doctor.run_program(sys.executable, "-c", "import json; print(json.dumps(1))") == "1\n"

@@ -1,7 +1,4 @@
-"""Render a conversation with a chat template and find the characters that belong to answers.
-
-`align` runs in the child process of data/chats/render.py, because a template may fail, hang or
-exhaust memory."""
+"""Render a conversation with a chat template and find the characters that belong to answers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -168,8 +165,6 @@ def _try_render(render: Render, messages: Sequence[Message], **options: Any) -> 
     """Return the rendered `messages`, or "" if the template cannot render them."""
     try:
         return render(messages, **options)
-    except MemoryError:
-        raise
     except Exception:  # A template can raise any error for unexpected messages.
         return ""
 

@@ -36,7 +36,6 @@ OMITTED_BY_TEMPLATE = (
 )
 IGNORED_COLUMNS = "records have columns that are ignored:"
 NO_ANSWER = "no answer to train on"
-_BATCH_SIZE = 64  # conversations per request to the renderer
 
 
 @dataclass(slots=True)
@@ -69,16 +68,12 @@ def read_pieces(
             counts.records += piece.begins
             yield piece
         return
-    batch = list[tuple[str, Conversation]]()
     for item in check_records(source, tokenizer, counts):
         if isinstance(item, tuple):
-            batch.append(item)
-            if len(batch) == _BATCH_SIZE:
-                yield from _render_batch(batch, tokenizer, counts)
-                batch = []
+            where, conversation = item
+            yield from _render(where, conversation, tokenizer, counts)
         else:
             yield from item
-    yield from _render_batch(batch, tokenizer, counts)
 
 
 def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
@@ -123,41 +118,34 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
                 counts.left_out[NO_ANSWER] += 1
 
 
-def _render_batch(
-    batch: list[tuple[str, Conversation]], tokenizer: Tokenizer, counts: Counts
+def _render(
+    where: str, conversation: Conversation, tokenizer: Tokenizer, counts: Counts
 ) -> Iterator[Piece]:
-    """Render a batch of conversations and yield their pieces. Update `counts` with the records that
-    are left out and the notes that apply."""
-    if not batch:
-        return
-    templated = tokenizer.facts.has_template
-    for (_, conversation), samples in zip(batch, tokenizer.render_samples(batch), strict=True):
-        if not samples:
-            counts.left_out[NO_ANSWER] += 1
-        contents = [message["content"] for message in join_parts(conversation.messages)]
-        if tokenizer.special_pattern.search("\n".join(contents)):
-            counts.notes[SPECIAL] += 1
-        tool_calls = (message.get("tool_calls") or [] for message in conversation.messages)
-        called_functions = _find_functions(itertools.chain(*tool_calls))
-        arguments = (function.get("arguments") for function in called_functions)
-        quoted_arguments = [
-            json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)
-        ]
-        functions = called_functions + _find_functions(conversation.tools or [])
-        expected_words = [str(function.get("name") or "") for function in functions]
-        expected_words += map(_longest_word, conversation.documents or [])
-        # Reasoning that a template removes has its own note.
-        expected_words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
-        if samples:
-            rendered = "\n".join(sample.text for sample in samples)
-            counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
-            counts.notes[OMITTED_BY_TEMPLATE] += any(
-                word not in rendered for word in expected_words
-            )
-        for sample in samples:
-            counts.notes[THOUGHTS] += sample.thoughts_removed
-            counts.notes[NO_END_TOKEN] += sample.num_without_end_token
-            yield Piece(sample.text, sample.spans, templated=templated, eos=False)
+    """Render a conversation and yield its pieces. Update `counts` if the record is left out and
+    with the notes that apply."""
+    samples = tokenizer.render_samples(conversation, where)
+    if not samples:
+        counts.left_out[NO_ANSWER] += 1
+    contents = [message["content"] for message in join_parts(conversation.messages)]
+    if tokenizer.special_pattern.search("\n".join(contents)):
+        counts.notes[SPECIAL] += 1
+    tool_calls = (message.get("tool_calls") or [] for message in conversation.messages)
+    called_functions = _find_functions(itertools.chain(*tool_calls))
+    arguments = (function.get("arguments") for function in called_functions)
+    quoted_arguments = [json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)]
+    functions = called_functions + _find_functions(conversation.tools or [])
+    expected_words = [str(function.get("name") or "") for function in functions]
+    expected_words += map(_longest_word, conversation.documents or [])
+    # Reasoning that a template removes has its own note.
+    expected_words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
+    if samples:
+        rendered = "\n".join(sample.text for sample in samples)
+        counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
+        counts.notes[OMITTED_BY_TEMPLATE] += any(word not in rendered for word in expected_words)
+    for sample in samples:
+        counts.notes[THOUGHTS] += sample.thoughts_removed
+        counts.notes[NO_END_TOKEN] += sample.num_without_end_token
+        yield Piece(sample.text, sample.spans, templated=tokenizer.facts.has_template, eos=False)
 
 
 def _find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
