@@ -18,10 +18,8 @@ from distributed_training.data.files import (  # fmt: skip
     BLOCK_SIZE,
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
-    bomb_error,
     column_names,
     encoding_of,
-    max_unpacked_bytes,
     open_file,
     read_records,
     read_text,
@@ -88,14 +86,10 @@ class Source:
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
         for file in self.files:
             file_digest = hashlib.sha256()
-            size = 0
             try:
                 with open_file(file) as stream:
                     for block in iter(partial(stream.read, BLOCK_SIZE), b""):
                         file_digest.update(block)
-                        size += len(block)
-                        if size > max_unpacked_bytes(file):
-                            raise bomb_error(file)
             except OSError as error:  # for example a truncated compressed file
                 why = error.strerror or str(error)
                 raise UserError(f"dataset file {file} cannot be read", why) from None
