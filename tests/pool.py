@@ -44,7 +44,7 @@ HEAVY = (
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
     "transformers.models.gpt2.configuration_gpt2",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
-    f"{PACKAGE}.start.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
+    f"{PACKAGE}.start.worker", "results.lab.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 CALL_LIMIT_S = 500.0
 GRACE_S = 10.0  # time for the other processes to end after one has failed

@@ -110,19 +110,6 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
         linear.scales = nn.Parameter(values, requires_grad=False)
 
 
-@torch.no_grad()
-def dequantize_in_place(module: nn.Module) -> None:
-    """Replace all NF4 matrices of a module with their dequantized values, in place. Tests and the
-    `parity` command compare training on codes with training on these values."""
-    for linear in module.modules():
-        if isinstance(linear, NF4Linear):
-            codes = linear.weight
-            values = dequantize(codes, linear.scales, linear.in_features, codes.dtype)
-            linear.weight = nn.Parameter(values, requires_grad=False)
-            del linear.scales
-            linear.__class__ = Linear  # type: ignore[assignment]
-
-
 def quantize_matrices(model: Decoder, source: WeightSource, device: torch.device) -> None:
     """Read the matrices of a model's blocks from `source` and quantize them to NF4 on `device`, one
     at a time. Replace the model's parameters with the codes. Each matrix is first rounded to the

@@ -23,7 +23,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -59,7 +59,6 @@ from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start.launch import requested_processes
-from distributed_training.start.ranks import compute_in_fork
 from distributed_training.supervise.process import handle_signals
 from distributed_training.tools.jobs import num_steps
 
@@ -79,6 +78,7 @@ INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
+AnyRun = TypeVar("AnyRun", bound="Run")
 
 
 class ComparisonPlan(BaseModel):
@@ -103,6 +103,7 @@ class Run:
     record: records.Record | None = None  # None if the run has not started
     why: str = ""  # reason why the run did not start or failed; "" if there is none
     seconds: float = 0.0
+    exit_code: int = 0  # of the training process
 
     @property
     def status(self) -> str:
@@ -144,14 +145,11 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         f"The comparison has {plural(len(runs), 'run')} with "
         f"{processes} each. Its folder is {short_path(out)}."
     )
-    remaining = [
-        (run.config, run.num_processes) for run in runs if run.config and run.status == "remaining"
-    ]
+    remaining = [run for run in runs if run.status == "remaining"]
     if num_finished:
         summary += f" {plural(num_finished, 'run')} already finished."
     if remaining:
-        on_gpus = detect_machine().num_gpus > 0
-        seconds = predicted_s(remaining, run_s=START_S["cuda" if on_gpus else "cpu"])
+        seconds = predicted_s(remaining)
         summary += f" Remaining: {plural(len(remaining), 'run')}, {format_duration(seconds)}."
     print(summary, flush=True)
     if arguments.dry_run:
@@ -175,31 +173,29 @@ def count_runs(runs: Sequence[Run], status: str) -> int:
     return sum(run.status == status for run in runs)
 
 
-def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
-    """Return the predicted total time of all runs in seconds. Each run is given as (CONFIG, number
-    of processes). The total includes `run_s` seconds per run for startup and shutdown, and the time
-    to compile DeepSpeed's extensions. Return None if any run cannot be predicted."""
-
-    def predict() -> str:  # runs in a fork, because tokenizers start threads
-        machine = detect_machine()
-        durations_s: list[float | None] = []
-        extensions = set[str]()
-        for config, count in runs:
-            try:
-                plan = make_plan(config, local_cluster(machine, count, count), peek_data)
-            except UserError:  # the error is printed when this run is started
-                durations_s.append(0.0)
-                continue
-            extensions.update(unbuilt_extensions(plan.strategy))
-            steps = plan.num_steps
-            if steps is None or config.max_steps > 0:
-                steps = num_steps(plan)  # an upper bound, because the dataset may be smaller
-            step_s = (plan.prediction or {}).get("step_time_s")
-            durations_s.append(run_s + steps * step_s if steps and step_s else None)
-        return json.dumps([*durations_s, sum(EXTENSION_S[name] for name in extensions)])
-
-    seconds = json.loads(compute_in_fork(predict)())
-    return None if None in seconds else sum(seconds)
+def predicted_s(runs: Sequence[Run]) -> float | None:
+    """Return the predicted total time of the runs in seconds. The total includes startup, shutdown
+    and the time to compile DeepSpeed's extensions. Return None if any run cannot be predicted."""
+    machine = detect_machine()
+    start_s = START_S["cuda" if machine.num_gpus else "cpu"]
+    total_s = 0.0
+    extensions = set[str]()
+    for run in runs:
+        assert run.config is not None
+        count = run.num_processes
+        try:
+            plan = make_plan(run.config, local_cluster(machine, count, count), peek_data)
+        except UserError:  # the error is printed when this run is started
+            continue
+        extensions.update(unbuilt_extensions(plan.strategy))
+        steps = plan.num_steps
+        if steps is None or run.config.max_steps > 0:
+            steps = num_steps(plan)  # an upper bound, because the dataset may be smaller
+        step_s = (plan.prediction or {}).get("step_time_s")
+        if not steps or not step_s:
+            return None
+        total_s += start_s + steps * step_s
+    return total_s + sum(EXTENSION_S[name] for name in extensions)
 
 
 def build_runs(
@@ -335,7 +331,7 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
                     run.record = record
 
 
-def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
+def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], str]) -> None:
     """Train the remaining runs one after another. For each run, print the line that `conclude`
     returns. If a run fails, skip the runs of the same layout with other seeds."""
     out.mkdir(parents=True, exist_ok=True)
@@ -382,7 +378,7 @@ def train(run: Run, out: Path) -> None:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            code = process.wait()
+            run.exit_code = process.wait()
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGINT)
             try:
@@ -396,7 +392,7 @@ def train(run: Run, out: Path) -> None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Prefer a line that says why the run did not start over the last line.
     errors = [line for line in lines if line.startswith("error: ")]
-    last_message = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
+    last_message = (errors or lines or [f"exit code {run.exit_code}"])[-1].removeprefix("error: ")
     # There are several records if strategy "auto" ran out of memory and chose another layout.
     for path in sorted({*folder.glob(RECORD_PATTERN)} - old_records):
         run.record = records.load_record(path)

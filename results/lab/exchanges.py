@@ -19,8 +19,8 @@ import torch.distributed as dist
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.tools.harness import Run, each_accepted_run, open_group
 from distributed_training.train.loop import learning_rate
+from results.lab.harness import Run, each_accepted_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
 COMMAND = "torchrun --nproc_per_node=2 results/lab/exchanges.py OUT.json --seed SEED"

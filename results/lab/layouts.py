@@ -45,8 +45,8 @@ from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.orders import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarize_performance
 from distributed_training.records.record import start_record, timestamp
-from distributed_training.tools import harness
 from distributed_training.train.run import describe_run
+from results.lab import harness
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.overlap import length, union
 from results.lab.runs import Measured, Runs, collect, read_plan

@@ -32,7 +32,7 @@ from tabulate import tabulate
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.harness import Run, RunCache, each_run, open_group_for
+from results.lab.harness import Run, RunCache, each_run, open_group_for
 
 COMMON: dict[str, Any] = {
     "model": "Llama-3.2-1B", "strategy": "dp", "batch_size": 4, "max_length": 2048,

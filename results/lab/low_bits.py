@@ -26,8 +26,8 @@ import checkout
 import torch
 
 from distributed_training.records.record import provenance, write_json
-from distributed_training.tools.harness import Run, each_run, open_group
 from distributed_training.train.loop import learning_rate
+from results.lab.harness import Run, each_run, open_group
 from results.lab.steps import time_step
 
 COMMON: dict[str, Any] = {

@@ -28,10 +28,10 @@ from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
-from distributed_training.tools.harness import Group, Run, each_run, open_group
-from distributed_training.tools.parity.unpack import unpack_rows
 from results.lab.corpus.records import write_records
+from results.lab.harness import Group, Run, each_run, open_group
 from results.lab.steps import time_step
+from results.lab.unpack import unpack_rows
 
 COMMON: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "tokenizer": "embedded",

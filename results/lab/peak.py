@@ -29,7 +29,7 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.harness import Run, RunCache, each_run, open_group_for
+from results.lab.harness import Run, RunCache, each_run, open_group_for
 from results.lab.steps import synchronize
 
 COMMON: dict[str, Any] = {

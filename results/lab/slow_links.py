@@ -24,8 +24,8 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.tools.harness import Run, each_accepted_run, open_group
 from results.lab.exchanges import PLAN
+from results.lab.harness import Run, each_accepted_run, open_group
 
 CASES = ("`dp`", "bf16", "PowerSGD, rank 4", "top-k int8, k 0.01", "local SGD, H 8")
 ROUNDS = 3

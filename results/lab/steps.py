@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from distributed_training.tools.harness import Run
+from results.lab.harness import Run
 
 
 def synchronize() -> None:

@@ -30,8 +30,8 @@ from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
-from distributed_training.tools import harness
 from distributed_training.train.profiling import SILENT_LOG_LEVEL
+from results.lab import harness
 from results.lab.overlap import STEP, RankTrace, Spans, clip, read_trace, union
 from results.lab.runs import read_plan
 

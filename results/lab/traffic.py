@@ -32,7 +32,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.tools.harness import Run, each_accepted_run, open_group
+from results.lab.harness import Run, each_accepted_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
 # Suffix of the cases with more blocks. The difference from the same case without the suffix is the

@@ -16,7 +16,7 @@ from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import KVCache, fill_parameters
-from distributed_training.tools.harness import Run, each_run, open_group
+from results.lab.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
 from tests.support import read_model, refused

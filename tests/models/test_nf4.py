@@ -80,9 +80,6 @@ def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
         results.append((y.detach(), x.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
-    nf4.dequantize_in_place(model)
-    for name, weight in rounded.named_parameters():
-        assert torch.equal(model.get_parameter(name), weight), name
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])

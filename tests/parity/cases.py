@@ -2,7 +2,7 @@
 
 tests.pool calls these functions on every rank. Each public function except `exchange` takes
 {"cases": {name: CONFIG values}, ...} and returns {name: results}. Each case is one training run,
-which tools/harness.py builds."""
+which results/lab/harness.py builds."""
 
 import functools
 import hashlib
@@ -35,10 +35,10 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start import worker
 from distributed_training.start.ranks import current_process
-from distributed_training.tools.harness import Run, each_accepted_run, open_group
-from distributed_training.tools.parity.unpack import unpack_rows
 from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
+from results.lab.harness import Run, each_accepted_run, open_group
+from results.lab.unpack import unpack_rows
 from tests.support import save_now, start_test_record
 
 # Name -> (vocabulary size, number of blocks, width) of small models. The models are deep enough for

@@ -23,8 +23,8 @@ import torch
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS, to_device
 from distributed_training.records.record import provenance, write_json
-from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
+from results.lab.harness import Run, each_run, open_group
 
 CONFIG: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",

@@ -23,8 +23,8 @@ import torch
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
-from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
+from results.lab.harness import Run, each_run, open_group
 
 CASES = (  # model, sequences, tokens per sequence
     ("Qwen3-0.6B", 8, 1024), ("SmolLM2-135M", 32, 1024), ("gpt2-medium", 4, 512),

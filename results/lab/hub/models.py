@@ -23,9 +23,9 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
 from results.lab.baselines import large
+from results.lab.harness import Run, each_run, open_group
 from results.lab.steps import time_step
 
 TIMED_STEPS = 10

@@ -1,0 +1,323 @@
+"""Check that every layout computes the same results as a single process.
+
+The reference is a training run in a single process without compilation. The reference is trained
+twice, the second time with a different micro-batch size. The difference between these two runs is
+the rounding error. A layout fails if its results differ from the reference by more than LIMITS and
+by more than ROUNDING_FACTOR times the rounding error. Each tensor has a separate rounding error,
+because Adam turns gradients that consist only of rounding errors into large steps."""
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from distributed_training.planner.choose import choose_model
+from distributed_training.planner.layouts import OPEN_SETTINGS
+from distributed_training.records import report
+from distributed_training.records.display import WIDTH, format_duration, short_name, short_path
+from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
+from distributed_training.records.record import METRICS_FILE, Record, provenance, write_json
+from distributed_training.records.tables import EMPTY_CELL, Table, differing_keys
+from distributed_training.settings.config import AUTO
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import plural, require_writable
+from distributed_training.settings.machine import detect_machine
+from distributed_training.settings.strategies import list_strategies, named_strategy
+from distributed_training.tools import compare
+
+# Relative differences that another order of summation in fp32 can cause, with a margin
+LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
+ROUNDING_FACTOR = 4
+STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors in a checkpoint
+OK, OTHER_WORK, SKIPPED = "ok", "other work", "skipped"
+# Dropout is off, because each layout would draw different masks. A run saves one checkpoint, after
+# its last step.
+FORCED_VALUES: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
+# Defaults that the user can override. In 16 steps, a GPU also replays a CUDA graph.
+DEFAULTS: compare.Values = {**compare.QUIET_DEFAULTS, "max_steps": 16, "eval_samples": 8}
+REFERENCE_VALUES: compare.Values = {
+    **OPEN_SETTINGS, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False,
+    "cuda_graphs": False, "gradient_compression": "none",
+}  # fmt: skip
+Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
+
+
+@dataclass(kw_only=True, slots=True)
+class Trial(compare.Run):
+    """One training run of the check, and its differences from the reference."""
+
+    verdict: str = ""  # "" until the run has a result
+    differences: Differences = field(default_factory=dict)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `parity` that are not CONFIG keys."""
+    add = parser.add_argument
+    add("plan", nargs="?", metavar="PLAN.json", help="layouts to check, as in results/plans/")
+    add("--strategies", metavar="A,B", help="strategies to check instead of a plan (default: all)")
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="folder for parity.html and parity.json (default: in output_dir)",
+    )
+    parser.set_defaults(seeds=1)
+
+
+def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
+    """Train under every layout, then write the page. Return the exit code, which is 0 if the
+    layouts compute the same results as a single process."""
+    if arguments.plan is None and arguments.strategies is None:
+        arguments.strategies = ",".join(list_strategies())
+    runs, out = compare.build_runs(arguments, build, script, DEFAULTS)
+    if arguments.out is None:
+        out = out.with_name(f"parity-x{runs[0].num_processes}")
+    share_model(runs, build)
+    layouts = [Trial(**{key.name: getattr(run, key.name) for key in fields(run)}) for run in runs]
+    references = build_references(layouts, build)
+    trials = [*references, *layouts]
+    if arguments.dry_run:
+        compare.print_settings(trials)
+        return 0
+    require_writable(out, compare.OTHER_OUT_FIX, "parity.html", "parity.json", "log.txt")
+    seconds = compare.predicted_s([trial for trial in trials if trial.status == "remaining"])
+    text = f"Comparing {plural(len(layouts), 'layout')} of "
+    text += f"{plural(layouts[0].num_processes, 'process')} with one process: "
+    print(f"{text}{format_duration(seconds)}.", flush=True)
+
+    def conclude(trial: Trial) -> str:
+        judge(trial, *references)
+        if trial in references and trial.why:
+            raise UserError("The single-process reference run failed", trial.why)
+        if trial is not references[0]:  # later trials need the reference's checkpoint
+            remove_checkpoint(trial)
+        return f"{trial.verdict}. {trial.why}" if trial.why else trial.verdict
+
+    try:
+        compare.train_each(trials, out, conclude)
+    finally:
+        remove_checkpoint(references[0])
+        if any(trial.verdict for trial in layouts):
+            write_page(out, [trial for trial in trials if trial.verdict])
+    return exit_code([trial.verdict for trial in layouts])
+
+
+def exit_code(verdicts: Sequence[str]) -> int:
+    """Return 0 if at least one layout computes the same results as a single process and no layout
+    fails or computes different results. Otherwise, return 1."""
+    return 0 if OK in verdicts and {*verdicts} <= {OK, OTHER_WORK, SKIPPED} else 1
+
+
+def share_model(runs: Sequence[compare.Run], build: compare.Build) -> None:
+    """Give all runs the same "auto" model: the model with the most blocks among the models that the
+    runs would choose. Set precision to fp32 unless CONFIG or the command line sets it."""
+    machine = detect_machine()
+    accepted = [(run, run.config) for run in runs if run.config is not None]
+    choices = [
+        choose_model(config, machine, run.num_processes, named_strategy(config), [])
+        for run, config in accepted
+    ]
+    _, largest_model = max((model.size.num_layers, config.model) for config, model in choices)
+    for run, config in accepted:
+        run.values |= FORCED_VALUES
+        if config.model == AUTO:
+            run.values["model"] = largest_model
+        if config.precision == AUTO:
+            run.values["precision"] = "fp32"
+        run.config = build(compare.format_overrides(run.values))
+
+
+def build_references(layouts: Sequence[Trial], build: compare.Build) -> list[Trial]:
+    """Return the reference and a second run with another micro-batch size. Both train in a single
+    process, with the same global batch size and the same values of `Plan.work` as the layouts."""
+    first, config = next((run, run.config) for run in layouts if run.config)
+    shared_keys = compare.WORK_KEYS | DEFAULTS.keys() | FORCED_VALUES.keys() | {"precision"}
+    shared = {name: value for name, value in first.values.items() if name in shared_keys}
+    size = int(config.batch_size)
+    global_batch_size = size * config.grad_accum_steps * first.num_processes
+    other_size = 1 if size > 1 else first.num_processes
+    references = []
+    for name, micro_batch_size in (
+        ("one process", size), ("one process, other micro-batches", other_size),
+    ):  # fmt: skip
+        values = shared | REFERENCE_VALUES | {
+            "batch_size": micro_batch_size,
+            "grad_accum_steps": global_batch_size // micro_batch_size,
+        }  # fmt: skip
+        references.append(
+            Trial(
+                name=name, values=values, num_processes=1, command=first.command,
+                config=build(compare.format_overrides(values)),
+            )
+        )  # fmt: skip
+    return references
+
+
+def remove_checkpoint(trial: Trial) -> None:
+    if trial.record is not None:
+        shutil.rmtree(Path(trial.record.run_dir) / CHECKPOINTS, ignore_errors=True)
+
+
+def judge(trial: Trial, reference: Trial, rounding: Trial) -> None:
+    """Set a finished trial's differences from the reference and its verdict."""
+    if trial.record is None and trial.exit_code in (0, UserError.exit_code):
+        trial.verdict = SKIPPED
+    elif trial.record is None or trial.why:
+        trial.verdict = "failed"
+    elif trial is reference:
+        trial.verdict = "reference"
+    else:
+        assert reference.record is not None
+        trial.differences = compare_records(trial.record, reference.record)
+        if trial is rounding:
+            trial.verdict = "rounding"
+        elif keys := differing_keys([trial.record.work, reference.record.work]):
+            trial.verdict = OTHER_WORK
+            trial.why = f"It uses different values for these keys: {', '.join(keys)}."
+        elif reasons := find_excess(trial.differences, rounding.differences):
+            trial.verdict = "differs"
+            trial.why = " ".join(reasons)
+        else:
+            trial.verdict = OK
+
+
+def find_excess(differences: Differences, rounding_differences: Differences) -> list[str]:
+    """Return one sentence for each quantity that differs by more than rounding explains.
+    `differences` contains the differences between a layout and the reference.
+    `rounding_differences` contains the differences between the two reference runs."""
+    reasons = []
+    for quantity, fixed_limit in LIMITS.items():
+        rounding: Mapping[str, float] = rounding_differences[quantity]
+        if quantity != "weights":  # for all steps, use the rounding of the worst step
+            rounding = dict.fromkeys(differences[quantity], max(rounding.values()))
+        limits = {
+            name: max(fixed_limit, ROUNDING_FACTOR * rounding.get(name, 0.0))
+            for name in differences[quantity]
+        }
+        worst = max(limits, key=lambda name: differences[quantity][name] / limits[name])
+        if differences[quantity][worst] > limits[worst]:
+            text = f"{worst} differs by {differences[quantity][worst]:.1e}, "
+            text += f"but rounding explains at most {limits[worst]:.1e}."
+            reasons.append(text[0].upper() + text[1:])
+    return reasons
+
+
+def compare_records(record: Record, reference: Record) -> Differences:
+    """Return the relative differences in losses, gradient norms and tensors between two runs."""
+    differences = {}
+    figures = zip(LIMITS, _read_figures(record), _read_figures(reference), strict=False)
+    for quantity, values, reference_values in figures:
+        differences[quantity] = {
+            step: relative_difference(values.get(step), reference_values.get(step))
+            for step in values | reference_values
+        }
+    differences["weights"] = _state_differences(Path(record.run_dir), Path(reference.run_dir))
+    return differences
+
+
+def _read_figures(record: Record) -> list[dict[str, float | None]]:
+    """Return the losses and the gradient norms of a run. A value is None if it is not finite."""
+    lines = (Path(record.run_dir) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+    losses = {f"loss of step {row['step']}": row["loss"] for row in steps}
+    for row in record.evaluations:
+        losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
+    return [losses, {f"gradient norm of step {row['step']}": row["grad_norm"] for row in steps}]
+
+
+def relative_difference(value: float | None, reference: float | None) -> float:
+    """Return the relative difference of `value` from `reference`. If exactly one of the values is
+    missing (None) or is NaN, the difference is infinite."""
+    if value is not None and reference:
+        return _nan_to_inf(abs(value - reference) / reference)
+    return 0.0 if value == reference else math.inf
+
+
+def _nan_to_inf(difference: float) -> float:
+    """Return infinity instead of NaN, because a comparison with NaN is always False."""
+    return math.inf if math.isnan(difference) else difference
+
+
+def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
+    """Return the relative difference for each tensor in the last checkpoints: the norm of the
+    difference, divided by the norm of the reference. The tensors are weights and optimizer state.
+    The optimizer state is included because gradients of the wrong magnitude hardly change Adam's
+    steps. Checkpoints of all layouts contain the same tensors."""
+    from torch.linalg import vector_norm  # slow to import
+
+    from distributed_training.parallel.tensor_files import TensorFiles
+
+    tensors, reference = (
+        TensorFiles(sorted(list_checkpoints(folder)[-1].glob("*.safetensors")))
+        for folder in (run_dir, reference_dir)
+    )
+    names = sorted(tensors.stored_parts.keys() | reference.stored_parts.keys())
+    # Tensors that are in only one checkpoint keep an infinite difference.
+    differences = {name: math.inf for name in names if name.startswith(STATE)}
+    for name in differences.keys() & tensors.stored_parts.keys() & reference.stored_parts.keys():
+        reference_tensor = reference.read_whole(name)
+        norm = max(float(vector_norm(reference_tensor)), 1e-30)  # avoids division by 0
+        difference = float(vector_norm(tensors.read_whole(name) - reference_tensor)) / norm
+        differences[name] = _nan_to_inf(difference)
+    return differences
+
+
+def write_page(out: Path, trials: Sequence[Trial]) -> None:
+    """Write parity.json and parity.html, and print the table. The first two entries in `trials` are
+    the single-process reference runs."""
+    reference, layouts = trials[0].record, trials[2:]
+    assert reference is not None
+    counts = Counter(trial.verdict for trial in layouts)
+    heading = f"{counts.pop(OK, 0)} of {plural(len(layouts), 'layout')} computed the same results "
+    heading += "as one process."
+    for verdict, count in counts.items():
+        names = [trial.name for trial in layouts if trial.verdict == verdict]
+        heading += f" {verdict.capitalize()}: {count} ({', '.join(names)})."
+    limits = ", ".join(f"{limit:g} for {quantity}" for quantity, limit in LIMITS.items())
+    explanation = (
+        "Each value is the largest relative difference from the single-process run, over all "
+        "steps and all tensors of the weights and of AdamW's state. The tolerance is the larger "
+        f"of a fixed limit ({limits}) and {ROUNDING_FACTOR} times the difference between the two "
+        "single-process runs (reference and rounding)."
+    )
+    columns = {"layout": [trial.name for trial in trials]}
+    for quantity in LIMITS:
+        columns[quantity] = [
+            f"{max(trial.differences[quantity].values()):.1e}" if trial.differences else EMPTY_CELL
+            for trial in trials
+        ]
+    columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
+    columns["verdict"] = [trial.verdict for trial in trials]
+    table = Table(title="Differences", about=explanation, columns=columns)
+    config = reference.config
+    settings = {
+        "dataset": short_name(config["dataset"]), "precision": config["precision"],
+        "steps": f"{reference.num_steps} steps, each with {reference.batch.global_batch_size} x "
+                 f"{config['max_length']} tokens",
+        "processes": str(layouts[-1].num_processes),
+        "device": reference.machine["gpu_name"] or "CPU",
+    }  # fmt: skip
+    model = short_name(config["model"])
+    title = f"model {model}, {report.join_settings(settings)}"
+    notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
+    section = report.Section(title, notes, [table], heading=model, settings=settings)
+    page = report.render_page("html", "Layout parity", heading, [section])
+    (out / "parity.html").write_text(page, encoding="utf-8")
+    rows = [
+        {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
+         "mesh": trial.record and trial.record.mesh, "seconds": trial.seconds,
+         "apart": trial.differences}
+        for trial in trials
+    ]  # fmt: skip
+    origin = provenance(shlex.join(["python", *sys.argv])) | {"rule": explanation, "runs": rows}
+    origin |= {"heading": heading, "config": config, "machine": reference.machine}
+    write_json(out / "parity.json", origin)
+    print(f"\n{report.format_for_terminal(section)}\n{textwrap.fill(explanation, WIDTH)}")
+    print(textwrap.fill(heading, WIDTH))
+    print(f"Wrote {short_path(out)}/parity.html and parity.json.")
