@@ -30,7 +30,7 @@ from distributed_training.records.record import (
     load_record,
     write_json,
 )
-from distributed_training.settings.config import AUTO, KEYS
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     crc32,
@@ -47,8 +47,6 @@ from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 5
-# Keys that earlier releases stored in the work of every run, and that now belong to one engine
-MOVED_KEYS = {"compression_rank", "compression_k"}
 MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
@@ -348,11 +346,7 @@ def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    # Runs from earlier releases lack keys that were added later.
-    work = plan.work
-    saved_work = {name: key.default for name, key in KEYS.items() if name in work}
-    moved_keys = MOVED_KEYS - work.keys()
-    saved_work |= {name: value for name, value in meta.work.items() if name not in moved_keys}
+    work, saved_work = plan.work, meta.work
     old_strategy = meta.spread.get("strategy")
     new_strategy = plan.strategy.name
     differences = list[str]()

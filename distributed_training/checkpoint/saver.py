@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.checkpoint import resume
-from distributed_training.checkpoint.earlier import is_earlier_fingerprint
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import gather, raise_on_all_ranks
@@ -216,10 +215,7 @@ def load_checkpoint(
     the checkpoint cannot be loaded, or if its run used different tokens or base weights. All ranks
     must call this function."""
     meta = resume.read_meta(folder)
-    saved_fingerprint = meta.data_fingerprint
-    if saved_fingerprint != data.fingerprint and not is_earlier_fingerprint(
-        saved_fingerprint, plan.config, data
-    ):
+    if meta.data_fingerprint != data.fingerprint:
         what = f"The dataset differs from the one used to train {folder}"
         why = (
             "the dataset's files have changed, or this Python "

@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec
-from distributed_training.plan.earlier import convert_plan
 from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
@@ -20,6 +19,7 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
+FORMAT = 1  # version of plan.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +149,7 @@ class Plan(Draft):
     launchers: list[str] = field(default_factory=list)
     # Number of optimizer steps; None if there are no samples yet
     num_steps: int | None = None
+    format: int = FORMAT
 
 
 PLAN_AS_JSON = TypeAdapter(Plan)
@@ -160,8 +161,8 @@ def load_plan(run_dir: Path) -> Plan:
     file = run_dir / PLAN_FILE
     try:
         document = parse_json(read_small(file).decode())
-        if "model" not in document:
-            document = convert_plan(document)
+        if document.get("format") != FORMAT:
+            raise ValueError(f"its format is {document.get('format')} instead of {FORMAT}")
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
     except OSError as error:
@@ -169,8 +170,6 @@ def load_plan(run_dir: Path) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
-    except UserError as error:
+    except (AttributeError, TypeError, UserError, ValueError) as error:
         why = str(error)
-    except (TypeError, ValueError):
-        why = "its JSON does not have the structure of a plan"
     raise UserError(f"{file} is not a plan that this version can read", why)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.models.gpt2 import SIZES
-from distributed_training.plan.plan import PLAN_AS_JSON
+from distributed_training.plan.plan import FORMAT, PLAN_AS_JSON, PLAN_FILE, load_plan
 from distributed_training.planner import checks
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
@@ -22,7 +22,7 @@ from distributed_training.start.run_dir import reserve_run_dir
 from real_model_example import CONFIG
 from tests.planner.helpers import NAMES, SPLIT, UNSPLIT, plan_for
 from tests.settings.test_config import OTHER
-from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy
+from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
 
 GIB = 2**30
 TEXT = "\n".join(f"line {number} of a text that is not very long" for number in range(400))
@@ -78,6 +78,14 @@ def check_identities(plan, num_processes):
     )
     assert math.prod(plan.mesh.values()) == num_processes
     assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
+
+
+@pytest.mark.parametrize("format_", [None, 0, FORMAT + 1])
+def test_a_plan_in_another_format_is_refused(format_, tmp_path):
+    document = json.loads(PLAN_AS_JSON.dump_json(plan_for(tmp_path, strategy="dp")))
+    (tmp_path / PLAN_FILE).write_text(json.dumps(document | {"format": format_}))
+    with refused(str(tmp_path / PLAN_FILE), f"format is {format_} instead of {FORMAT}"):
+        load_plan(tmp_path)
 
 
 @pytest.mark.parametrize(("offload_dir", "expected"), [(None, "runs/.offload"), ("~/fast", "fast")])
