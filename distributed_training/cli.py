@@ -19,7 +19,7 @@ from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, run_and_report_errors
-from distributed_training.settings.files import require_writable, shown
+from distributed_training.settings.files import shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -276,65 +276,19 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--num_gpus", metavar="N", help=num_gpus_help)
 
     def act(arguments: argparse.Namespace) -> int:
+        if arguments.nodes and current_process() is not None:
+            return _load("tools.links").check_nodes()
         if arguments.nodes:
-            return run_on_ranks(
-                program, arguments.num_gpus, lambda: _load("tools.links").check_nodes()
-            )
+            count = launch.requested_processes(arguments.num_gpus or "all", detect_machine(), {})
+            if count == 1:
+                fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
+                raise UserError("one process has no links to measure", fix=fix)
+            return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
         if arguments.num_gpus is not None:
             raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
         return _load("tools.doctor").main(program.output_dir)
 
     return act
-
-
-def links(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Measure communication between processes: six operations over every group of the mesh."""
-    add = parser.add_argument
-    num_gpus_help = (
-        "number of processes (default: one process per GPU, or 2 processes without GPUs)"
-    )
-    add("--num_gpus", metavar="N", help=num_gpus_help)
-    for axis in ("pp", "dp_shard", "tp"):
-        size_help = (
-            f"size of the mesh axis {axis} (default: 1). dp_replicate uses the remaining processes"
-        )
-        add(f"--{axis}", metavar="N", type=int, default=1, help=size_help)
-    largest_help = "largest tensor in MiB (default: 1024 on GPUs, 16 on CPUs)"
-    add("--largest", metavar="MIB", type=at_least(1), help=largest_help)
-    seconds_help = "seconds per measurement (default: 0.15)"
-    add("--seconds", metavar="S", type=at_least(0.0), default=0.15, help=seconds_help)
-    folder = program.output_dir / "links"
-    add(
-        "--out",
-        metavar="FOLDER",
-        type=Path,
-        default=folder,
-        help="folder for the results (default: links/ in output_dir)",
-    )
-
-    def act(arguments: argparse.Namespace) -> int:
-        process = current_process()
-        if process is None or process.rank == 0:
-            fix = "name another folder with --out"
-            require_writable(arguments.out, fix, "links.json", "links.png")
-        return run_on_ranks(
-            program, arguments.num_gpus, lambda: _load("tools.links").main(arguments)
-        )
-
-    return act
-
-
-def run_on_ranks(program: Program, num_gpus: str | None, rank_main: Callable[[], int]) -> int:
-    """Call `rank_main` if this process is a rank. Otherwise, start `num_gpus` processes that run
-    the same command. If `num_gpus` is None, start one process per GPU, or two processes if there
-    are no GPUs. Return the exit code."""
-    if current_process() is not None:
-        return rank_main()
-    count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
-    if count == 1:
-        fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
-        raise UserError("one process has no links to measure", fix=fix)
-    return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 
 
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
@@ -418,7 +372,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in ("plan", "compare", "parity", "data")},
     "report": report, "doctor": doctor, "generate": generate, "eval": eval_, "export": export,
-    "push": push, "links": links, "calibrate": calibrate,
+    "push": push, "calibrate": calibrate,
 }  # fmt: skip
 
 

@@ -143,8 +143,8 @@ class RunConfig(Options):
     """With pp: the number of blocks in each stage, such as 7,7,7,3. None: stages of equal estimated
     cost."""
     network_gbit: Annotated[float, Field(gt=0, le=2**20)] | None = layout_key(None)
-    """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by `links`.
-    None: 400."""
+    """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
+    `doctor --nodes`. None: 400."""
     activation_checkpointing: Literal["none", "full", "selective"] = memory_key("none")
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
     selective: everything except matrix multiplications and attention."""

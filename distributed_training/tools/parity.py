@@ -298,7 +298,7 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
     config = reference.config
     settings = {
         "dataset": short_name(config["dataset"]), "precision": config["precision"],
-        "steps": f"{reference.num_steps} steps, each with {reference.batch.global_batch_size} x "
+        "steps": f"{reference.num_steps}, each with {reference.batch.global_batch_size} x "
                  f"{config['max_length']} tokens",
         "processes": str(layouts[-1].num_processes),
         "device": reference.machine["gpu_name"] or "CPU",

@@ -23,10 +23,8 @@ from unittest import mock
 
 import checkout
 
-from distributed_training import cli
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.keys import Parser
 from distributed_training.settings.machine import find_gpu
 
 LAUNCHERS = {"python", "torchrun", "bash"}
@@ -79,8 +77,6 @@ def dry_run_command(document: dict[str, Any]) -> str:
     count, words = split_launcher(document["command"])
     is_module = words[0] == "-m"
     program, *words = words[1:] if is_module else words
-    if words[:1] == ["links"]:  # This command has no --dry-run.
-        return capture_error(lambda: parse_links(words[1:]))
     if program == SCRIPT and words[0] != "parity":
         options = dry_run_options(document)
         if "--cluster" in options:
@@ -96,13 +92,6 @@ def dry_run_command(document: dict[str, Any]) -> str:
             return capture_error(lambda: run(path, run_name="__main__"))
         with mock.patch.dict(os.environ, {"WORLD_SIZE": count}):
             return capture_error(lambda: run(path, run_name="__main__"))
-
-
-def parse_links(words: list[str]) -> None:
-    """Parse the options of the `links` command."""
-    parser = Parser()
-    cli.links(parser, cli.Program(config={}, script=ROOT / SCRIPT, description="", output_dir=ROOT))
-    cli.read_options(parser, words)
 
 
 def capture_error(act: Callable[[], object]) -> str:

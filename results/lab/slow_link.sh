@@ -3,7 +3,7 @@
 # nodes are network namespaces on this machine, so the script needs Linux and root. The arguments are
 # the rate, the program, and the program's arguments.
 #
-#     bash results/lab/slow_link.sh 1gbit real_model_example.py links --largest 4
+#     bash results/lab/slow_link.sh 1gbit results/lab/links.py --largest 4
 #     bash results/lab/slow_link.sh 1gbit real_model_example.py --strategy local_sgd --max_steps 20
 set -euo pipefail
 rate=$1; shift

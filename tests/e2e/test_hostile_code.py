@@ -133,7 +133,7 @@ WALK = {
         ("{named_in_record} a/b", NOT_RUN),
         ("{adapter} a/b", NOT_RUN),
     ],
-    "doctor": [], "links": [], "calibrate": [],  # none of these commands reads such files
+    "doctor": [], "calibrate": [],  # none of these commands reads such files
 }  # fmt: skip
 
 

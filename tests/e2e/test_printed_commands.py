@@ -33,7 +33,7 @@ NOT_HERE = (
 )  # fmt: skip
 OTHER_COMMANDS = (
     ".py doctor", ".py compare ", ".py report", ".py generate ", ".py push ",
-    ".py links ", ".py export ", ".py eval ",
+    ".py export ", ".py eval ",
 )  # fmt: skip
 
 # Runs the script like `python SCRIPT ...`, then prints which heavy packages were imported.

@@ -139,7 +139,7 @@ def _quote(text: object) -> str:
 
 def published_links(*files: str, over: str = "") -> str:
     """Return a table of fitted latencies in microseconds and bandwidths in GB/s. The table contains
-    one row per operation and one column per record of the `links` command. The values are for the
+    one row per operation and one column per record of results/lab/links.py. The values are for the
     group `over` or, if `over` is empty, for each record's first group."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
     groups = {
