@@ -76,13 +76,6 @@ class Draft:
         return round(self.packing.mean_length) if self.packing else self.config.max_length
 
     @property
-    def work(self) -> dict[str, Any]:
-        """Keys and values on which two runs must agree to be comparable."""
-        names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
-        work = {name: value for name, value in self.settings.items() if name in names}
-        return {**work, "global_batch_size": self.batch.global_batch_size}
-
-    @property
     def settings(self) -> dict[str, Any]:
         """Resolved values of CONFIG's keys, followed by the values of the engine's own options."""
         return self.config.to_key_values() | self.engine_options
@@ -130,6 +123,8 @@ class Plan(Draft):
     notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
     command: str = ""  # as typed, without the launcher's arguments; set by `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None
+    # Dotted path -> value of settings in `deepspeed_json` that may change the results
+    deepspeed_changes: dict[str, Any] = field(default_factory=dict)
     tokenizer_dir: Path
     # Hugging Face folder with the initial weights; None for random weights
     weights_dir: Path | None
@@ -150,6 +145,15 @@ class Plan(Draft):
     # Number of optimizer steps; None if there are no samples yet
     num_steps: int | None = None
     format: int = FORMAT
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """Keys and values on which two runs must agree to be comparable."""
+        names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
+        work = {name: value for name, value in self.settings.items() if name in names}
+        if self.deepspeed_changes:
+            work["deepspeed_json"] = self.deepspeed_changes
+        return {**work, "global_batch_size": self.batch.global_batch_size}
 
 
 PLAN_AS_JSON = TypeAdapter(Plan)

@@ -1,40 +1,49 @@
 """Fill in a strategy's DeepSpeed configuration from CONFIG, and reject it if it contradicts CONFIG.
 
-This module does not import torch."""
+Settings that CONFIG does not determine are passed on. DeepSpeed checks them when the engine is
+built. This module does not import torch."""
 
 import copy
 from typing import Any
 
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.deepspeed_sections import check_sections, check_with_deepspeed
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 # AdamW settings that every strategy uses. A DeepSpeed configuration may repeat these values.
-ACCEPTED_OPTIMIZER_VALUES: dict[str, tuple[Any, ...]] = {
-    "betas": ([0.9, 0.999],),
-    "eps": (1e-8,),
-    "adam_w_mode": (True,),
-    "bias_correction": (True,),
-    "amsgrad": (False,),
-    "torch_adam": (True, False),
+OPTIMIZER_VALUES: dict[str, Any] = {
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "adam_w_mode": True,
+    "bias_correction": True,
+    "amsgrad": False,
+    "torch_adam": True,
 }
 # With these loss-scale settings, fp16 skips the same steps under every strategy.
 FP16_LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
-# DeepSpeed scheduler -> value of CONFIG's lr_schedule with the same shape
-LR_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Sections and settings that CONFIG or the layout determines or that concern messages and buffers.
+# None of them changes the results beyond rounding.
+LAYOUT_SECTIONS = {
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "aio",
+    "timers", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+}  # fmt: skip
+LAYOUT_SETTINGS = {
+    "enabled", "stages", "stage", "overlap_comm", "contiguous_gradients", "reduce_scatter",
+    "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size", "round_robin_gradients",
+    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "memory_efficient_linear",
+    "stage3_gather_16bit_weights_on_model_save", "offload_optimizer", "offload_param",
+}  # fmt: skip
 
 
-def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
+def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
     """Return the strategy's DeepSpeed configuration with CONFIG's values in place of "auto". Raises
-    UserError if this JSON contradicts CONFIG or contains a section that this suite does not
-    accept."""
+    UserError if this JSON contradicts CONFIG."""
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))
     source = plan.strategy.source
-    unusual_paths = check_sections(document, str(source))
     config_values = {
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
@@ -62,46 +71,18 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         raise UserError(what, fix='write "auto" in the JSON')
     # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():
-        if name in ("lr", "weight_decay") or value in (
-            AUTO,
-            *ACCEPTED_OPTIMIZER_VALUES.get(name, ()),
-        ):
+        if name in ("lr", "weight_decay") or value in (AUTO, OPTIMIZER_VALUES.get(name)):
             continue
-        what = (
-            f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
-            "strategies use"
-        )
-        accepted_values = ACCEPTED_OPTIMIZER_VALUES.get(name)
-        raise UserError(
-            what, fix=f"write {accepted_values[0]!r}" if accepted_values else "remove it"
-        )
-    scheduler = document.pop("scheduler", None)
-    unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
-    if unwanted:
-        why = "CONFIG sets it with pipeline_cut and activation_checkpointing"
-        raise UserError(f"{source}: {unwanted[0]} is not accepted in the JSON", why, "remove it")
-    if scheduler:
+        what = f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
+        raise UserError(what + "strategies use", fix='write "auto" or remove it')
+    if document.pop("scheduler", None):
         # Reject a scheduler even if all its values are "auto", because DeepSpeed's default warm-up
         # is logarithmic, but the warm-up of this suite is linear.
-        scheduler_type = scheduler.get("type") if isinstance(scheduler, dict) else None
-        lr_schedule = LR_SCHEDULES.get(str(scheduler_type), "linear, cosine or constant")
-        why = "CONFIG sets the schedule of every strategy with lr_schedule and warmup_steps"
-        fix = f"remove it and set lr_schedule to {lr_schedule}"
+        why = "CONFIG sets the schedule of every strategy"
+        fix = "remove it and set lr_schedule and warmup_steps"
         raise UserError(f"{source}: scheduler is not accepted in the JSON", why, fix)
     if config.precision == "fp16":
-        fp16_section = document["fp16"] = {**FP16_LOSS_SCALING, **document["fp16"]}
-        changed = [
-            f"fp16.{name}={fp16_section[name]}"
-            for name in FP16_LOSS_SCALING
-            if fp16_section[name] != FP16_LOSS_SCALING[name]
-        ]
-        if fp16_section.get("loss_scale"):
-            changed.append(f"fp16.loss_scale={fp16_section['loss_scale']}")
-        if changed:
-            what = f"{', '.join(changed)} in {source.name}"
-            notes.append(
-                f"because of {what}, this run may skip other steps than runs with other strategies"
-            )
+        document["fp16"] = {**FP16_LOSS_SCALING, **document["fp16"]}
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # memory_efficient_linear is slower if blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
@@ -109,15 +90,6 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
         section = zero.get(part)
         if isinstance(section, dict) and section.get("nvme_path") == AUTO:
             section["nvme_path"] = str(plan.offload_dir)
-    unresolved_paths = ", ".join(_auto_paths(document))
-    if unresolved_paths:
-        raise UserError(
-            f'{source}: "auto" is not supported for {unresolved_paths}', fix="write a value"
-        )
-    if unusual_paths:
-        check_with_deepspeed(document, str(source))
-        names = ", ".join(unusual_paths)
-        notes.append(f"{source.name} sets {names}, which the predictions do not consider")
     return document
 
 
@@ -128,10 +100,18 @@ def _agrees(json_value: object, value: object) -> bool:
     return json_value == AUTO or (is_same_type and json_value == value)
 
 
-def _auto_paths(node: Any, path: str = "") -> list[str]:
-    if not isinstance(node, dict):
-        return [path.lstrip(".")] if node == AUTO else []
-    paths = []
-    for key, value in node.items():
-        paths += _auto_paths(value, f"{path}.{key}")
-    return paths
+def other_settings(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections and settings of a filled-in DeepSpeed configuration that neither CONFIG
+    nor the layout determines, by their dotted paths. They may change the results, and the
+    predictions ignore them. A section or a setting that is turned off is left out."""
+    others = {name: value for name, value in document.items() if name not in LAYOUT_SECTIONS}
+    for section in ("zero_optimization", "bf16", "fp16", "pipeline"):
+        settings = others.pop(section, {})
+        for name, value in settings.items() if settings.get("enabled", True) else ():
+            if name not in LAYOUT_SETTINGS and value != FP16_LOSS_SCALING.get(name):
+                others[f"{section}.{name}"] = value
+    return {
+        path: value
+        for path, value in others.items()
+        if value and not (isinstance(value, dict) and value.get("enabled") is False)
+    }

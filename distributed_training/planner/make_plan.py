@@ -11,7 +11,7 @@ from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.data import DataValues, Sources, find_sources, resolve_data_values
-from distributed_training.planner.deepspeed_json import fill_deepspeed_json
+from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate
 from distributed_training.planner.rank import choose_batch_size, choose_strategy
 from distributed_training.predict.predict import Cluster, predict
@@ -52,14 +52,23 @@ def make_plan(
     tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
+    deepspeed_changes: dict[str, Any] = {}
     if draft.strategy.traits.takes_json:
-        deepspeed_json = fill_deepspeed_json(draft, notes)
+        deepspeed_json = fill_deepspeed_json(draft)
+        deepspeed_changes = other_settings(deepspeed_json)
+    if deepspeed_changes:
+        names = ", ".join(deepspeed_changes)
+        notes.append(
+            f"{draft.strategy.source.name} sets {names}, which the predictions ignore. DeepSpeed "
+            "also ignores a section that it does not know."
+        )
     if prediction.memory_fit in ("tight", "unlikely"):
         most_gib = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: the run may need up to {most_gib:.1f} GiB per GPU")
     return Plan(
         **{name: getattr(draft, name) for name in Draft.__dataclass_fields__},
         deepspeed_json=deepspeed_json,
+        deepspeed_changes=deepspeed_changes,
         tokenizer_dir=sources.tokenizer_dir,
         weights_dir=sources.weights_dir,
         adapters_dir=sources.adapters_dir,
