@@ -63,8 +63,7 @@ LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for s
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCosts:
     """Per-token costs of a block in bf16, measured by tracing the block. The `kept_*` fields count
-    the bytes kept for the backward pass. The `forward_*` and `backward_*` fields count the bytes
-    that element-wise kernels read and write."""
+    the bytes kept for the backward pass."""
 
     attention_width: int  # combined width of all heads
     fused: bool  # whether attention is one kernel that skips masked tokens
@@ -72,16 +71,11 @@ class TracedCosts:
     kept_compiled: LinearCost
     # If only the results of matrix multiplications and attention are kept
     kept_selective: LinearCost
-    forward_eager: LinearCost
-    forward_compiled: LinearCost
-    backward_eager: LinearCost
-    backward_compiled: LinearCost
 
-    def bytes_per_token(self, quantity: str, mode: str, length: int) -> float:
-        """Return the number of bytes per token in samples of `length` tokens. `quantity` is "kept",
-        "forward" or "backward". `mode` is "eager" or "compiled". For the quantity "kept", `mode`
-        may also be "selective"."""
-        base, slope = getattr(self, f"{quantity}_{mode}")
+    def kept_per_token(self, mode: str, length: int) -> float:
+        """Return the number of bytes kept per token in samples of `length` tokens. `mode` is
+        "eager", "compiled" or "selective"."""
+        base, slope = getattr(self, f"kept_{mode}")
         return base + slope * length
 
 

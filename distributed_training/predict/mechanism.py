@@ -117,20 +117,14 @@ class PipelineRank:
             )
             self.trained_parameters = self.adapter_parameters
 
-    def traced_bytes(self, quantity: str, compile_mode: str) -> float:
-        """Return the number of bytes that a block keeps or moves per micro-batch, based on a trace
-        of the model. `quantity` is "kept" (for the backward pass), "forward" or "backward" (bytes
-        moved in that pass). Models are traced in bf16, so the number is scaled to the width of the
-        compute dtype."""
+    def traced_bytes(self, mode: str) -> float:
+        """Return the number of bytes that a block keeps per micro-batch for the backward pass,
+        based on a trace of the model. `mode` is "eager", "compiled" or "selective". Models are
+        traced in bf16, so the number is scaled to the width of the compute dtype."""
         traced = self.size.traced
         assert traced is not None
-        length = self.config.max_length
-        return (
-            self.tokens
-            * self.dtype_bytes
-            / 2
-            * traced.bytes_per_token(quantity, compile_mode, length)
-        )
+        kept_per_token = traced.kept_per_token(mode, self.config.max_length)
+        return self.tokens * self.dtype_bytes / 2 * kept_per_token
 
 
 class Timing(PipelineRank):

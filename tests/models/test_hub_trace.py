@@ -23,10 +23,10 @@ def test_traced_costs_of_a_block_equal_the_native_formulas():
         + size.kept_values
     )
     expected = 2 * values + 4 * size.num_heads  # plus the softmax statistics
-    assert traced.bytes_per_token("kept", "compiled", 1024) == pytest.approx(expected, rel=0.01)
+    assert traced.kept_per_token("compiled", 1024) == pytest.approx(expected, rel=0.01)
     assert traced.attention_width == size.attention_width
     assert traced.fused
-    eager = traced.bytes_per_token("kept", "eager", 1024)
+    eager = traced.kept_per_token("eager", 1024)
     assert eager > 1.3 * expected
 
 
@@ -34,7 +34,7 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     folder = make_folder("gemma2", tmp_path / "gemma2")
     traced = find_model(f"{HUB_PREFIX}{folder}").size.traced
     assert not traced.fused
-    short, long = (traced.bytes_per_token("kept", "eager", length) for length in (64, 128))
+    short, long = (traced.kept_per_token("eager", length) for length in (64, 128))
     per_key = (long - short) / 64
     assert per_key >= 4 * 2 * 3  # heads x bytes x (at least scores, tanh and weights)
     assert traced.attention_width == 4 * 8

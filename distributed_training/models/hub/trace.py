@@ -1,20 +1,18 @@
-"""Measure the cost of a decoder block by tracing it. The block is never executed, and its matrices
-need no memory.
+"""Measure the memory of a decoder block by running it on fake tensors, which have no values. The
+block's matrices need no memory.
 
-AOTAutograd splits the block into a forward and a backward graph. In eager mode, every operation
-reads its inputs and writes its output. In compiled mode, the element-wise operations between matrix
-multiplications and attention are fused into kernels. A kernel reads only inputs from outside the
-kernel and writes only outputs that are used outside."""
+In eager mode, a block keeps the tensors that autograd saves. In compiled mode, it keeps the inputs
+of matrix multiplications and attention, and their results if other operations read them. From
+these results, torch.compile recomputes everything else."""
 
-import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
-import functorch.compile as aot
 import torch
-from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distributed_training.models import TracedCosts
 from distributed_training.models.hub import UnsupportedError, model
@@ -23,9 +21,9 @@ from distributed_training.models.hub import UnsupportedError, model
 # costs grow with the square of the length.
 MAX_LENGTH = 256
 _aten = torch.ops.aten
-_MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
-# Operations that neither read nor write memory
-_VIEW_OPS = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem", "t", "slice"}
+_BATCHED_MATMULS = {_aten.bmm, _aten.baddbmm}  # Outside attention, blocks use none.
+_MATMULS = {_aten.mm, _aten.addmm, *_BATCHED_MATMULS}
+_Storages = set[torch.UntypedStorage]
 
 
 def trace(document: dict[str, Any]) -> TracedCosts:
@@ -40,20 +38,16 @@ def trace(document: dict[str, Any]) -> TracedCosts:
         long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
         short_length = long_length // 2
         for length in (short_length, long_length):
-            for mode, compiled in (("eager", False), ("compiled", True)):
-                forward, backward = _graphs(net, length, compiled=compiled)
-                costs[f"kept_{mode}"].append(_kept_bytes(forward) / length)
-                costs[f"forward_{mode}"].append(_traffic(forward, compiled=compiled) / length)
-                costs[f"backward_{mode}"].append(_traffic(backward, compiled=compiled) / length)
-            result_bytes, attention_flops = _matrix_costs(forward)
-            costs["kept_selective"].append(result_bytes / length)
+            recorder = _run_block(net, length)
+            for name, storages in recorder.kept().items():
+                costs[name].append(sum(storage.nbytes() for storage in storages) / length)
     linear_costs: dict[str, Any] = {}
     for name, (short, long) in costs.items():
         slope = (long - short) / (long_length - short_length)
         linear_costs[name] = (short - slope * short_length, slope)
     return TracedCosts(
-        attention_width=round(attention_flops / (4 * long_length**2)),
-        fused=any(map(_is_attention, forward.graph.nodes)),
+        attention_width=round(recorder.attention_flops / (4 * long_length**2)),
+        fused=recorder.fused,
         **linear_costs,
     )
 
@@ -68,120 +62,93 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(shape, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
-class _TracedError(Exception):
-    """Exception that ends a forward pass once the model's first block has been traced."""
+class _BlockEndError(Exception):
+    """Exception that ends a forward pass after the model's first block."""
 
 
-def _graphs(net: Any, length: int, *, compiled: bool) -> list[Any]:
-    """Return the forward and backward graphs of the first block for a sample of `length` tokens.
-    If `compiled` is True, the graphs are split as in compiled mode, otherwise as in eager mode."""
+def _run_block(net: Any, length: int) -> "_Recorder":
+    """Record the first block's forward pass for a sample of `length` tokens."""
     _, inner, (block, *_) = model.find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
-    partition = aot.min_cut_rematerialization_partition if compiled else aot.default_partition
-    # Compiled mode traces the operations that Inductor sees.
-    decompositions = select_decomp_table() if compiled else None
-    graphs: list[Any] = []
 
-    def run(x: torch.Tensor, args: Any, options: Any, tensors: Any) -> Any:
-        output = torch.func.functional_call(block, tensors, (x, *args), options)
-        return output[0] if isinstance(output, tuple) else output
-
-    def capture_graphs(*values: Any, **options: Any) -> Any:
-        graphs.extend(partition(*values, **options))
-        raise _TracedError
-
-    def trace_block(_block: Any, args: Any, options: Any) -> None:
+    def record_block(_block: Any, args: Any, options: Any) -> None:
         hook.remove()
-        x, *other_args = args
-        traced = aot.aot_function(
-            run, aot.nop, partition_fn=capture_graphs, decompositions=decompositions
-        )
-        traced(x.detach().requires_grad_(), other_args, options, tensors)
+        x = args[0].detach().requires_grad_()
+        recorder = _Recorder(x, _storages((args[1:], options, tensors)))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+        with fake, recorder, saved:
+            block(x, *args[1:], **options)
+        raise _BlockEndError(recorder)
 
-    hook = block.register_forward_pre_hook(trace_block, with_kwargs=True)
-    with contextlib.suppress(_TracedError):
+    hook = block.register_forward_pre_hook(record_block, with_kwargs=True)
+    try:
         inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
-    gradients = graphs[1].graph.output_node().args[0][-len(tensors) :]
-    for (name, _), gradient in zip(block.named_parameters(), gradients, strict=False):
-        if gradient is None:  # for example, a parameter of cross-attention
+    except _BlockEndError as end:
+        (recorder,) = end.args
+    for name, parameter in block.named_parameters():
+        if parameter.untyped_storage() not in recorder.read:  # for example, of cross-attention
             raise UnsupportedError(f"has blocks that do not use {name}")
-    return graphs
+    return recorder  # type: ignore[no-any-return]
 
 
-def _storages(nodes: Iterable[Any]) -> set[torch.UntypedStorage]:
-    """Return the storages of the nodes' tensors. A storage that several tensors share is returned
-    once."""
-    values = [node.meta.get("val") for node in nodes if node is not None]
-    return {value.untyped_storage() for value in values if torch.is_tensor(value)}
+class _Recorder(TorchDispatchMode):
+    """Record what a block's forward pass keeps for the backward pass."""
+
+    def __init__(self, x: torch.Tensor, constants: _Storages) -> None:
+        """Create a recorder for a block with the input `x`. `constants` are the storages of its
+        parameters, its buffers and its other inputs."""
+        super().__init__()
+        self.constants = constants
+        self.read = _storages(x)  # by any operation
+        self.saved: _Storages = set()  # by autograd
+        self.matrix_inputs: _Storages = set()  # of matrix multiplications and attention
+        self.results = [*_storages(x)]  # x, and results of matrix multiplications and attention
+        self.sums = _storages(x)  # `results`, and sums of them
+        # Storage -> those `sums` from which it is computed without matrix multiplications
+        self.origins: dict[torch.UntypedStorage, _Storages] = {}
+        self.attention_flops = 0
+        self.fused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = _storages((args, kwargs)), _storages(result)
+        self.read |= inputs
+        if "_scaled_dot_product" in str(func):
+            self.fused = True
+            self.attention_flops += 4 * args[0].shape[-2] * args[0].numel()
+            self.matrix_inputs |= outputs  # for the backward pass, as the softmax's statistics
+        elif func.overloadpacket in _BATCHED_MATMULS:
+            self.attention_flops += 2 * args[-2].numel() * args[-1].shape[-1]
+        if "_scaled_dot_product" in str(func) or func.overloadpacket in _MATMULS:
+            self.matrix_inputs |= inputs
+            self.results += outputs
+            self.sums |= outputs
+        elif func.overloadpacket is _aten.add and inputs <= self.sums:
+            self.sums |= outputs
+        else:
+            origins = (self.origins.get(storage, set()) for storage in inputs - self.sums)
+            new_origins = (inputs & self.sums).union(*origins)
+            self.origins |= dict.fromkeys(outputs - self.sums, new_origins)
+        return result
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor that autograd saves for the backward pass."""
+        self.saved |= _storages(tensor)
+        return tensor
+
+    def kept(self) -> dict[str, _Storages]:
+        """Return the storages that the block keeps, for each field of TracedCosts."""
+        compiled = self.matrix_inputs | (self.sums & self.saved)
+        for storage in self.saved - self.matrix_inputs:
+            compiled |= self.origins.get(storage, set())
+        return {
+            "kept_eager": self.saved - self.constants,
+            "kept_compiled": compiled - self.constants,
+            # The last result is the block's output, which is the next block's input.
+            "kept_selective": set(self.results[:-1]),
+        }
 
 
-def _is_matmul(node: Any) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _MATMULS
-
-
-def _is_attention(node: Any) -> bool:
-    return "_scaled_dot_product" in str(node.target)
-
-
-def _kept_bytes(forward: Any) -> int:
-    """Return the number of bytes that a block keeps for its backward pass."""
-    _, *inputs = forward.graph.find_nodes(op="placeholder")
-    saved = _storages(forward.graph.output_node().args[0][1:]) - _storages(inputs)
-    return sum(storage.nbytes() for storage in saved)
-
-
-def _matrix_costs(forward: Any) -> tuple[int, int]:
-    """Return (number of bytes kept, FLOPs of attention) for a block that keeps only the results of
-    matrix multiplications and attention."""
-    results = [forward.graph.find_nodes(op="placeholder")[0].meta["val"]]
-    flops = 0
-    for node in forward.graph.nodes:
-        if _is_attention(node):
-            q = node.args[0].meta["val"]
-            flops += 4 * q.shape[-2] * q.numel()
-            results.extend(node.meta["val"])
-        elif _is_matmul(node):
-            results.append(node.meta["val"])
-            if node.target.overloadpacket in (_aten.bmm, _aten.baddbmm):
-                a, b = (factor.meta["val"] for factor in node.args[-2:])
-                flops += 2 * a.numel() * b.shape[-1]
-    # The last result is the block's output, which is the next block's input.
-    return sum(value.nbytes for value in results[:-1]), flops
-
-
-def _traffic(graph: Any, *, compiled: bool) -> float:
-    """Return the number of bytes that element-wise kernels read and write. If `compiled` is True,
-    operations that feed each other form one kernel."""
-    kernels: dict[Any, frozenset[Any]] = {}  # node -> all nodes of its kernel
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and not _is_matmul(node) and not _is_attention(node):
-            inputs = node.all_input_nodes if compiled else ()
-            kernel = frozenset({node}).union(*(kernels.get(source, ()) for source in inputs))
-            kernels |= dict.fromkeys(kernel, kernel)
-    # Node -> the kernels that read it. None means another operation or the graph's result.
-    readers: dict[Any, set[frozenset[Any] | None]] = defaultdict(set)
-    for node in graph.graph.nodes:
-        if not _is_view(node):
-            for source in map(_origin, node.all_input_nodes):
-                readers[source].add(kernels.get(node))
-    total = 0.0
-    for source, kernels_reading in readers.items():
-        writer = kernels.get(source)
-        num_writes = writer is not None and kernels_reading != {writer}
-        num_reads = len(kernels_reading - {None, writer})
-        num_bytes = getattr(source.meta.get("val"), "nbytes", 0)
-        total += (num_writes + num_reads) * num_bytes
-    return total
-
-
-def _is_view(node: Any) -> bool:
-    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    return node.op == "call_function" and name.removeprefix("_unsafe_") in _VIEW_OPS
-
-
-def _origin(node: Any) -> Any:
-    """Return the node at the start of the chain of views that ends at `node`. If `node` is not a
-    view, return `node`."""
-    while _is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def _storages(values: Any) -> _Storages:
+    return {leaf.untyped_storage() for leaf in tree_leaves(values) if torch.is_tensor(leaf)}

@@ -45,23 +45,18 @@ def last_gemm_cost(timing: Timing) -> Cost:
 
 
 def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
-    """Return the (forward, backward) costs of a block's element-wise operations. If the model was
-    not traced, the backward pass is assumed to cost twice as much as the forward pass."""
+    """Return the (forward, backward) costs of a block's element-wise operations. The backward pass
+    is assumed to cost twice as much as the forward pass."""
     fitted = FITTED.elementwise
     eager_factor = 1.0 if timing.config.compile else fitted.eager
     start_s = fitted.starts * eager_factor * timing.rates.kernel_s
     if timing.size.traced is not None:
-        traffic_factors = FITTED.traced_traffic
-        forward = timing.memory_cost(
-            traffic_factors.forward * timing.traced_bytes("forward", timing.compile_mode)
-        )
-        backward = timing.memory_cost(
-            traffic_factors.backward * timing.traced_bytes("backward", timing.compile_mode)
-        )
-        return forward + start_s * MEMORY, backward + 2 * start_s * MEMORY
-    relative_size = timing.split_values / 12  # relative to GPT-2, whose blocks were measured
-    values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
-    forward = timing.memory_cost(values * eager_factor * timing.hidden_bytes) + start_s * MEMORY
+        moved_bytes = FITTED.traced_traffic * timing.traced_bytes("compiled")
+    else:
+        relative_size = timing.split_values / 12  # relative to GPT-2, whose blocks were measured
+        values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
+        moved_bytes = values * timing.hidden_bytes
+    forward = timing.memory_cost(moved_bytes * eager_factor) + start_s * MEMORY
     return forward, 2 * forward
 
 
@@ -114,7 +109,7 @@ def _uses_packed_kernel(timing: Timing) -> bool:
 def activation_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that a block keeps for its backward pass."""
     if rank.size.traced is not None:
-        return rank.traced_bytes("kept", rank.compile_mode)
+        return rank.traced_bytes(rank.compile_mode)
     # Values in the compute dtype that models/ and torch.compile keep, per token and hidden unit
     values = 2 * rank.hidden_share + rank.split_values / rank.tp
     values += 2  # the inputs of both column-split layers, which tp does not split

@@ -35,7 +35,7 @@ def selective_activation_bytes(rank: PipelineRank) -> float:
     input, the outputs of matrix multiplications, and the output of attention. The output of the
     last matrix multiplication counts only if the block is not compiled."""
     if rank.size.traced is not None:
-        return rank.traced_bytes("kept", "selective")
+        return rank.traced_bytes("selective")
     split_outputs = (
         rank.size.column_parallel_outputs + rank.size.attention_width
     ) / rank.size.hidden_size
