@@ -2,13 +2,13 @@
 not import torch. saver.py writes checkpoints and documents the files in them."""
 
 import contextlib
-import itertools
 import logging
 import os
 import shlex
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,26 +21,16 @@ from distributed_training.records.folder import (
     list_checkpoints,
     named_checkpoint,
 )
-from distributed_training.records.record import (
-    FAULTS_FILE,
-    LAST,
-    METRICS_FILE,
-    RECORD_FILE,
-    Record,
-    load_record,
-    write_json,
-)
+from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     crc32,
     crc32_of,
-    obstacle_to_writing,
     parse_as,
     parse_json,
     read_small,
     relative_path,
-    require_writable,
     shown,
 )
 from distributed_training.supervise import claims
@@ -51,8 +41,6 @@ MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
-# Files in a run's folder that a resumed run keeps writing to
-_WRITTEN_FILES = (RECORD_FILE, METRICS_FILE, FAULTS_FILE, claims.OWNER_FILE)
 logger = logging.getLogger(__name__)
 
 
@@ -179,22 +167,14 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     if resumed is None:
         return None
     checkpoint, meta = resumed
-    saved_fingerprint = meta.spread
-    current_fingerprint = plan.layout_fingerprint
-    old_layout, new_layout = (
-        f"{layout.get('strategy')} x {layout.get('num_processes')}"
-        for layout in (saved_fingerprint, current_fingerprint)
-    )
-    changed_keys = [
-        key for key in saved_fingerprint if saved_fingerprint[key] != current_fingerprint.get(key)
+    new = plan.layout_fingerprint
+    changes = [
+        f"{key} was {old} and is now {new.get(key)}"
+        for key, old in meta.spread.items()
+        if old != new.get(key)
     ]
-    if old_layout != new_layout:
-        change = f"the checkpoint of {old_layout} is resharded for {new_layout}"
-        notes.append(f"{change}. The run's folder keeps its name.")
-    elif changed_keys:
-        key = changed_keys[0]
-        change = f"{key} was {saved_fingerprint[key]} and is now {current_fingerprint.get(key)}"
-        notes.append(f"the checkpoint of {old_layout} is resharded, because {change}")
+    if changes:
+        notes.append(f"the checkpoint is resharded, because {', '.join(changes[:3])}")
     return checkpoint
 
 
@@ -206,9 +186,9 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     another strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there
     is no usable checkpoint.
 
-    Raises UserError if the run is in use or has files on other nodes. Also raises UserError if a
-    named checkpoint is missing or damaged, has no record of its run, or is from a run with a
-    different `work`."""
+    Raises UserError if the run has files on other nodes. Also raises UserError if a named
+    checkpoint is missing or damaged, has no record of its run, or is from a run with a different
+    `work`."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -225,21 +205,14 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         raise UserError(f"{what}: {differences}", fix=fix)
     check_files(checkpoint, meta, plan)
     run = load_run_record(checkpoint, meta)
-    run_dir = checkpoint.parents[1]
-    claims.refuse_held(run_dir)
-    require_writable(run_dir, _new_run_advice(checkpoint), *_WRITTEN_FILES)
     for key in sorted(extended_keys):
         change = f"{key} was {shown(meta.work.get(key))} and is now {shown(plan.work[key])}"
-        schedule = (
-            f"schedule of a run with {plan.num_steps} steps"
-            if plan.num_steps
-            else "longer schedule"
+        notes.append(
+            f"{change}. From step {meta.step} on, the learning rate follows the longer schedule"
         )
-        text = f"{change}. Training continues after step {meta.step}. From then on, the learning "
-        notes.append(f"{text}rate follows the {schedule}.")
     if run.status == "ok" and run.step > meta.step:
         steps = f"Steps {meta.step + 1} to {run.step}"
-        notes.append(f"{run_dir.name} has finished. {steps} will be repeated.")
+        notes.append(f"{checkpoint.parents[1].name} has finished. {steps} will be repeated.")
     return checkpoint, meta
 
 
@@ -257,47 +230,43 @@ def _new_run_advice(checkpoint: Path) -> str:
 
 
 def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    claims.refuse_duplicate_run(plan.output_dir, run_identity(plan))
-    candidates = dict[Path, Meta]()
-    obstacle = ""
-    run_dirs = [folder for folder in plan.output_dir.glob("*") if not folder.is_symlink()]
-    checkpoints = itertools.chain.from_iterable(map(list_checkpoints, run_dirs))
-    for checkpoint in sorted(checkpoints, reverse=True):
+    found = list[tuple[str, Path, Meta, Record]]()
+    # A link may lead to a run on another disk, and `latest` leads to one of the runs.
+    for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
+        for checkpoint in list_checkpoints(run_dir):
+            with _skip_damaged(checkpoint):
+                meta = read_meta(checkpoint)
+                run = load_run_record(checkpoint, meta)
+                found.append((f"{run.started_at} {checkpoint.name}", checkpoint, meta, run))
+    usable = dict[Path, Meta]()
+    obstacle = f"no run in {shown(str(plan.output_dir))} has a checkpoint"
+    for _, checkpoint, meta, run in sorted(found, key=itemgetter(0)):
         run_dir = checkpoint.parents[1]
-        why = "has a damaged checkpoint"
-        with _skip_damaged(checkpoint):
-            meta = read_meta(checkpoint)
-            if differences := _differences(meta, plan):
-                run_path = relative_path(run_dir)
-                why = (
-                    f"used different settings: {differences}. To continue that "
-                    "run, restore these settings and use --resume "
-                )
-                why += run_path
-            else:
-                why = "has finished" if load_run_record(checkpoint, meta).status == "ok" else ""
-            if not why:
-                why = obstacle_to_writing(run_dir, *_WRITTEN_FILES)
-                why = why and f"cannot be resumed: {why}"
-        if why:
-            obstacle = obstacle or f"{run_dir.name}, the newest run with a checkpoint, {why}"
-        elif not claims.is_locked(run_dir):
-            candidates[checkpoint] = meta
-
-    def has_other_strategy(checkpoint: Path) -> bool:
-        return candidates[checkpoint].spread.get("strategy") != plan.strategy.name
-
+        why = claims.find_foreign_file(run_dir)
+        if run.status == "ok":
+            why = "it has finished"
+        elif differences := _differences(meta, plan):
+            command = f"restore these settings and use --resume {relative_path(run_dir)}"
+            why = f"it used different settings: {differences}. To continue that run, {command}"
+        elif _has_other_strategy(meta, plan) and claims.is_locked(run_dir):
+            why = "it is in use"
+        if not why:
+            usable[checkpoint] = meta
+            why = "its checkpoints are damaged"
+        obstacle = f"{run_dir.name} is the newest run with a checkpoint, and {why}"
     # Prefer runs with the same strategy, so that a user who compares strategies resumes each
     # strategy's own run.
-    for checkpoint in sorted(candidates, key=has_other_strategy):
+    newest_first = reversed(usable.items())
+    for checkpoint, meta in sorted(newest_first, key=lambda row: _has_other_strategy(row[1], plan)):
         with _skip_damaged(checkpoint):
-            check_files(checkpoint, candidates[checkpoint], plan)
-            return checkpoint, candidates[checkpoint]
-    if candidates:
-        obstacle = "every checkpoint with these settings is damaged"
-    obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a checkpoint"
+            check_files(checkpoint, meta, plan)
+            return checkpoint, meta
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None
+
+
+def _has_other_strategy(meta: Meta, plan: Plan) -> bool:
+    return bool(meta.spread.get("strategy") != plan.strategy.name)
 
 
 @contextlib.contextmanager
@@ -331,12 +300,6 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
         raise
 
 
-def run_identity(plan: Plan) -> dict[str, Any]:
-    """Return the values that identify a run. `resume=auto` refuses to start a run while another run
-    with the same values is active."""
-    return {**plan.work, "strategy": plan.strategy.name}
-
-
 def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
     """Return the keys among "max_steps" and "epochs" that the user set to a new value. Return an
     empty set if the run would not train beyond the checkpoint."""
@@ -346,33 +309,22 @@ def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    work, saved_work = plan.work, meta.work
-    old_strategy = meta.spread.get("strategy")
-    new_strategy = plan.strategy.name
+    work = plan.work
+    keys = dict.fromkeys([*meta.work, *work])
     differences = list[str]()
-    changed_keys = list(saved_work | work)
-    # The work of the two strategies has different keys.
-    if old_strategy != new_strategy and saved_work.keys() != work.keys():
-        change = f"strategy was {old_strategy} and is now {new_strategy}"
-        differences = [f"{change}, which computes different results"]
-        changed_keys = [name for name in work if name in saved_work]
-    changed_keys = [
-        name
-        for name in changed_keys
-        if saved_work.get(name) != work.get(name) and name not in allowed
-    ]
-    unchanged_keys = _find_unchanged_keys(meta, plan) if changed_keys else set()
-    changed_keys = [name for name in changed_keys if name not in unchanged_keys]
-    # If the user set some of these keys, report only those keys, because the other differences
-    # follow from them.
-    requested = plan.requested
-    user_set_keys = [name for name in changed_keys if requested.is_set(name)]
-    if "global_batch_size" in changed_keys and requested.is_set("batch_size", "grad_accum_steps"):
-        user_set_keys.append("global_batch_size")
-    for key in user_set_keys or changed_keys:
+    # The work of the two strategies may have different keys.
+    if _has_other_strategy(meta, plan) and meta.work.keys() != work.keys():
         differences.append(
-            f"{key} was {shown(saved_work.get(key))} and is now {shown(work.get(key))}"
+            f"strategy was {meta.spread.get('strategy')} and is now {plan.strategy.name}"
         )
+        keys = dict.fromkeys(key for key in work if key in meta.work)
+    changed_keys = [key for key in keys if meta.work.get(key) != work.get(key)]
+    unchanged_files = _find_unchanged_keys(meta, plan)
+    for key in changed_keys:
+        if key not in unchanged_files and key not in allowed:
+            differences.append(
+                f"{key} was {shown(meta.work.get(key))} and is now {shown(work.get(key))}"
+            )
     return ", ".join(differences)
 
 

@@ -47,7 +47,7 @@ from distributed_training.records.folder import (
 )
 from distributed_training.records.record import RECORD_FILE
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import publish, remove_folder
+from distributed_training.settings.files import publish
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
@@ -172,6 +172,8 @@ class Saver:
         file = partial_folder / resume.rank_file_name(self.topology.rank)
         with raise_on_all_ranks(self._group):
             file_info = (socket.gethostname(), *write_parts(file, parts))
+            if is_rank_0:
+                claims.check(self.plan.run_dir, self.plan.run_id)
         for rank, (host, size, checksum) in enumerate(gather(file_info, self._group)):
             name = resume.rank_file_name(rank)
             meta.files[name] = size
@@ -192,15 +194,13 @@ class Saver:
             for checkpoint in set(checkpoints).difference(
                 older[-self.plan.config.keep_checkpoints :]
             ):
-                remove_folder(checkpoint)
+                shutil.rmtree(checkpoint)
         self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
         return final_folder
 
 
 def _publish(partial_folder: Path, final_folder: Path, meta: resume.Meta) -> None:
-    run_dir = final_folder.parents[1]
-    claims.renew(run_dir)  # raises if another process has claimed the folder
-    record = run_dir / RECORD_FILE
+    record = final_folder.parents[1] / RECORD_FILE
     if record.is_file():  # only rank 0's disk has the record
         shutil.copy(record, partial_folder)
     resume.write_meta(partial_folder, meta)

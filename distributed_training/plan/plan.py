@@ -144,6 +144,7 @@ class Plan(Draft):
     launchers: list[str] = field(default_factory=list)
     # Number of optimizer steps; None if there are no samples yet
     num_steps: int | None = None
+    run_id: str = ""  # names the run in its folder's owner file; set by `reserve_run_dir`
     format: int = FORMAT
 
     @property

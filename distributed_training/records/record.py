@@ -375,7 +375,7 @@ def free_path(folder: Path, name: str, suffix: str = "") -> Path:
     """Return an unused path in `folder`. If `name` is in use, a number is added to it."""
     path = folder / f"{name}{suffix}"
     numbers = itertools.count(2)
-    while path.exists():
+    while os.path.lexists(path):
         path = folder / f"{name}-{next(numbers)}{suffix}"
     return path
 

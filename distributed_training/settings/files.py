@@ -108,17 +108,9 @@ def publish(unpublished: Path, final: Path) -> None:
     for path in (*unpublished.rglob("*"), unpublished):
         _sync(path)
     if final.is_dir():
-        remove_folder(final)
+        shutil.rmtree(final)
     os.replace(unpublished, final)
     _sync(final.parent)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder. If a symbolic link has replaced the folder, remove only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:

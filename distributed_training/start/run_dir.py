@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,32 +29,35 @@ def reserve_run_dir(
 ) -> Plan:
     """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
     make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
-    Raises UserError if another process holds the run, even if that process claimed the run after
-    the plan was made."""
+    Raises UserError if another process holds the run."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
-    with claims.lock_output_dir(plan.output_dir):
-        notes = [*plan.notes, *more_notes]
-        checkpoint = resume.choose_checkpoint(plan, notes)
-        if checkpoint is None:
-            folder = free_path(plan.output_dir, plan.run_dir.name)
-            folder.mkdir()
-        else:
-            folder = checkpoint.parents[1]
-        plan = replace(
-            plan,
-            run_dir=folder,
-            checkpoint=checkpoint,
-            command=shlex.join(["python", *sys.argv]),
-            launchers=list(launchers),
-            notes=tuple(notes),
-        )
-        claims.claim(plan.run_dir, resume.run_identity(plan))
-        write_plan(plan)
+    notes = [*plan.notes, *more_notes]
+    checkpoint = resume.choose_checkpoint(plan, notes)
+    folder = checkpoint.parents[1] if checkpoint else None
+    while folder is None:
+        with contextlib.suppress(FileExistsError):  # another run has just created the folder
+            new_folder = free_path(plan.output_dir, plan.run_dir.name)
+            new_folder.mkdir()
+            folder = new_folder
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    plan = replace(
+        plan,
+        run_dir=folder,
+        checkpoint=checkpoint,
+        command=shlex.join(["python", *sys.argv]),
+        launchers=list(launchers),
+        notes=tuple(notes),
+        run_id=uuid.uuid4().hex if run_id == "none" else run_id,
+    )
+    claims.claim(folder, plan.run_id)
+    write_plan(plan)
+    latest = plan.output_dir / LATEST
+    if latest.is_symlink() or not latest.exists():
         with contextlib.suppress(OSError):  # the file system does not support links
-            latest = plan.output_dir / f".latest-{plan.run_dir.name}"
-            latest.symlink_to(plan.run_dir.name)
-            latest.replace(plan.output_dir / LATEST)
+            new_link = plan.output_dir / f".latest-{folder.name}"
+            new_link.symlink_to(os.path.relpath(folder, plan.output_dir.resolve()))
+            new_link.replace(latest)
     return plan
 
 

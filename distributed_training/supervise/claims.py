@@ -1,160 +1,91 @@
-"""Lock a run directory with an owner file, which names the process that claimed the run.
+"""Claim a run's folder, so that only one run writes to it.
 
-All processes of the run on the same machine hold a shared lock on the file. The claim therefore
-lasts until the last of these processes has ended. Other machines might not see the lock, and some
-file systems do not support locks. Therefore, rank 0 of the run also touches the file every few
-seconds. Rank 0 ends the run if another run has claimed the directory in the meantime. This module
-does not import torch."""
+The processes of a run hold a shared lock on the folder's owner file, which names the run. Some file
+systems have no locks, or show them only on one machine. There, a run that has not released its
+folder counts as alive while files in the folder change, and every run checks that it still owns its
+folder before it publishes a checkpoint. This module does not import torch."""
 
 import contextlib
 import fcntl
+import json
 import os
 import platform
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from distributed_training.settings.errors import RunError, UserError, print_stderr
-from distributed_training.settings.files import open_regular, read_small, shown
+from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.files import read_small, shown
 
 OWNER_FILE = ".owner.json"
-LOCK_TIMEOUT_S = 30.0  # longest wait for another process to create its run directory
-RENEWAL_TIMEOUT_S = 20.0  # a live run renews its claim at least once within this time
-_claim_fds: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
-_claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows of
-# run directory -> claim of another machine that was not renewed
-_expired_claims: dict[Path, "Claim"] = {}
+QUIET_S = 60.0  # without a lock, a run has ended if its folder has not changed for this long
+_OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners
 
 
-class Claim(BaseModel):
-    """Contents of a run directory's owner file."""
+def find_foreign_file(run_dir: Path) -> str:
+    """Return why a run must not write to a folder, or "" if it may. Writing could change something
+    outside if the folder belongs to another user or contains a link, a pipe or a device."""
+    if run_dir.stat().st_uid != os.geteuid():
+        return f"{run_dir} belongs to another user"
+    for path in run_dir.rglob("*"):
+        is_foreign = path.is_symlink() or not (path.is_dir() or path.is_file())
+        if is_foreign and path.relative_to(run_dir).parts[:-1][:1] != ("wandb",):
+            return f"{path} is a link or a special file"
+    return ""
 
-    hostname: str
-    pid: int
-    claimed_at: float  # seconds since 1970
-    kernel: str  # boot id of the machine that holds the lock; "" without a lock
-    identity: dict[str, Any]  # from checkpoint/resume.py
 
-
-@contextlib.contextmanager
-def lock_output_dir(output_dir: Path) -> Iterator[None]:
-    """Let only one process at a time create run directories in `output_dir`. The lock file `.lock`
-    may belong to another user. Raises UserError if another process keeps the lock for
-    LOCK_TIMEOUT_S seconds, or if the lock file cannot be opened."""
-    file = output_dir / ".lock"
+def claim(run_dir: Path, run_id: str) -> None:
+    """Claim a run's folder until this process ends. All attempts of one torchrun have the same
+    `run_id`. Raises UserError if another run holds the folder, or if it has foreign files."""
+    if reason := find_foreign_file(run_dir):
+        raise UserError(reason, fix="remove it, or set resume=None to start a separate run")
+    descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    owner = _read_owner(run_dir)
+    changed_at = max(path.stat().st_mtime for path in run_dir.iterdir())
+    is_alive = owner.get("run_id", run_id) != run_id and time.time() - changed_at < QUIET_S
     try:
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # the file belongs to another user
-        lock = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:  # for example, if .lock is a folder or a link to itself
-        what = f"{file} cannot be opened"
-        fix = "remove it, or set output_dir to another folder"
-        raise UserError(what, str(error.strerror), fix) from None
-    try:
-        end = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    what = f"Another process has kept {file} locked for {LOCK_TIMEOUT_S:.0f} s"
-                    fix = "end that process, or set output_dir to another folder"
-                    raise UserError(what, fix=fix) from None
-                time.sleep(0.05)
-            except OSError:  # the file system has no locks
-                break
-        yield
-    finally:
-        os.close(lock)
-
-
-def claim(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Claim a run directory. Raises UserError if another process holds the directory."""
-    refuse_held(run_dir)
-    if run_dir not in _claim_fds:
-        _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT)
-    kernel = _boot_id()
-    try:
-        fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
-    except OSError:  # the file system has no locks, or a lost machine still holds the lock
-        kernel = ""
-    new_claim = Claim(
-        hostname=platform.node(), pid=os.getpid(), claimed_at=time.time(),
-        kernel=kernel, identity=identity,
-    )  # fmt: skip
-    text = new_claim.model_dump_json().encode()
-    os.pwrite(_claim_fds[run_dir], text, 0)
-    os.truncate(_claim_fds[run_dir], len(text))
-    _claims[run_dir] = new_claim
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_alive = is_alive and owner.get("host") != platform.node()
+    except OSError as error:  # BlockingIOError, or the file system has no locks
+        is_alive = is_alive or isinstance(error, BlockingIOError)
+    if is_alive:
+        os.close(descriptor)
+        what = f"The run {shown(str(run_dir))} is still in use by {shown(owner.get('host'))}"
+        fix = f"wait for the run to end (if its machine is lost, {QUIET_S:.0f} s), or set "
+        raise UserError(what, fix=f"{fix}resume=None to start a separate run")
+    text = json.dumps({"host": platform.node(), "run_id": run_id})
+    os.pwrite(descriptor, text.encode().ljust(_OWNER_BYTES), 0)
+    os.fsync(descriptor)
 
 
 def hold(run_dir: Path) -> None:
-    """Acquire a shared lock on the owner file if the run was claimed on this machine."""
-    current = _read(run_dir)
-    if current:
-        _claims.setdefault(run_dir, current)
-    if current and current.kernel == _boot_id() and run_dir not in _claim_fds:
-        _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDONLY)
-        fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
+    """Hold the claim in this process too, until the process ends."""
+    with contextlib.suppress(OSError):  # another node's folder, or a file system without locks
+        fcntl.flock(os.open(run_dir / OWNER_FILE, os.O_RDONLY), fcntl.LOCK_SH)
 
 
-def renew(run_dir: Path) -> None:
-    """Signal to other machines that the run is alive. Raises RunError if another process has
-    claimed the run or if the run directory was removed."""
-    current = _read(run_dir)
-    if run_dir in _claims and not os.path.lexists(run_dir / OWNER_FILE):
-        raise build_removed_error(run_dir / OWNER_FILE if run_dir.is_dir() else run_dir)
-    if current is not None and current != _claims.setdefault(run_dir, current):
-        what = f"Process {current.pid} on {current.hostname} has taken over the run"
-        raise RunError(what, f"this process sent no heartbeat for {RENEWAL_TIMEOUT_S:.0f} s")
-    with contextlib.suppress(OSError):
-        os.utime(run_dir / OWNER_FILE)
+def check(run_dir: Path, run_id: str) -> None:
+    """Raise RunError if the folder was removed, or if another run has claimed it."""
+    if _read_owner(run_dir).get("run_id", "") != run_id:
+        raise build_removed_error(run_dir)
 
 
-def build_removed_error(path: Path) -> RunError:
-    """Return the error for a `path` that was removed during the run. `path` is a run directory or a
-    file in a run directory."""
-    what = f"{path} was removed or renamed during the run"
+def build_removed_error(run_dir: Path) -> RunError:
+    """Return the error for a run folder that was removed or claimed by another run."""
+    what = f"{run_dir} was removed or renamed, or another run has claimed it"
     why = "checkpoints and metrics can no longer be written there"
     return RunError(what, why, "start the run again")
 
 
 def release(run_dir: Path) -> None:
-    """Release the claim at the end of a run."""
+    """Allow other machines to resume the run, although this process has not ended yet."""
     with contextlib.suppress(OSError):
         os.truncate(run_dir / OWNER_FILE, 0)
-    if run_dir in _claim_fds:
-        os.close(_claim_fds.pop(run_dir))
-
-
-def refuse_held(run_dir: Path) -> None:
-    """Raise UserError if another process holds the run directory."""
-    current = _read(run_dir)
-    is_local = current is None or current.kernel == _boot_id()
-    if run_dir in _claim_fds or not (is_locked(run_dir) if is_local else _is_renewed(run_dir)):
-        return
-    what = f"The run {shown(str(run_dir))} is still in use"
-    owner = f"process {current.pid} on {current.hostname} started it, and " if current else ""
-    fix = "wait for the run to end, stop it, or set resume=None to start a separate run"
-    raise UserError(what, f"{owner}its processes have not ended yet", fix)
-
-
-def refuse_duplicate_run(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Raise UserError if a live run in `output_dir` has the given `identity`."""
-    for file in output_dir.glob(f"*/{OWNER_FILE}"):
-        current = _read(file.parent)
-        is_link = file.parent.is_symlink()  # `latest` links to one of the other folders
-        if not is_link and current is not None and current.identity == identity:
-            refuse_held(file.parent)
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a process on this machine holds a lock on the run directory."""
+    """Return whether a process holds a run's folder with a lock that this machine sees."""
     try:
         with open(run_dir / OWNER_FILE, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,40 +94,8 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def _read(run_dir: Path) -> Claim | None:
+def _read_owner(run_dir: Path) -> dict[str, Any]:
     try:
-        return Claim.model_validate_json(read_small(run_dir / OWNER_FILE))
-    except (OSError, ValueError):
-        return None
-
-
-def _boot_id() -> str:
-    """Return the boot id of this machine. All containers on the machine have the same boot id."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _is_renewed(run_dir: Path) -> bool:
-    """Return whether another machine is still renewing its claim on the run directory. This
-    function waits up to RENEWAL_TIMEOUT_S seconds. It returns False at once if an earlier call
-    found that the same claim was not being renewed."""
-    current = _read(run_dir)
-    if current is None or _expired_claims.get(run_dir) == current:
-        return False
-    owner = f"which process {current.pid} on {shown(current.hostname)} started"
-    text = (
-        f"checking for {RENEWAL_TIMEOUT_S:.0f} s whether {shown(str(run_dir))}, {owner}, is still "
-        "running"
-    )
-    print_stderr(f"note: {text}")
-    last_renewed_at = None
-    end = time.monotonic() + RENEWAL_TIMEOUT_S
-    while time.monotonic() < end:
-        # A network file system refreshes the modification time when a file is opened.
-        with contextlib.suppress(OSError), open_regular(run_dir / OWNER_FILE) as file:
-            renewed_at = os.fstat(file.fileno()).st_mtime_ns
-            if last_renewed_at not in (None, renewed_at):
-                return _read(run_dir) is not None  # an empty file means a released claim
-            last_renewed_at = renewed_at
-        time.sleep(0.5)
-    _expired_claims[run_dir] = current
-    return False
+        return dict(json.loads(read_small(run_dir / OWNER_FILE)))
+    except (OSError, TypeError, ValueError):  # the previous run has released the folder
+        return {}

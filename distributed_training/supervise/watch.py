@@ -124,11 +124,6 @@ class Watch:
         num_beats = 0
         while num_beats == 0 or not self._ended.wait(HEARTBEAT_INTERVAL_S):
             num_beats += 1
-            if self.rank == 0:
-                try:
-                    claims.renew(self.run_dir)
-                except RunError as error:
-                    self._give_up(str(error), 0)
             try:
                 store.set(str(self.rank), json.dumps({"beat": num_beats, **self._describe()}))
                 watched_ranks = {self._next_rank}

@@ -85,7 +85,7 @@ def train(
     watch.set_activity(END_ACTIVITY)
     results = collect_results(trainer)
     if record is not None:
-        claims.renew(plan.run_dir)  # raises if the run's folder was removed
+        claims.check(plan.run_dir, plan.run_id)
         status = "interrupted" if signum else "ok"
         record.update(**results, status=status, finished_at=records.timestamp())
         finished_record = records.Record.model_validate(record.values)
