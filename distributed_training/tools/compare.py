@@ -38,12 +38,13 @@ from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, format_duration, short_name, short_path
-from distributed_training.records.tables import (
+from distributed_training.records.results import (
     EMPTY_CELL,
-    MEASURED,
+    RESULTS,
     Comparison,
     LayoutRow,
     differing_keys,
+    render,
 )
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
@@ -417,7 +418,7 @@ def keep_record(run: Run, out: Path, git_commit: str | None) -> str:
     values["loss_seconds"] = [round(seconds, 4) for seconds in ends]
     run.record = records.Record.model_validate(values)
     records.write_json(record_path(record, out), values)
-    cells = {name: MEASURED[name](record) for name in PRINTED_COLUMNS}
+    cells = {name: RESULTS[name](record) for name in PRINTED_COLUMNS}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != EMPTY_CELL)
 
 
@@ -450,6 +451,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         )
     sections = report.build_sections(comparisons)
     report.save_plots(sections, out)
+    title = "Strategies side by side"
     runs_text = plural(len(runs), "run")
     if count_runs(runs, "ok") < len(runs):
         runs_text = f"{count_runs(runs, 'ok')} of {runs_text}"
@@ -457,8 +459,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         f"{runs_text} finished. The runs were executed one after another, each in new processes."
     )
     for form in ("md", "html"):
-        page = report.render_page(form, "Strategies side by side", heading, sections)
+        page = render(form, title, heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")
-    for section in sections:
-        print(f"\n{report.format_for_terminal(section)}")
+    print(f"\n{render('txt', title, heading, sections)}")
     print(f"\nWrote {short_path(out)}/compare.md and compare.html.")

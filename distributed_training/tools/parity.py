@@ -20,11 +20,10 @@ from pathlib import Path
 
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.layouts import OPEN_SETTINGS
-from distributed_training.records import report
 from distributed_training.records.display import WIDTH, format_duration, short_name, short_path
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
 from distributed_training.records.record import METRICS_FILE, Record, provenance, write_json
-from distributed_training.records.tables import EMPTY_CELL, Table, differing_keys
+from distributed_training.records.results import EMPTY_CELL, Section, Table, differing_keys, render
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, require_writable
@@ -297,18 +296,17 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
     table = Table(title="Differences", about=explanation, columns=columns)
     config = reference.config
     settings = {
+        "model": short_name(config["model"]),
         "dataset": short_name(config["dataset"]), "precision": config["precision"],
         "steps": f"{reference.num_steps}, each with {reference.batch.global_batch_size} x "
                  f"{config['max_length']} tokens",
         "processes": str(layouts[-1].num_processes),
         "device": reference.machine["gpu_name"] or "CPU",
     }  # fmt: skip
-    model = short_name(config["model"])
-    title = f"model {model}, {report.join_settings(settings)}"
     notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
-    section = report.Section(title, notes, [table], heading=model, settings=settings)
-    page = report.render_page("html", "Layout parity", heading, [section])
-    (out / "parity.html").write_text(page, encoding="utf-8")
+    section = Section(heading=settings["model"], settings=settings, notes=notes, tables=[table])
+    page = ("Layout parity", heading, [section])
+    (out / "parity.html").write_text(render("html", *page), encoding="utf-8")
     rows = [
         {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
          "mesh": trial.record and trial.record.mesh, "seconds": trial.seconds,
@@ -318,6 +316,5 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
     origin = provenance(shlex.join(["python", *sys.argv])) | {"rule": explanation, "runs": rows}
     origin |= {"heading": heading, "config": config, "machine": reference.machine}
     write_json(out / "parity.json", origin)
-    print(f"\n{report.format_for_terminal(section)}\n{textwrap.fill(explanation, WIDTH)}")
-    print(textwrap.fill(heading, WIDTH))
+    print(f"\n{render('txt', *page)}\n{textwrap.fill(explanation, WIDTH)}")
     print(f"Wrote {short_path(out)}/parity.html and parity.json.")

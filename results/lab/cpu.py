@@ -19,7 +19,7 @@ import checkout
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
-from distributed_training.records.tables import STEP_MS
+from distributed_training.records.results import RESULTS
 from distributed_training.settings.files import ROOT, load_json
 
 COMMAND = "python results/lab/cpu.py OUT.json"
@@ -40,7 +40,7 @@ def build_entry(record: Record, timed: bool) -> dict[str, Any]:
         "processes": record.world_size,
         "config": config,
         "peak_host_bytes": record.memory["peak_host_bytes"],
-        "step_time_s": STEP_MS.value(record) if timed else None,
+        "step_time_s": RESULTS["ms per step"].value(record) if timed else None,
     }
 
 

@@ -11,13 +11,8 @@ import pytest
 
 from distributed_training import cli
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import (
-    build_sections,
-    find_records,
-    format_for_terminal,
-    render_page,
-)
-from distributed_training.records.tables import group_by_work
+from distributed_training.records.report import build_sections, find_records, group_by_work
+from distributed_training.records.results import render
 from distributed_training.settings.files import ROOT
 from tests.support import made_record, record_values, refused
 
@@ -75,8 +70,7 @@ def test_without_arguments_report_shows_each_run_in_output_dir_once(runs, tmp_pa
 def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     file = runs / "20260101-000001-zero2-x" / RECORD_FILE
     assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
-    left_out = f"note: {runs / '.cache'} is skipped because it contains no record of a run.\n"
-    assert capsys.readouterr().err == left_out
+    assert capsys.readouterr().err.count(str(runs / ".cache")) == 1
     (latest,) = find_records([runs / "latest"])
     assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")
     assert printed(capsys, *sorted(runs.iterdir())) == printed(capsys, output_dir=runs)
@@ -90,7 +84,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
         (f"{number}. gpt2-medium", str(seed)) for number, seed in enumerate((3, 2, 1), 1)
     ]
     assert text.count("model gpt2-medium, ") == 1  # shown once for all runs
-    assert "Not shown: 4 older runs with other settings. To show all runs, add --all" in text
+    assert re.search("Not shown: 4 .*--all", text)
     assert "loss-3.png," in text
     text = "\n".join(printed(capsys, runs, "--all"))
     assert len(re.findall(r"^\d. gpt2-medium: seed", text, re.M)) == 5
@@ -109,19 +103,14 @@ def test_a_closed_output_pipe_gives_no_traceback(runs):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    with refused(f"{tmp_path / 'file'} cannot be written: ", "--plots"):
-        main([str(runs), "--plots", str(tmp_path / "file")])
-    assert capsys.readouterr().out == "", "refused before the tables are made"
+def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("notes")
+    with refused(str(tmp_path / "file"), "--html"):
+        main([str(runs), "--html", str(tmp_path / "file")])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    for typed, words in (
-        ([], "Train first, or name another folder. Run: "),
-        (["."], "no run record"),
-        (["./x"], "not exist"),
-    ):
-        with refused(words):
+    for typed, path in (([], "runs"), (["."], "report FOLDER"), (["./x"], "x")):
+        with refused(path):
             main(typed)
 
 
@@ -141,7 +130,7 @@ def test_the_page_has_the_values_of_the_records_and_needs_no_network():
         made_record(run_dir="runs/4-d", work__seed=7, status="failed", error="<b>&", step=5),
     ]
     sections = build_sections(group_by_work(records))
-    text = render_page("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
+    text = render("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
     assert "http" not in text
     settings = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text)
     assert ("precision", "bf16") in settings  # shared by all runs, shown once
@@ -172,8 +161,7 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
         made_record(mesh=mesh, pipeline=pipeline, run_dir="runs/1-a"),
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 200),
     ]
-    (section,) = build_sections(group_by_work(records))
-    text = format_for_terminal(section)
+    text = render("txt", "", "", build_sections(group_by_work(records)))
     assert max(map(len, text.splitlines())) <= width
     assert ("MFU" in text) == (width == 200)
     assert "interrupted 50/64" in text
@@ -185,6 +173,6 @@ def test_error_texts_are_escaped_and_truncated_in_the_terminal():
         made_record(status="failed", run_dir=f"runs/{number}", error=error)
         for number, error in enumerate(errors)
     ]
-    text = "\n".join(map(format_for_terminal, build_sections(group_by_work(records))))
+    text = render("txt", "", "", build_sections(group_by_work(records)))
     assert "failed: \\x1b[2Jgone" in text
     assert len(text) < 2000

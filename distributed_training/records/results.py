@@ -1,0 +1,381 @@
+"""Define the columns of result tables, build tables that compare runs with the same work, and
+render pages for a terminal, in Markdown and in HTML. `Record.work` describes the work of a run: the
+model, the data, the global batch and other settings."""
+
+import base64
+import platform
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tabulate import tabulate
+
+from distributed_training.records.display import (
+    WIDTH,
+    best_if_overfitted,
+    bottleneck_name,
+    fill_template,
+    fold,
+    format_bytes,
+    short_name,
+)
+from distributed_training.records.record import Record, is_alive
+from distributed_training.settings.errors import printable
+from distributed_training.settings.files import plural
+
+EMPTY_CELL = "-"
+_LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
+_NAME_WIDTH = 26  # width of the first column on a terminal
+# Columns that are left out of the table on a narrow terminal, in this order
+_DROPPABLE_COLUMNS = (
+    "MFU", "bits per byte", "validation perplexity", "ms per step", "runs", "peak RAM",
+    "training loss",
+)  # fmt: skip
+_TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}  # left-aligned
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table. A cell shows the value of one run, or the mean over several runs."""
+
+    value: Callable[[Record], Any]  # number or text; None if the record has no value
+    show: Callable[[Any], str] = str
+    show_std: bool = False  # show the standard deviation over several runs
+
+    def values(self, records: Sequence[Record]) -> list[Any]:
+        """Return the runs' values in this column. Runs without a value are left out."""
+        return [value for r in records if (value := self.value(r)) is not None]
+
+    def __call__(self, *records: Record) -> str:
+        values = self.values(records)
+        if not values or isinstance(values[0], str):
+            return ", ".join(sorted({*map(self.show, values)})) or EMPTY_CELL
+        text = self.show(statistics.fmean(values))
+        if self.show_std and len(values) > 1:
+            text += f" ± {self.show(statistics.stdev(values))}"
+        return text
+
+
+def predicted(name: str) -> Callable[[Record], Any]:
+    return lambda r: (r.prediction or {}).get(name)
+
+
+def nan_if_none(value: float | None) -> float:
+    """Return `value`, or NaN for None, which represents a non-finite number in a record."""
+    return float("nan") if value is None else value
+
+
+def _from_last_evaluation(name: str) -> Callable[[Record], Any]:
+    """Return a function that reads the value `name` from a run's last evaluation. The function
+    returns None if there was no evaluation after training began."""
+
+    def value(r: Record) -> float | None:
+        last = r.evaluations[-1] if r.evaluations else {"step": 0}
+        return nan_if_none(last[name]) if last["step"] and name in last else None
+
+    return value
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}"
+
+
+# Columns that show the settings of runs, except the strategy
+SETTINGS = {
+    "model": Column(lambda r: r.config["model"], short_name),
+    "processes": Column(lambda r: str(r.world_size)),
+    "batch": Column(lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}"),
+    "precision": Column(lambda r: r.config["precision"]),
+    "compile": Column(lambda r: {False: "no", True: "yes"}.get(c := r.config["compile"], c)),
+    "dataset": Column(lambda r: r.config["dataset"], short_name),
+}
+# GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
+# the buffers of CUDA graphs.
+RESULTS = {
+    "tokens/s": Column(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, True),
+    "ms per step": Column(
+        lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, True
+    ),
+    "MFU": Column(lambda r: r.performance.get("mfu"), "{:.1%}".format),
+    "peak GPU memory": Column(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
+    "peak RAM": Column(lambda r: r.memory.get("peak_host_bytes"), format_bytes),
+    "training loss": Column(
+        lambda r: nan_if_none(r.loss_curve[-1][1]) if r.loss_curve else None, "{:.3f}".format, True
+    ),
+    "validation loss": Column(_from_last_evaluation("loss"), "{:.4f}".format, True),
+    "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format, True),
+    "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format, True),
+}
+
+
+def _compare(heading: str, measured: Column, predicted: Column) -> dict[str, Column]:
+    """Return the columns of a measurement, its prediction and the error of the prediction."""
+
+    def error(r: Record) -> float | None:
+        actual, expected = measured.value(r), predicted.value(r)
+        return None if actual is None or expected is None else expected / actual - 1
+
+    return {
+        f"{heading} measured": measured,
+        f"{heading} predicted": predicted,
+        f"{heading} error": Column(error, "{:+.0%}".format),
+    }
+
+
+def _peak_bytes(r: Record) -> float | None:
+    """Return the peak size in bytes of the tensors on the GPU with the highest peak. Without GPUs,
+    return the peak RAM in bytes of the process with the highest peak."""
+    return r.memory.get("peak_allocated_bytes" if r.machine["gpu_name"] else "peak_host_bytes")
+
+
+def _predicted_peak_bytes(r: Record) -> float | None:
+    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
+
+
+PREDICTED_STEP_MS = Column(predicted("step_time_s"), _milliseconds)
+PREDICTIONS = {
+    **_compare("ms per step", RESULTS["ms per step"], PREDICTED_STEP_MS),
+    **_compare(
+        "peak", Column(_peak_bytes, format_bytes), Column(_predicted_peak_bytes, format_bytes)
+    ),
+    "bottleneck": Column(predicted("bound_by"), bottleneck_name),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutRow:
+    """Row of a table: a layout with one run per seed, or a single run."""
+
+    name: str
+    records: list[Record]
+    num_requested_runs: int = 1
+    why: str = ""  # reason why there are fewer records than requested runs
+
+    @property
+    def finished_records(self) -> list[Record]:
+        """Return the records of runs that have results."""
+        return [r for r in self.records if r.performance]
+
+    @property
+    def status(self) -> str:
+        """Describe the status of the runs in a few words, such as "ok", or "killed 12/100" after 12
+        of 100 steps."""
+        if self.why:
+            return "failed"
+        if num_missing := self.num_requested_runs - len(self.records):
+            return f"{num_missing} of {self.num_requested_runs} not run yet"
+        r = self.records[-1]
+        killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
+        word = "killed" if killed else r.status
+        # The record of a run that did not end as planned may lack the steps after the last
+        # checkpoint.
+        has_steps = r.status != "ok" and (r.step or r.status == "running")
+        return f"{word} {r.step}/{r.num_steps}" if has_steps else word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Table of strings. The first column contains the row names."""
+
+    title: str
+    about: str
+    columns: dict[str, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """Part of a page: tables and plots for runs that did the same work."""
+
+    heading: str
+    settings: Mapping[str, str]  # settings that the runs share
+    notes: Sequence[str]
+    tables: Sequence[Table]
+    plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Layouts whose runs did the same work."""
+
+    layouts: list[LayoutRow]
+    work_description: str = ""  # description of the work, if there are no records
+    # Key of the work -> value, for keys whose values differ between comparisons
+    differing_settings: dict[str, str] = field(default_factory=dict)
+    row_heading: str = "strategy"  # heading of the first column
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for layout in self.layouts for record in layout.records]
+
+    @property
+    def finished(self) -> list[LayoutRow]:
+        return [layout for layout in self.layouts if layout.finished_records]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the settings that all runs share, keyed by heading."""
+        if not self.records:
+            return {}
+        device = {"device": self.records[0].machine["gpu_name"] or "CPU"}
+        return common_settings(self.records) | device | self.differing_settings
+
+    @property
+    def notes(self) -> list[str]:
+        """Return sentences about failed runs and overfitting. If the runs are not comparable, also
+        name the settings in which they differ."""
+        notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
+        for layout in self.layouts:
+            for r in layout.records:
+                if r.error:
+                    end = " ..." if len(r.error) > _LONGEST_ERROR else ""
+                    notes.append(f"{layout.name} {r.status}: {r.error[:_LONGEST_ERROR]}{end}")
+            for r in layout.records:
+                if best := best_if_overfitted(r):
+                    result = "overfitted" if best["step"] else "did not learn"
+                    notes.append(
+                        f"{layout.name} {result}: its validation loss was {best['loss']:.3f} after "
+                        f"step {best['step']} and {r.evaluations[-1]['loss']:.3f} at the end."
+                    )
+        works = [record.work for record in self.records]
+        if keys := [key for key in differing_keys(works) if key != "seed"]:
+            notes.append(f"The runs are not comparable, because they differ in {', '.join(keys)}.")
+        return notes
+
+    def tables(self) -> list[Table]:
+        """Return the tables that contain data."""
+        tables = [self._results(), self._predictions()]
+        about = "Predicted peak memory of the process that uses the most memory."
+        tables.append(self._breakdown("Memory by component", about, _memory_by_component))
+        about = "Predicted bytes that the busiest process sends, from the formulas for ring "
+        about += "collectives in strategies/LAWS.md."
+        tables.append(self._breakdown("Bytes sent per step", about, _sent_by_axis))
+        return [table for table in tables if len(table.columns) > 1]
+
+    def _results(self) -> Table:
+        """Return the table of speed, memory and losses. Failed layouts also have a row."""
+        about = "Each time is the median over the steps of a run."
+        if any(len(layout.records) > 1 for layout in self.layouts):
+            about += " Cells show the mean ± standard deviation over the seeds."
+        if not any(r.machine["gpu_name"] for r in self.records):
+            about += (
+                " Peak RAM is that of the process that uses the most, and it includes libraries."
+            )
+        table = self._table("Results", about, self.layouts, RESULTS)
+        if any(layout.num_requested_runs > 1 for layout in self.layouts):
+            table.columns["runs"] = [
+                f"{len(layout.records)} of {layout.num_requested_runs}" for layout in self.layouts
+            ]
+        table.columns["status"] = [layout.status for layout in self.layouts]
+        return table
+
+    def _predictions(self) -> Table:
+        """Return the table that compares each plan's prediction with its run."""
+        memory = "the peak RAM, including libraries, of the process that uses the most memory"
+        if any(r.machine["gpu_name"] for r in self.records):
+            memory = "the peak memory of tensors on the fullest GPU"
+        about = f"The peak memory is {memory}. Each prediction was made before its run."
+        for name, column in (("Time", "ms per step error"), ("Memory", "peak error")):
+            if sizes := [*map(abs, PREDICTIONS[column].values(self.records))]:
+                num_close = sum(size <= 0.10 for size in sizes)
+                about += f" {name}: {num_close} of {plural(len(sizes), 'prediction')} within 10%, "
+                about += f"median error {statistics.median(sizes):.0%}."
+        layouts = self.finished if any(r.prediction for r in self.records) else []
+        return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
+
+    def _breakdown(
+        self, title: str, about: str, bytes_of: Callable[[Record], dict[str, float]]
+    ) -> Table:
+        """Return a table of predicted sizes, with one column per component and the total."""
+
+        def component(name: str) -> Column:
+            return Column(lambda r: bytes_of(r).get(name) or None, format_bytes)
+
+        names = dict.fromkeys(name for r in self.records for name in bytes_of(r))
+        columns = {name: component(name) for name in names}
+        columns["total"] = Column(lambda r: sum(bytes_of(r).values()) or None, format_bytes)
+        return self._table(title, about, self.finished, columns)
+
+    def _table(
+        self, title: str, about: str, layouts: Sequence[LayoutRow], columns: Mapping[str, Column]
+    ) -> Table:
+        """Return a table with one row per layout, without empty columns."""
+        cells = {self.row_heading: [layout.name for layout in layouts]}
+        for name, column in columns.items():
+            texts = [column(*layout.finished_records) for layout in layouts]
+            if {*texts} - {EMPTY_CELL}:
+                cells[name] = texts
+        return Table(title=title, about=about, columns=cells)
+
+
+def _memory_by_component(r: Record) -> dict[str, float]:
+    components = dict(predicted("memory_bytes")(r) or {})
+    if components and not r.machine["gpu_name"]:  # add the memory of Python and libraries
+        components["Python"] = predicted("host_bytes")(r) - sum(components.values())
+    return components
+
+
+def _sent_by_axis(r: Record) -> dict[str, float]:
+    return {f"over {axis}": size for axis, size in (predicted("sent_bytes")(r) or {}).items()}
+
+
+def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values differ between the runs."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
+
+
+def common_settings(records: Sequence[Record]) -> dict[str, str]:
+    """Return the settings in SETTINGS that are equal in all runs. Each setting's name is mapped to
+    its displayed value."""
+    settings = [{name: column(r) for name, column in SETTINGS.items()} for r in records]
+    different_names = differing_keys(settings)
+    return {name: text for name, text in settings[0].items() if name not in different_names}
+
+
+def render(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
+    """Return a page that begins with the settings that all sections share.
+
+    The forms are:
+    - txt: text for a terminal, with only the first table of each section and without plots
+    - md: Markdown, which refers to the plots as files
+    - html: a single file without scripts or network access"""
+    shared = dict[str, str]()
+    if len(sections) > 1:
+        shared_items = set.intersection(*({*section.settings.items()} for section in sections))
+        shared = dict(item for item in sections[0].settings.items() if item in shared_items)
+
+    def own_settings(section: Section) -> dict[str, str]:
+        return {name: text for name, text in section.settings.items() if name not in shared}
+
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    page = fill_template(
+        f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
+        shared=shared, own_settings=own_settings, tabulate=tabulate, align=_column_alignment,
+        b64encode=base64.b64encode, fold=partial(fold, width=width), fit=partial(_fit, width=width),
+    )  # fmt: skip
+    return "\n".join(map(printable, page.splitlines())) if form == "txt" else page
+
+
+def _fit(columns: dict[str, list[str]], width: int) -> str:
+    """Format a table for a terminal. If the terminal is narrow, the least important columns are
+    left out."""
+    for droppable in ("", *_DROPPABLE_COLUMNS):
+        columns = {name: cells for name, cells in columns.items() if name != droppable}
+        headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
+        text = tabulate(
+            # The headings are a row of the table, because tabulate adds padding to its own
+            # headings.
+            [headings, *zip(*columns.values(), strict=True)],
+            tablefmt="plain", disable_numparse=True, colalign=_column_alignment(columns),
+            maxcolwidths=[_NAME_WIDTH, *[None] * (len(columns) - 1)],
+        )  # fmt: skip
+        if max(map(len, text.splitlines())) <= width:
+            break
+    return text
+
+
+def _column_alignment(headers: Iterable[str]) -> list[str]:
+    return ["left" if name in _TEXT_COLUMNS else "right" for name in headers]
