@@ -91,8 +91,7 @@ def local_cluster(
     rates = None
     if machine.num_gpus == 0:
         name = f"a CPU with {plural(machine.num_cpus, 'core')} ({plural(num_processes, 'process')})"
-        estimated_rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
-        rates = measured_rates(f"cpu-x{processes_here}", estimated_rates)
+        rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
     else:
         name = f"{num_processes} x {machine.gpu_name}"
         gpu_spec = find_gpu(machine.gpu_name) if gpu is None else parse_gpu(gpu)

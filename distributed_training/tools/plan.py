@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that are not CONFIG keys."""
     add = parser.add_argument
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
-    calibrate = "measure this machine for about a minute first. Later plans use the result"
+    calibrate = "measure this machine's GPUs for about a minute first. Later plans use the result"
     add("--calibrate", action="store_true", help=calibrate)
     add(
         "--tokens",
@@ -97,12 +97,14 @@ def run(
         if arguments.cluster is not None:
             what = "--calibrate measures this machine, so it cannot be combined with --cluster"
             raise UserError(what, fix="leave out --cluster")
-        count = cluster.num_processes
-        file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
+        if cluster.machine.gpu_name is None:
+            what = "--calibrate measures GPUs, but this machine has none"
+            raise UserError(what, fix="leave out --calibrate")
+        file = calibration_file(cluster.machine.gpu_name)
         require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder", file.name)
         # Measure in separate processes, because measuring imports torch. Use as many processes as
         # the plan does.
-        outcome = run_ranks([str(script), "calibrate", str(file)], count)
+        outcome = run_ranks([str(script), "calibrate", str(file)], cluster.num_processes)
         if outcome.signum:
             raise KeyboardInterrupt
         if outcome.exit_code != 0:

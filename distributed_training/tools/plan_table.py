@@ -104,7 +104,7 @@ def legend(
     elif rates.measured_at:
         lines.append(f"Times use measurements of this machine from {rates.measured_at[:10]}.")
     elif cluster.machine.num_gpus == 0:
-        lines.append("Times are rough estimates for a CPU. --calibrate measures this machine.")
+        lines.append("Times are rough estimates for a CPU.")
     else:
         lines.append("Times are estimated from datasheets.")
     if gbit is not None:

@@ -4,8 +4,8 @@
 
 The program passes results/plans/cpu.json to `compare`. If you stop it, run the same command again
 to continue. By default, each run has a few steps, which are enough to measure the peak memory. With
---timed, each run has all steps of the plan, and the program also records their time. It first runs
-a calibration for each number of processes. Times mean little unless the machine is otherwise idle.
+--timed, each run has all steps of the plan, and the program also records their time. Times mean
+little unless the machine is otherwise idle.
 """
 
 import subprocess
@@ -16,11 +16,10 @@ from typing import Any
 
 import checkout
 
-from distributed_training.predict.rates import calibration_file
 from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
 from distributed_training.records.results import RESULTS
-from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.files import ROOT
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
@@ -50,25 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timed", action="store_true")
     arguments = parser.parse_args(argv)
     folder = RUN_DIRS[arguments.timed]
-    calibrations = {}
     for count in PROCESS_COUNTS:
         command = ["compare", str(PLAN), f"--num_gpus={count}", f"--out={folder}"]
         command += [] if arguments.timed else [f"--max_steps={FEW_STEPS}"]
         start = [sys.executable, str(ROOT / "real_model_example.py")]
-        calibrate = ["plan", "--calibrate", f"--num_gpus={count}"]
-        for options in (calibrate, command) if arguments.timed else (command,):
-            if subprocess.run([*start, *options]).returncode != 0:
-                return 1
-        if arguments.timed:
-            file = calibration_file(f"cpu-x{count}")
-            calibrations[str(count)] = load_json(file, "calibration")
+        if subprocess.run([*start, *command]).returncode != 0:
+            return 1
     records = sorted(find_records([folder]), key=lambda record: record.world_size)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "what": "peak RAM of the process that uses the most RAM, and seconds per step if measured",
         **provenance(COMMAND + (" --timed" if arguments.timed else "")),
         "machine": records[0].machine,
-        "calibrations": calibrations,
         "runs": [build_entry(record, arguments.timed) for record in records],
     }
     write_json(arguments.out, document)

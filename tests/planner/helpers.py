@@ -23,23 +23,6 @@ SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 
-# Possible results of `plan --calibrate` on a CPU, without the times of training steps
-CPU_CALIBRATION: dict[str, Any] = {
-    "matrix_products": [
-        {
-            "tokens": 16, "in": 64, "out": 192, "dtype": f"torch.{dtype}",
-            "flops_per_s": dict.fromkeys(("forward", "inputs", "weights"), 2e12),
-        }
-        for dtype in ("bfloat16", "float32")
-    ],
-    "attention": [{"length": length, "flops_per_s": {"both": 1e12}} for length in (512, 1024)],
-    "seconds": {"kernel": 1e-6},
-    "memory_bytes_per_s": {"block": 1e9, "head": 1e9, "update": 1e9},
-    "training_s": {},
-    "collectives": [],
-}  # fmt: skip
-
-
 class LayoutResult(NamedTuple):
     """The mesh, layout and batch of a plan."""
 

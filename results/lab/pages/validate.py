@@ -171,8 +171,9 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
         request = build_config(to_current_keys(run["config"]))
         plan = draft_plan(request, local_cluster(machine, count, count))
         if run["step_time_s"] is not None:
-            default_rates = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
-            rates = from_calibration(document["calibrations"][str(count)], default_rates)
+            rates = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
+            if "calibrations" in document:  # a record of a version that calibrated CPUs
+                rates = from_calibration(document["calibrations"][str(count)], rates)
             seconds = run["step_time_s"], estimate_step(plan, rates).seconds
         rows.append(
             CpuRow(
