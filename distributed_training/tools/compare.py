@@ -5,8 +5,8 @@ A plan is a JSON file with this form:
     {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}
 
 Each run is started with the command that a user would type. All runs append their output to
-log.txt. The record of a run is written as soon as the run succeeds. If you start the plan again,
-only the runs without a record are trained. This process does not import torch."""
+log.txt, and their records are in runs/. If you start the plan again, only the runs without a
+finished record are trained. This process does not import torch."""
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, format_duration, short_name, short_path
+from distributed_training.records.display import WIDTH, format_duration, short_path
 from distributed_training.records.results import (
     EMPTY_CELL,
     RESULTS,
@@ -130,8 +130,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder for the records and the page (default: a subfolder of output_dir)",
     )
-    # Commit hash, for checkouts without a .git folder
-    add("--git_commit", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
@@ -161,7 +159,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         print(f"note: {text}. To keep the page, set --out to another folder", flush=True)
     code = 0
     try:
-        train_each(runs, out, lambda run: keep_record(run, out, arguments.git_commit))
+        train_each(runs, out, describe_result)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         print(f"\nInterrupted with {plural(count_runs(runs, 'remaining'), 'run')} remaining.")
@@ -226,25 +224,15 @@ def build_runs(
     ]
     machine = detect_machine()
     processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), machine, {})
+    shared_keys = (resolve_aliases(plan.common) | typed_overrides).keys()
     for values, own_keys in zip(layouts, engine_keys, strict=True):
         # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update(
             (key, value) for key, value in typed_overrides.items() if key not in foreign_keys
         )
-    shared_keys = (resolve_aliases(plan.common) | typed_overrides).keys()
-    idle_by_layout = [
-        idle_keys(values, build, machine, processes) & shared_keys for values in layouts
-    ]
-    dropped_keys = {
-        key
-        for keys in idle_by_layout
-        for key in keys
-        if not all(key in other for other in idle_by_layout)
-    }
-    for values, layout_idle_keys in zip(layouts, idle_by_layout, strict=True):
-        # A key without an effect under one strategy may have an effect under the others.
-        for key in layout_idle_keys & dropped_keys:
+        for key in sorted(idle_keys(values, build, machine, processes) & shared_keys):
+            print(f"note: {values.get('strategy', 'the strategy')} does not use {key}")
             del values[key]
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
@@ -257,12 +245,9 @@ def build_runs(
         for seed_offset in seeds
         for values in layouts
     ]
-    name_keys = {*differing_keys([run.values for run in runs])} - {"strategy", "seed", *WORK_KEYS}
-    name_keys -= {  # the strategy already distinguishes a run that has such a key
-        key
-        for key in dropped_keys
-        if len({repr(run.values[key]) for run in runs if key in run.values}) == 1
-    }
+    name_keys = {key for values in plan.runs for key in resolve_aliases(values)}
+    name_keys &= {*differing_keys([run.values for run in runs])}
+    name_keys -= {"strategy", "seed", *WORK_KEYS}
     for run in runs:
         run.work = ", ".join(f"{k} {v}" for k, v in run.values.items() if k in WORK_KEYS - {"seed"})
         settings = [f"{key}={value}" for key, value in run.values.items() if key in name_keys]
@@ -318,10 +303,7 @@ def print_settings(runs: Sequence[Run]) -> None:
 def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
     """For each run, reuse a finished record in `out` that has the same CONFIG and the same number
     of processes."""
-    finished = []
-    for path in sorted(out.glob("*.json")):
-        with contextlib.suppress(UserError):  # the file is not a record
-            finished.append(records.load_record(path))
+    finished = [load_finished_record(path) for path in sorted(out.glob(f"runs/{RECORD_PATTERN}"))]
     for run in runs:
         if run.config is not None:
             # Runs that differ only in output_dir count as equal.
@@ -330,6 +312,17 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
                 is_same = record.config_requested | {"output_dir": ""} == requested
                 if is_same and record.world_size == run.num_processes and record.status == "ok":
                     run.record = record
+
+
+def load_finished_record(path: Path) -> records.Record:
+    """Return a record. If the run succeeded, add `loss_seconds`, the training time in seconds up to
+    the end of each step."""
+    record = records.load_record(path)
+    if record.status != "ok":
+        return record
+    steps = path.with_name(records.METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    ends = itertools.accumulate(json.loads(line)["step_time_s"] for line in steps)
+    return record.model_copy(update={"loss_seconds": [*ends]})
 
 
 def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], str]) -> None:
@@ -396,38 +389,19 @@ def train(run: Run, out: Path) -> None:
     last_message = (errors or lines or [f"exit code {run.exit_code}"])[-1].removeprefix("error: ")
     # There are several records if strategy "auto" ran out of memory and chose another layout.
     for path in sorted({*folder.glob(RECORD_PATTERN)} - old_records):
-        run.record = records.load_record(path)
+        run.record = load_finished_record(path)
     if run.record is None:
         run.why = last_message
     elif run.record.status != "ok":
         run.why = f"{run.record.status}: {run.record.error or last_message}"
 
 
-def keep_record(run: Run, out: Path, git_commit: str | None) -> str:
-    """Copy the record of a finished run to `out`, and add `loss_seconds`, the training time in
-    seconds up to the end of each step. Return the results in one line, or the reason why the run
-    failed."""
-    record = run.record
-    if record is None or run.why:
+def describe_result(run: Run) -> str:
+    """Return the results of a finished run in one line, or the reason why the run failed."""
+    if run.record is None or run.why:
         return run.why
-    folder = Path(record.run_dir)
-    values = json.loads((folder / records.RECORD_FILE).read_text(encoding="utf-8"))
-    values["git_commit"] = git_commit or values["git_commit"]
-    steps = (folder / records.METRICS_FILE).read_text().splitlines()
-    ends = itertools.accumulate(json.loads(line)["step_time_s"] for line in steps)
-    values["loss_seconds"] = [round(seconds, 4) for seconds in ends]
-    run.record = records.Record.model_validate(values)
-    records.write_json(record_path(record, out), values)
-    cells = {name: RESULTS[name](record) for name in PRINTED_COLUMNS}
+    cells = {name: RESULTS[name](run.record) for name in PRINTED_COLUMNS}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != EMPTY_CELL)
-
-
-def record_path(record: records.Record, folder: Path) -> Path:
-    """Return an unused path for a record. The file name consists of the model, layout, precision,
-    micro-batch size and number of processes. If the name is in use, a number is added to it."""
-    name = f"{short_name(record.config['model'])} {record.layout_name} {record.config['precision']}"
-    name += f" b{record.batch.micro_batch_size} x{record.world_size}"
-    return records.free_path(folder, name.replace(" ", "-"), ".json")
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = [sys.executable, str(ROOT / "real_model_example.py")]
         if subprocess.run([*start, *command]).returncode != 0:
             return 1
-    records = sorted(find_records([folder]), key=lambda record: record.world_size)
+    records = sorted(find_records([folder / "runs"]), key=lambda record: record.world_size)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "what": "peak RAM of the process that uses the most RAM, and seconds per step if measured",

@@ -15,12 +15,12 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.predict import Cluster, local_cluster
-from distributed_training.records.record import Record, write_json
+from distributed_training.records.display import short_name
+from distributed_training.records.record import Record, free_path, write_json
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import build_config
-from distributed_training.tools.compare import record_path
 from results.lab import checkout
 from results.lab.pages.columns import table
 
@@ -122,3 +122,11 @@ def collect(
     print(table(records, columns), flush=True)
     for name in not_started:
         print(f"not started: {name}", flush=True)
+
+
+def record_path(record: Record, folder: Path) -> Path:
+    """Return an unused path for a record. The file name consists of the model, layout, precision,
+    micro-batch size and number of processes. If the name is in use, a number is added to it."""
+    name = f"{short_name(record.config['model'])} {record.layout_name} {record.config['precision']}"
+    name += f" b{record.batch.micro_batch_size} x{record.world_size}"
+    return free_path(folder, name.replace(" ", "-"), ".json")

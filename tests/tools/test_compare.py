@@ -1,0 +1,126 @@
+"""Test which runs `compare` starts, with which settings, and what it keeps of them."""
+
+import argparse
+import json
+import sys
+from functools import partial
+
+import pytest
+
+from distributed_training.settings.request import build_config
+from distributed_training.tools import compare
+from tests.conftest import assert_ok, light_pool
+from tests.e2e.support import assert_refused
+from tests.pool import ROOT
+from tests.support import made_record, small_text
+
+
+def build_runs(tmp_path, plan, *typed):
+    """Return the runs of a plan on two processes, with the given overrides."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    arguments = argparse.Namespace(
+        plan=str(file), strategies=None, overrides=typed, num_gpus=2, seeds=1, preset=None,
+        force=False, max_restarts=0, out=str(tmp_path),
+    )  # fmt: skip
+    config = {"batch_size": 2, "model": "gpt2-tiny", "dataset": "embedded"}
+    build = partial(_build, config)
+    runs, _ = compare.build_runs(arguments, build, ROOT / "script.py", compare.QUIET_DEFAULTS)
+    return runs
+
+
+def _build(config, overrides):
+    return build_config(config, overrides=overrides)
+
+
+def test_names_hold_the_keys_in_which_runs_of_a_plan_differ(tmp_path):
+    plan = {
+        "common": {"max_length": 64},
+        "runs": [{"strategy": "dp"}, {"strategy": "dp", "bucket_cap_mb": 1}, {"max_length": 0}],
+    }
+    plain, bucket, refused = build_runs(tmp_path, plan, "learning_rate=0.5")
+    assert [run.name for run in (plain, bucket)] == ["dp", "dp bucket_cap_mb=1"]
+    assert (bucket.values["max_length"], bucket.values["learning_rate"]) == (64, "0.5")
+    assert (refused.status, plain.status) == ("not run", "remaining")
+    assert "max_length" in refused.why
+
+
+def run_stub(tmp_path, code):
+    """Run `code` as the training script of a comparison, and return the run."""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    run = compare.Run(
+        values={"strategy": "dp"}, command=[sys.executable, str(script)], num_processes=1
+    )
+    compare.train(run, tmp_path)
+    return run
+
+
+def test_a_run_that_does_not_start_gives_its_error(tmp_path):
+    code = "print('error: no GPU. To see, run:\\n  ls\\nnote'); raise SystemExit(2)"
+    run = run_stub(tmp_path, code)
+    assert (run.status, run.exit_code, run.why) == ("not run", 2, "no GPU. To see, run: ls")
+    assert run_stub(tmp_path, "").why == "exit code 0"
+
+
+@pytest.mark.parametrize("status", ["ok", "oom"])
+def test_a_record_is_kept_and_reused_only_if_the_run_succeeded(status, tmp_path):
+    config = build_config({"batch_size": 2, "output_dir": "elsewhere"})
+    requested = json.loads(json.dumps(config.to_key_values(), default=str))
+    record = made_record(status=status, world_size=1, config_requested=requested)
+    code = f"""
+import pathlib
+folder = pathlib.Path({str(tmp_path)!r}, "runs", "gpt2-1")
+folder.mkdir(parents=True)
+(folder / "record.json").write_text({record.model_dump_json()!r})
+(folder / "metrics.jsonl").write_text('{{"step_time_s": 0.5}}\\n{{"step_time_s": 1.0}}\\n')
+"""
+    run = run_stub(tmp_path, code)
+    assert (run.status, run.why[:3]) == {"ok": ("ok", ""), "oom": ("failed", "oom")}[status]
+    assert run.record.loss_seconds == ([0.5, 1.5] if status == "ok" else [])
+    again = compare.Run(values={}, command=[], num_processes=1, config=config)
+    more = compare.Run(values={}, command=[], num_processes=2, config=config)
+    compare.attach_finished_records([again, more], tmp_path)
+    assert [(again.record is not None), (more.record is not None)] == [status == "ok", False]
+
+
+def test_a_published_plan_is_accepted_as_input(tmp_path):
+    words = "results/plans/h200-x4.json", "--out", tmp_path, "--dry-run", "--lr", "0.5"
+    shown = light_pool().script(["compare", *words, "--seeds", "2"])
+    assert_ok(shown)
+    first, *runs = shown.stdout.splitlines()
+    names = [run["strategy"] for run in json.loads((ROOT / words[0]).read_text())["runs"]]
+    assert first.startswith(f"The comparison has {2 * len(names)} runs with 4 processes each.")
+    assert [line.split("strategy=")[1].split()[0] for line in runs] == names * 2
+    assert all("learning_rate=0.5 " in line for line in runs)
+    count = len(names)
+    assert [line.endswith("seed=43") for line in runs] == [False] * count + [True] * count
+
+
+def test_a_typed_key_reaches_the_strategies_that_use_it():
+    def rows(strategies, *typed):
+        words = "--strategies", strategies, "--model", "gpt2-tiny-4-blocks", "--num_gpus", "2"
+        return light_pool().script(["compare", *words, *typed, "--dry-run"])
+
+    shown = rows("fsdp,pp,zero2", "--pipeline_schedule", "gpipe", "--fsdp_prefetch", "2")
+    assert_ok(shown)
+    *notes, _, fsdp, pp, zero2 = shown.stdout.splitlines()
+    assert [note.split()[1] for note in notes] == ["fsdp", "pp", "zero2", "zero2"]
+    assert ("fsdp_prefetch=2" in fsdp, "gpipe" in fsdp) == (True, False)
+    assert ("fsdp_prefetch=2" in pp, "gpipe" in pp) == (False, True)
+    assert ("fsdp_prefetch=2" in zero2, "gpipe" in zero2) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--strategies", "dp,fspd"], ["strategy='fspd' is not known", "Did you mean 'fsdp'"]),
+        ([], ["either a plan or --strategies"]),
+        (["--strategies", "dp", "--seeds", "0"], ["--seeds", "'0' is not"]),
+        (["--strategies", "dp", "--batch_size", "auto"], ["needs a fixed batch_size"]),
+        (["--strategies", "dp", "--cluster", "8xH100"], ["compare cannot use it"]),
+        ([str(small_text())], ["JSON"]),
+    ],
+)
+def test_invalid_comparisons_give_a_one_line_error(words, said):
+    assert_refused(light_pool().script(["compare", *words]), *said)
