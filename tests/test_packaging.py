@@ -70,7 +70,7 @@ def find_imported_packages(*patterns: str) -> set[str]:
 def test_imported_packages_are_declared(patterns, declared):
     packages = find_imported_packages(*patterns)
     assert packages - names(PROJECT["dependencies"]) - names(declared) - TRANSITIVE == set()
-    assert {"torch", "numpy", "tokenizers"} <= packages
+    assert {"torch", "numpy"} <= packages
 
 
 def test_imports_of_the_tutorial_are_pinned_as_in_the_suite():

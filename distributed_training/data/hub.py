@@ -15,7 +15,7 @@ WIKITEXT_FILES = {
 }
 WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
-TOKENIZER_FILES = ("vocab.json", "merges.txt")
+TOKENIZER_FILES = ("config.json", "vocab.json", "merges.txt")
 # Strings that occur in the names of tokenizer files
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")

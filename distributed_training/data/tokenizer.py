@@ -1,17 +1,11 @@
-"""Load tokenizers with transformers. A tokenizer is loaded only when it is first needed.
-
-Tokenizers in GPT-2's two-file format, such as the tokenizer that this suite ships, need only the
-`tokenizers` library, which imports much faster than transformers."""
+"""Load tokenizers with transformers. A tokenizer is loaded only when it is first needed, so that
+ranks that find their tokens in the cache do not import transformers."""
 
 import contextlib
-import filecmp
 import hashlib
 import importlib.metadata
 import json
-import logging
-import math
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,46 +17,20 @@ import numpy as np
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.align import render_builtin
 from distributed_training.data.chats.render import Conversation, Rendered, Renderer
-from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_ID
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
 
-# Maximum factor by which a tokenizer may lengthen a string. Published tokenizers at most triple the
-# length of a space.
-MAX_GROWTH = 64
-MAX_ADDED_TO_STRING = 64  # maximum number of tokens that a tokenizer may add to every string
-MAX_BYTES = 100_000_000  # maximum size of a tokenizer file; the largest published files are 35 MB
-# Maximum number of tokens added to a vocabulary. transformers needs 75 us per added token.
-MAX_ADDED_TOKENS = 100_000
-END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `render_builtin`
-TOKENIZER_CONFIG = EMBEDDED_DIR / "tokenizer_config.json"  # settings for GPT-2's files
 # Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut
 # documents.
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SAFE_PATTERNS = tuple(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
 )
-
-
-_NO_SENTENCEPIECE = re.compile("Could not extract SentencePiece model")
-SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.toml
-
-
-class _WarningCollector(logging.Handler):
-    """Logging handler that collects the warnings of transformers while a tokenizer is loaded. These
-    warnings often explain an error that follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts = list[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +68,6 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.is_gpt2 = _is_gpt2(folder)  # loads without transformers
         self._facts: Facts | None = None
 
     def restore_facts(self, facts: dict[str, Any]) -> None:
@@ -125,19 +92,21 @@ class Tokenizer:
         """Largest id plus one."""
         return self.facts.num_tokens
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Id of each token. Reading this property loads the tokenizer."""
+        vocabulary: dict[str, int] = self._hf_tokenizer.get_vocab()
+        return vocabulary
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the ids of a string. Tokenizers with equal
         fingerprints produce equal ids."""
-        digest = hashlib.sha256()
-        if not self.is_gpt2:
-            digest.update(importlib.metadata.version("transformers").encode())
-            config = self.folder / "config.json"
-            if config.is_file():  # transformers selects the class based on this file.
-                values = load_json(config, "model")
-                digest.update(
-                    f"{values.get('model_type')} {values.get('tokenizer_class')}".encode()
-                )
+        digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
+        config = self.folder / "config.json"
+        if config.is_file():  # transformers selects the class based on this file.
+            values = load_json(config, "model")
+            digest.update(f"{values.get('model_type')} {values.get('tokenizer_class')}".encode())
         for name in self._files:
             content = (self.folder / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
@@ -145,17 +114,10 @@ class Tokenizer:
 
     @property
     def _files(self) -> list[str]:
-        """Names of the tokenizer's files, relative to its folder. Raises UserError if a file is a
-        pipe or a device."""
-        if self.is_gpt2:
-            return list(TOKENIZER_FILES)
+        """Names of the tokenizer's files, relative to its folder."""
         paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
-        files = {path.relative_to(self.folder).as_posix(): path for path in paths}
-        names = sorted(filter(hub.is_tokenizer_file, files))
-        for name in names:
-            if files[name].exists() and not (files[name].is_file() or files[name].is_dir()):
-                raise self._unreadable_error(f"{name} is a pipe or a device")
-        return [name for name in names if files[name].is_file()]
+        names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
+        return sorted(filter(hub.is_tokenizer_file, names))
 
     def _unreadable_error(self, why: str, fix: str = "") -> UserError:
         """Return the error for a tokenizer whose files cannot be read."""
@@ -169,82 +131,37 @@ class Tokenizer:
         for example, if the vocabulary lacks the unk_token."""
         try:
             yield
-        except BaseException as error:
-            _pass_on_interrupts(error)
+        except Exception as error:  # the Rust library raises plain Exception
             raise self._unreadable_error(str(error)) from None
 
     @cached_property
     def _hf_tokenizer(self) -> Any:
-        """Tokenizer object from transformers or, for GPT-2's files, from the `tokenizers` library.
-        Raises UserError if the tokenizer cannot be loaded."""
-        for name in self._files:
-            if (self.folder / name).stat().st_size > MAX_BYTES:
-                raise self._unreadable_error(f"{name} is larger than {MAX_BYTES // 10**6} MB")
-            if (self.folder / name).read_bytes().count(b'"content"') > MAX_ADDED_TOKENS:
-                raise self._unreadable_error(f"{name} adds more than {MAX_ADDED_TOKENS:,} tokens")
-        if self.is_gpt2:
-            return self._load_gpt2()
-        fix = "use the folder that the model's tokenizer was saved in"
+        """Tokenizer object from transformers. Raises UserError if the tokenizer cannot be
+        loaded."""
+        fix = "use the folder that the model's tokenizer was saved in, or set tokenizer to auto"
         if not self._files:
             raise self._unreadable_error("the folder contains no tokenizer files", fix)
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
-        warnings = _WarningCollector()
+        # transformers explains in warnings why it cannot read a tokenizer.model file.
         transformers_logging.set_verbosity_warning()
-        transformers_logging.disable_default_handler()
-        transformers_logging.add_handler(warnings)
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(
+            return AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
-        except BaseException as error:  # transformers can raise any error here.
-            _pass_on_interrupts(error)
-            # After this warning, transformers tries tiktoken, whose error would mislead the user.
-            matching = [text for text in warnings.texts if _NO_SENTENCEPIECE.match(text)]
-            why = matching[0] if matching else ""
-            why = why.partition(" due to ")[2].partition(" Falling back")[0]
-            why = why or f"{type(error).__name__}: {error}"
-            if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
-                fix = f"run: pip install {SENTENCEPIECE}"
+        except Exception as error:  # transformers can raise any error here.
+            why = f"{type(error).__name__}: {error}"
             if "trust_remote_code" in why:
-                why = f"its {TOKENIZER_CONFIG.name} refers to custom code, which is never run"
+                why = "its tokenizer_config.json refers to custom code, which is never run"
             raise self._unreadable_error(why, fix) from None
         finally:
-            transformers_logging.remove_handler(warnings)
-            transformers_logging.enable_default_handler()
             transformers_logging.set_verbosity_error()
-        if setting := _random_setting(hf_tokenizer):
-            what = f"tokenizer {self.folder} gives different ids each time"
-            why = f"its setting {setting[0]} randomizes tokenization, in transformers as well"
-            raise UserError(what, why, f"remove {setting[0]} from {setting[1]}")
-        return hf_tokenizer
-
-    def _load_gpt2(self) -> Any:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-        try:
-            model = models.BPE.from_file(*(str(self.folder / name) for name in TOKENIZER_FILES))
-        except Exception as error:  # the Rust library raises plain Exception
-            fix = "use a folder with tokenizer.json, or with vocab.json and merges.txt, or set "
-            fix += "tokenizer to auto"
-            raise self._unreadable_error(str(error), fix) from None
-        bpe = Tokenizer(model)
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        if bpe.token_to_id(END_OF_TEXT) is None:
-            fix = "add it to vocab.json, or set tokenizer to auto"
-            raise UserError(f"tokenizer {self.folder} has no {END_OF_TEXT} token", fix=fix)
-        bpe.add_special_tokens([END_OF_TEXT])
-        return bpe
 
     @cached_property
     def _backend(self) -> Any:
         """Object from the `tokenizers` library that computes the ids, or None if Python code
-        computes them. Raises UserError if the tokenizer can lengthen a string by more than a factor
-        of MAX_GROWTH."""
-        if self.is_gpt2:
-            return self._hf_tokenizer
+        computes them."""
         from transformers import PreTrainedTokenizerFast as Fast
 
         cls = type(self._hf_tokenizer)
@@ -259,44 +176,30 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = self._hf_tokenizer.split_special_tokens
-        for component in (backend.normalizer, backend.decoder):
-            growth = 1 if component is None else _growth(json.loads(component.__getstate__()))
-            if growth > MAX_GROWTH:
-                times = f"{min(growth, 1e18):.3g} times as long"
-                what = f"tokenizer {self.folder} may make text {times}"
-                raise UserError(what, f"the limit is {MAX_GROWTH} times")
         return backend
 
     def _find_facts(self) -> Facts:
         """Load the tokenizer and return its facts. Raises UserError if the tokenizer has no
         vocabulary or no end-of-text token."""
         hf_tokenizer = self._hf_tokenizer
-        vocabulary: dict[str, int] = hf_tokenizer.get_vocab()
-        special_by_name = {}
-        if self.is_gpt2:
-            eos = END_OF_TEXT
-            eos_id: Any = vocabulary[END_OF_TEXT]
-        else:
-            eos = hf_tokenizer.eos_token
-            eos_id = hf_tokenizer.eos_token_id
-            special_by_name = {
-                name: str(token) for name, token in hf_tokenizer.special_tokens_map.items()
-            }
-            if len(vocabulary) <= len(set(special_by_name.values())):
-                what = f"tokenizer {self.folder} has no vocabulary"
-                why = f"its class {type(hf_tokenizer).__name__} found no vocabulary in the folder"
-                fix = "use the folder that the model's tokenizer was saved in"
-                raise UserError(what, why, fix)
-            if not isinstance(eos_id, int) or not eos:
-                what = f"tokenizer {self.folder} has no end-of-text token"
-                fix = 'set "eos_token" in its tokenizer_config.json'
-                raise UserError(what, f"its eos_token is {eos!r}", fix)
+        vocabulary = self.vocabulary
+        eos_id = hf_tokenizer.eos_token_id
+        special = {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items()}
+        if len(vocabulary) <= len(set(special.values())):
+            what = f"tokenizer {self.folder} has no vocabulary"
+            why = f"its class {type(hf_tokenizer).__name__} found no vocabulary in the folder"
+            fix = "use the folder that the model's tokenizer was saved in"
+            raise UserError(what, why, fix)
+        if not isinstance(eos_id, int) or not hf_tokenizer.eos_token:
+            what = f"tokenizer {self.folder} has no end-of-text token"
+            fix = 'set "eos_token" in its tokenizer_config.json'
+            raise UserError(what, f"its eos_token is {hf_tokenizer.eos_token!r}", fix)
         return Facts(
-            kind="GPT2Tokenizer" if self.is_gpt2 else type(hf_tokenizer).__name__,
+            kind=type(hf_tokenizer).__name__,
             num_tokens=max(vocabulary.values()) + 1,
             eos_id=eos_id,
             has_template=self._templates is not None,
-            special={**special_by_name, "eos_token": str(eos)},
+            special=special,
             beyond=sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)[:3],
         )
 
@@ -305,8 +208,6 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> np.ndarray:
         """Ids of all special tokens."""
-        if self.is_gpt2:
-            return np.array([self.eos_id])
         added = self._hf_tokenizer.added_tokens_decoder
         ids = {i for i, token in added.items() if token.special} | set(
             self._hf_tokenizer.all_special_ids
@@ -318,14 +219,12 @@ class Tokenizer:
         """Id of the token that replaces unknown characters, or -1 if there is no such token. The id
         is also -1 if the end-of-text token serves as the unknown token, as in byte-level BPE, which
         can encode all characters."""
-        token = None if self.is_gpt2 else self._hf_tokenizer.unk_token_id
+        token = self._hf_tokenizer.unk_token_id
         return -1 if token is None or token == self.eos_id else int(token)
 
     @cached_property
     def special_tokens(self) -> list[str]:
         """All special tokens, as they appear in text."""
-        if self.is_gpt2:
-            return [END_OF_TEXT]
         return [
             str(token)
             for token in self._hf_tokenizer.convert_ids_to_tokens(self.special_ids.tolist())
@@ -352,8 +251,6 @@ class Tokenizer:
         - the pre-tokenizer splits text before a space that follows a non-white-space character, and
           before a line feed that follows a letter or digit;
         - no added token contains a space or line feed, or strips white space."""
-        if self.is_gpt2:
-            return True
         if self._backend is None:
             return False
         backend_settings = json.loads(self._backend.to_str())
@@ -382,18 +279,11 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids added at the beginning of every string, such as the bos id, and ids added at the end.
-        Raises UserError if too many ids are added, or if an added id is not in the vocabulary."""
+        """Ids added at the beginning of every string, such as the bos id, and ids added at its
+        end."""
         bare_ids = np.array(self._encode(["a"], add_special_tokens=False)[0])
         full_ids = np.array(self._encode(["a"], add_special_tokens=True)[0])
-        if full_ids.max(initial=0) >= self.num_tokens:
-            raise self._unreadable_error(
-                f"it adds the id {full_ids.max()} to every string, but no token has this id"
-            )
         num_added = len(full_ids) - len(bare_ids)
-        if num_added > MAX_ADDED_TO_STRING:
-            what = f"tokenizer {self.folder} adds {num_added:,} tokens to every string"
-            raise UserError(what, f"at most {MAX_ADDED_TO_STRING} are accepted")
         for start in range(num_added + 1):
             if np.array_equal(full_ids[start : start + len(bare_ids)], bare_ids):
                 return full_ids[:start], full_ids[start + len(bare_ids) :]
@@ -458,28 +348,19 @@ class Tokenizer:
 
         As in transformers, a token is in the loss if at least one of its characters is in the loss.
         However, the first or last token of a span is excluded if it shares only white space with
-        the span but contains other characters."""
+        the span but contains other characters. Raises UserError if the tokenizer does not tell
+        which characters a token stands for."""
         assert piece.spans is not None
-        offsets = None
-        if self._backend is not None:
-            with self._backend_errors_as_user_errors():
-                encoding = self._backend.encode(piece.text, add_special_tokens=add_special_tokens)
-            ids = np.array(encoding.ids, np.int32)
-            offsets = self._read_offsets(piece.text, encoding.offsets)
-        else:
-            (ids,) = self.encode_texts([piece.text], add_special_tokens=add_special_tokens)
+        if self._backend is None:
+            what = f"tokenizer {self.folder} cannot be used for data with answers"
+            why = f"{self.facts.kind} does not tell which characters a token stands for"
+            raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
+        with self._backend_errors_as_user_errors():
+            encoding = self._backend.encode(piece.text, add_special_tokens=add_special_tokens)
+        ids = np.array(encoding.ids, np.int32)
+        firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
-            if offsets is None:
-                begin, end = (
-                    self._count_before(
-                        piece.text, edge, ids=ids, add_special_tokens=add_special_tokens
-                    )
-                    for edge in (first, last)
-                )
-                mask[begin:end] = True
-                continue
-            firsts, lasts = offsets
             token_indices = np.flatnonzero((lasts > first) & (firsts < last))
             for edge in (0, -1):
                 if len(token_indices):
@@ -493,9 +374,9 @@ class Tokenizer:
 
     def _read_offsets(
         self, text: str, pairs: Sequence[tuple[int, int]]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (index of the first character, index after the last character) for each token,
-        based on the offsets from the `tokenizers` library. Return None if the offsets are wrong.
+        based on the offsets from the `tokenizers` library. Raises UserError if they are wrong.
 
         If a character has no token, the library shifts the offsets of the following tokens in the
         same word. No token then covers the end of the word."""
@@ -509,35 +390,16 @@ class Tokenizer:
             if gap and normalizer is not None:
                 gap = normalizer.normalize_str(gap)  # The normalizer may remove characters.
             if gap.strip(" \u2581"):
-                return None
+                what = f"tokenizer {self.folder} cannot be used for these answers"
+                why = f"some characters have no token, so the positions near {shown(gap)} are wrong"
+                raise UserError(what, why, "remove these characters, or use another tokenizer")
         # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
         # previous token ends.
         return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
 
-    def _count_before(
-        self, text: str, edge: int, *, ids: np.ndarray, add_special_tokens: bool
-    ) -> int:
-        """Return the number of tokens before the character at `edge`, for a tokenizer that does not
-        give correct offsets. The number is found by tokenizing the text before `edge`. Raises
-        UserError unless the ids of the whole text begin with the ids of the text before `edge`."""
-        if edge == len(text):
-            return len(ids)
-        num_prefix = len(self.added_ids[0]) if add_special_tokens else 0
-        # Also try without the spaces before the edge, because the next token may include them.
-        for text_before in (text[:edge], text[:edge].rstrip()):
-            (ids_before,) = self.encode_texts([text_before])
-            if np.array_equal(ids[num_prefix : num_prefix + len(ids_before)], ids_before):
-                return num_prefix + len(ids_before)
-        what = f"tokenizer {self.folder} does not show which tokens belong to an answer"
-        why = f"{self.facts.kind} does not give correct offsets, and the ids of the whole text do "
-        raise UserError(what, f"{why}not begin with the ids of the text before the answer")
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `ids` to a string. If `skip_special_tokens` is set, special tokens are
         omitted."""
-        if self.is_gpt2:
-            shown_ids = [i for i in ids if not skip_special_tokens or i != self.eos_id]
-            return str(self._hf_tokenizer.decode(shown_ids, skip_special_tokens=False))
         options = {
             "skip_special_tokens": skip_special_tokens,
             "clean_up_tokenization_spaces": False,
@@ -551,11 +413,7 @@ class Tokenizer:
         """The tokenizer's own chat templates: one for conversations without tools and one for
         conversations with tools. The value is None if the tokenizer has no chat template of its
         own. Raises UserError if there are several templates but no default."""
-        if (
-            self.is_gpt2
-            or self._hf_tokenizer.chat_template is None
-            or has_builtin_template(self.folder)
-        ):
+        if self._hf_tokenizer.chat_template is None or has_builtin_template(self.folder):
             return None
         get_template = self._hf_tokenizer.get_chat_template
         try:
@@ -614,8 +472,6 @@ class Tokenizer:
     def generation_tokens(self) -> dict[str, int]:
         """Ids of the bos and pad tokens, keyed by their names in generation_config.json. If the
         tokenizer has no pad token, end-of-text is used for padding."""
-        if self.is_gpt2:
-            return {"bos_token_id": self.eos_id, "pad_token_id": self.eos_id}
         tokens = {"pad_token_id": self.eos_id}
         for name in ("bos_token_id", "pad_token_id"):
             token = getattr(self._hf_tokenizer, name)
@@ -644,42 +500,10 @@ class Tokenizer:
         `chat` is set and the tokenizer has no chat template of its own, include the built-in
         template."""
         folder.mkdir(parents=True, exist_ok=True)
-        if self.is_gpt2:
-            shutil.copyfile(TOKENIZER_CONFIG, folder / TOKENIZER_CONFIG.name)
-        for name in self._files:
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(self.folder / name, folder / name)
+        self._hf_tokenizer.save_pretrained(folder)
         if chat and not self.facts.has_template:
             bos = "{{ bos_token }}" if len(self.added_ids[0]) else ""
             (folder / CHAT_TEMPLATE.name).write_text(bos + CHAT_TEMPLATE.read_text())
-
-
-def _pass_on_interrupts(error: BaseException) -> None:
-    """Re-raise `error` if it is a KeyboardInterrupt, SystemExit or UserError. Do not re-raise a
-    panic in the Rust code of the `tokenizers` library, although a panic is also a BaseException."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
-        raise error
-
-
-def _random_setting(hf_tokenizer: Any) -> tuple[str, str] | None:
-    """Return a setting that makes a tokenizer's ids random, and the name of the file that contains
-    the setting. Return None if there is no such setting."""
-    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
-    dropout = getattr(backend.model, "dropout", None) if backend is not None else None
-    if dropout and dropout < 1:  # 0 applies all merges and 1 applies none
-        return f"dropout={dropout:.3g}", "tokenizer.json"
-    if (getattr(hf_tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling"):
-        return "enable_sampling", TOKENIZER_CONFIG.name
-    return None
-
-
-def _growth(component: dict[str, Any]) -> int:
-    """Return the factor by which a normalizer or decoder can lengthen a string."""
-    members = component.get("normalizers") or component.get("decoders")
-    if members:
-        return math.prod(map(_growth, members))
-    replacement = component.get("content") or component.get("prepend") or ""
-    return max(1, len(replacement))
 
 
 def has_builtin_template(folder: Path) -> bool:
@@ -687,23 +511,3 @@ def has_builtin_template(folder: Path) -> bool:
     trained on conversations include this template."""
     file = folder / CHAT_TEMPLATE.name
     return file.is_file() and file.read_bytes().endswith(CHAT_TEMPLATE.read_bytes())
-
-
-def _is_gpt2(folder: Path) -> bool:
-    """Return whether the folder contains GPT-2's two tokenizer files and no other file that affects
-    ids. Examples of such folders are the suite's own tokenizer, exports that use this tokenizer,
-    and GPT-2 in the Hub cache."""
-    if not all((folder / name).is_file() for name in TOKENIZER_FILES):
-        return False
-    if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:
-        return True
-    settings = folder / TOKENIZER_CONFIG.name
-    other_files = ("tokenizer.json", "added_tokens.json", "special_tokens_map.json")
-    if any((folder / name).exists() for name in other_files):
-        return False
-    if (folder / CHAT_TEMPLATE.name).exists() and not has_builtin_template(folder):
-        return False
-    if settings.exists():
-        return filecmp.cmp(settings, TOKENIZER_CONFIG, shallow=False)  # False for a pipe
-    config = folder / "config.json"
-    return not config.is_file() or load_json(config, "model").get("model_type") == "gpt2"

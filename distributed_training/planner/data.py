@@ -65,11 +65,8 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     if weights_dir is not None:
         spec.check_weights(weights_dir)
     tokenizer, tokenizer_dir = choose_tokenizer(config, request, spec, source, notes)
-    loaded_tokenizer = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
-        _check_embedded(loaded_tokenizer, weights_dir, spec)
-    if loaded_tokenizer.is_gpt2:  # other tokenizers are slower and are checked during tokenization
-        loaded_tokenizer.facts.check_rows(spec.size.vocab_size, config.model)
+        _check_embedded(weights_dir, spec)
     if config.lora_rank and weights_dir is None:
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
         notes.append(f"{note}weights")
@@ -369,10 +366,11 @@ def choose_tokenizer(
         return EMBEDDED, EMBEDDED_DIR
 
 
-def _check_embedded(embedded: Tokenizer, weights_dir: Path, spec: ModelSpec) -> None:
+def _check_embedded(weights_dir: Path, spec: ModelSpec) -> None:
     """Raise UserError if the weights were not trained with the embedded tokenizer."""
+    embedded = Tokenizer(EMBEDDED_DIR)
     if hub.has_tokenizer(weights_dir):
-        is_same_tokenizer = Tokenizer(weights_dir).fingerprint == embedded.fingerprint
+        is_same_tokenizer = Tokenizer(weights_dir).vocabulary == embedded.vocabulary
     else:
         is_same_tokenizer = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS
     if not is_same_tokenizer:

@@ -3,7 +3,6 @@
 The folders contain slow and fast tokenizers that are based on a real tokenizer.model, on a
 vocab.txt or on bytes. The cases cover every file that can add tokens."""
 
-import importlib
 import io
 import json
 
@@ -94,6 +93,10 @@ def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]
         assert mask is None
     text = hf_tokenizer.apply_chat_template(CHAT, tokenize=False)
+    if not hf_tokenizer.is_fast:
+        with refused(str(tmp_path), cls):
+            tokenizer.encode_pieces([Piece(text, [(0, 1)], templated=True)])
+        return
     contents = [message["content"] for message in CHAT if message["role"] == "assistant"]
     answers = [content + "<|end|>\n" for content in contents]
     spans = [(text.index(answer), text.index(answer) + len(answer)) for answer in answers]
@@ -105,41 +108,12 @@ def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp
     assert all("<|end|>" in text and "<|turn|>" not in text for text in learned)
 
 
-def test_an_unreadable_model_file_is_refused_with_a_reason(model, tmp_path, monkeypatch):
+def test_an_unreadable_model_file_is_refused(model, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "LlamaTokenizer", **NAMES})
     )
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
-    with refused("Error parsing message", "the model's tokenizer was saved in") as caught:
+    with refused(str(tmp_path)):
         assert Tokenizer(tmp_path).facts
-    assert "tiktoken" not in str(caught.value)
     (tmp_path / "tokenizer.model").write_bytes(model)
     assert Tokenizer(tmp_path).num_tokens == 400
-
-    def import_protobuf():
-        raise TypeError("Detected incompatible Protobuf versions")
-
-    # Import by name, because the attribute `transformers.convert_slow_tokenizer` is a function.
-    module = importlib.import_module("transformers.convert_slow_tokenizer")
-    monkeypatch.setattr(module, "import_protobuf", import_protobuf)
-    with refused("incompatible Protobuf", "pip install 'sentencepiece") as caught:
-        assert Tokenizer(tmp_path).facts
-    assert "tiktoken" not in str(caught.value)
-
-
-def test_subword_sampling_is_refused(model, tmp_path):
-    """A tokenizer with subword sampling is rejected, because in transformers it gives different IDs
-    on each call."""
-    (tmp_path / "spiece.model").write_bytes(model)
-    sampled = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}
-    settings = {"tokenizer_class": "GPTSw3Tokenizer", **NAMES}
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps({**settings, **sampled}))
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert len({tuple(hf_tokenizer(WORDS).input_ids) for _ in range(5)}) > 1
-    with refused("gives different ids each time", "Remove enable_sampling from tokenizer_config"):
-        assert Tokenizer(tmp_path).facts
-    file.write_text(json.dumps(settings))
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ids = Tokenizer(tmp_path).encode_texts([WORDS], add_special_tokens=True)[0]
-    assert ids.tolist() == hf_tokenizer(WORDS).input_ids

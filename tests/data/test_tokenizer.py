@@ -2,7 +2,6 @@
 tokenizer that has a chat template."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Builder
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
@@ -22,11 +21,12 @@ from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import read_samples, summarize
 from distributed_training.data.text_bytes import count_bytes
-from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
+END_OF_TEXT = "<|endoftext|>"
 # As in Qwen3's template, turns are between markers, and only the last answer keeps its reasoning.
 TURNS = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
@@ -122,7 +122,17 @@ def test_a_saved_folder_opens_in_transformers(folder, tmp_path):
     assert Tokenizer(tmp_path).encode_chat_prompt(SAID[:1]) == Tokenizer(folder).encode_chat_prompt(
         SAID[:1]
     )
-    assert Tokenizer(tmp_path).fingerprint == Tokenizer(folder).fingerprint
+    assert Tokenizer(tmp_path).vocabulary == Tokenizer(folder).vocabulary
+
+
+def test_only_files_of_the_tokenizer_are_saved(folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "source")
+    (tmp_path / "secret").write_text("hf_secret")
+    for name in ("token", "vocab_notes.md"):
+        (source / name).symlink_to(tmp_path / "secret")
+    Tokenizer(source).save(tmp_path / "hf")
+    names = {file.name for file in (tmp_path / "hf").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 
 SAMPLES = [
@@ -152,18 +162,10 @@ def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
     assert tokenizer.num_tokens == len(hf_tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "merges", "words"),
-    [
-        ("{", "", "set tokenizer to auto"),
-        (json.dumps({END_OF_TEXT: 0, "a": 1}), "x y\n", "cannot be read"),
-        ('{"a": 0}', "", f"has no {END_OF_TEXT} token"),
-    ],
-)
-def test_unusable_files_are_refused(vocabulary, merges, words, tmp_path):
-    (tmp_path / "vocab.json").write_text(vocabulary)
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
-    with refused(str(tmp_path), words):
+def test_unusable_files_are_refused(tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "vocab.json").write_text("{")
+    with refused(str(tmp_path)):
         assert Tokenizer(tmp_path).facts
 
 
@@ -187,60 +189,29 @@ def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
     assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]
 
 
-def test_a_tokenizer_that_multiplies_the_text_length_is_refused(tmp_path):
-    builder = Builder(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    builder.add_special_tokens(["</s>"])
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    replacements = [normalizers.Replace("a", "a" * 9)] * 2
-    builder.normalizer = normalizers.Sequence(replacements)
-    builder.save(str(tmp_path / "tokenizer.json"))
-    with refused(str(tmp_path), "text 81 times as long"):
-        Tokenizer(tmp_path).encode_texts(["a"])
-    builder.normalizer = normalizers.Replace("a", "aa")
-    builder.post_processor = processors.TemplateProcessing(
-        single="</s> " * 100 + "$A", special_tokens=[("</s>", 1)]
-    )
-    builder.save(str(tmp_path / "tokenizer.json"))
-    with refused(str(tmp_path), "adds 100 tokens to every string"):
-        assert Tokenizer(tmp_path).added_ids
-
-
-_PREPEND = {"type": "Prepend", "prepend": "x" * 1000}
-_UNKNOWN = {"SpecialToken": {"id": "none", "type_id": 0}}
 _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "none",
           "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"added_tokens": [{"content": "a"}] * 100_001}, "adds more than 100,000 tokens"),
-        # The next case and the last one make the library panic. A panic is not an Exception.
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AA"}}, "charsmap"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [_PREPEND] * 300}}, "1e+18 times"),
-        ({"model": _WORDS, "added_tokens": []}, "[UNK]"),
-        (
-            {"post_processor": {"type": "BertProcessing", "sep": ["a", 10**9], "cls": ["a", 0]}},
-            "adds the id 1000000000 to every string",
-        ),
-        (
-            {"post_processor": {"type": "TemplateProcessing", "single": [_UNKNOWN], "pair": [],
-                                "special_tokens": {}}},
-            "",
-        ),
-    ],
-)  # fmt: skip
-def test_unusable_tokenizers_are_refused(changes, words, folder, tmp_path):
+def test_errors_of_the_tokenizers_library_name_the_folder(folder, tmp_path):
     document = json.loads((folder / "tokenizer.json").read_text())
+    changes = {"model": _WORDS, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps({**document, **changes}))
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
-    with refused(f"tokenizer {tmp_path} ", words):
-        tokenizer = Tokenizer(tmp_path)
-        assert tokenizer.added_ids
-        tokenizer.encode_texts(["What is a list?"])
-    with refused(f"tokenizer {tmp_path} ", words):
+    with refused(f"tokenizer {tmp_path} ", "[UNK]"):
+        Tokenizer(tmp_path).encode_texts(["What is a list?"])
+    with refused(f"tokenizer {tmp_path} ", "[UNK]"):
         Tokenizer(tmp_path).encode_pieces([Piece("What is a list?", [(0, 4)], templated=True)])
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
+    file = tmp_path / "big" / "vocab.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
+    corpus = find_corpus("embedded-prose")
+    config = build_config({"model": "gpt2-tiny"})
+    with refused("2,049", "gpt2-tiny", "2,048", "'extra'"):
+        tokenize(corpus, Tokenizer(tmp_path / "big"), config, tmp_path, embedding_rows=2048)
 
 
 @pytest.mark.parametrize(
@@ -260,25 +231,6 @@ def test_invalid_tokenizer_settings_are_refused(settings, words, folder, tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**document, **settings}))
     with refused(f"tokenizer {tmp_path} ", words):
         assert Tokenizer(tmp_path).facts
-
-
-def test_bpe_dropout_is_refused(folder, tmp_path):
-    """A tokenizer with BPE dropout is rejected. If the file sets dropout, transformers drops random
-    merges on each call, so the IDs differ between calls."""
-    shutil.copy(folder / "tokenizer_config.json", tmp_path)
-    document = json.loads((folder / "tokenizer.json").read_text())
-    text = read_prose()[0][:200]
-    for dropout in (None, 0.0, 0.1, 1.0):
-        document["model"]["dropout"] = dropout
-        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-        hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-        if dropout == 0.1:
-            assert len({tuple(hf_tokenizer(text).input_ids) for _ in range(5)}) > 1
-            with refused("gives different ids each time", "Remove dropout=0.1 from tokenizer.json"):
-                assert Tokenizer(tmp_path).facts
-        else:
-            ids = Tokenizer(tmp_path).encode_texts([text], add_special_tokens=True)[0]
-            assert ids.tolist() == hf_tokenizer(text).input_ids
 
 
 def test_texts_without_a_token_are_counted(tmp_path):
@@ -345,23 +297,16 @@ def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
         assert Tokenizer(tmp_path).facts
 
 
-def test_a_pipe_as_tokenizer_config_is_refused_without_blocking(tmp_path):
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(EMBEDDED_DIR / name, tmp_path)
-    os.mkfifo(tmp_path / "tokenizer_config.json")
-    with refused(f"tokenizer {tmp_path} cannot be read", "tokenizer_config.json is a pipe"):
-        assert Tokenizer(tmp_path).facts
-
-
-def test_answers_are_found_even_if_characters_without_a_token_are_dropped(tmp_path):
+def test_answers_near_characters_without_a_token_are_refused(tmp_path):
+    """The library shifts the offsets after a character that has no token, so the answer could not
+    be found."""
     built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
     built.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    text = "a1b 22a:4b cd5| b"
-    spans = [(text.index(":") + 1, text.index("|") + 1)]
-    ((ids, mask),) = Tokenizer(tmp_path).encode_pieces([Piece(text, spans, templated=True)])
-    letters = AutoTokenizer.from_pretrained(tmp_path).convert_ids_to_tokens(ids.tolist())
-    assert "".join(letters) == "aba:bcd|b"
-    assert "".join(letters[i] for i in np.flatnonzero(mask)) == "bcd|"
+    tokenizer = Tokenizer(tmp_path)
+    ((_, mask),) = tokenizer.encode_pieces([Piece("a:b|", [(2, 4)], templated=True)])
+    assert mask.tolist() == [False, False, True, True]
+    with refused(str(tmp_path), "characters have no token"):
+        tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])

@@ -100,6 +100,7 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
     names = ("vocab.json", "merges.txt")
     gpt2 = {f"{TOKENIZER_ID}/resolve/main/{name}": EMBEDDED_DIR / name for name in names}
     names = ("config.json", "model.safetensors")
+    gpt2[f"{TOKENIZER_ID}/resolve/main/config.json"] = tmp_path / "hub" / "config.json"
     gpt2 |= {f"me/tiny/resolve/main/{name}": tmp_path / "hub" / name for name in names}
     gpt2 = {name: file.read_bytes() for name, file in gpt2.items()}
     auto = {"model": "me/tiny", "dataset": "auto", "learning_rate": "auto", "tokenizer": "gpt2"}

@@ -11,8 +11,8 @@ from tests.e2e.support import assert_refused, run_folders
 from tests.pool import free_port
 
 FILES = (
-    "README.md", "config.json", "generation_config.json", "merges.txt", "model.safetensors",
-    "tokenizer_config.json", "vocab.json",
+    "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
 )  # fmt: skip
 AT_END = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny"}
 

@@ -3,13 +3,16 @@
 python -m results.lab.corpus.tokenizer FOLDER
 """
 
+import shutil
 import sys
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
 from distributed_training.data.corpus import read_embedded
-from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
 
 
 def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
@@ -18,6 +21,7 @@ def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
     bpe.train_from_iterator(read_embedded(), vocab_size, special_tokens=[END_OF_TEXT])
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save_model(str(folder))
+    shutil.copy(EMBEDDED_DIR / "tokenizer_config.json", folder)
     return Tokenizer(folder)
 
 
