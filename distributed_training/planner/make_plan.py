@@ -12,7 +12,7 @@ from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.data import DataValues, Sources, find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
-from distributed_training.planner.layouts import OPEN_BATCH, Candidate
+from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS, Candidate
 from distributed_training.planner.rank import choose_batch_size, choose_strategy
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
@@ -100,45 +100,45 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
 
 
 def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> Request:
-    """Return CONFIG with values copied from the run that `resume` names. The values are the
-    strategy, the batch, the checkpoint interval and all keys on which comparable runs must agree.
-    Keys that the user set are kept. If `resume` is None or "auto", return CONFIG unchanged. Raises
-    UserError if the run is missing."""
+    """Return CONFIG with the settings of the run that `resume` names. Keys that the user set are
+    kept. If the layout changes, settings that depend on it are not inherited, and a note names
+    them. If `resume` is None or "auto", return CONFIG unchanged. Raises UserError if the run is
+    missing."""
     if config.resume in (None, AUTO):
         return config
-    checkpoint = named_checkpoint(str(config.resume))
-    earlier = load_plan(checkpoint.parents[1])
-    earlier_settings = earlier.settings
-    open_keys = ["strategy", *earlier.work, "checkpoint_every"]
-    open_keys = [name for name in open_keys if not config.is_set(name)]
-    requested = config.to_key_values()
-    earlier_requested = earlier.requested.to_key_values()
-    changed = [name for name in open_keys if requested.get(name) != earlier_requested.get(name)]
-    if changed:
-        values = ", ".join(f"{name}={earlier_settings[name]!r}" for name in changed)
-        notes.append(f"these settings come from the resumed run: {values}")
-    inherited: dict[str, Any] = {name: earlier_settings[name] for name in open_keys if name in KEYS}
-    # The resolved values depend on the earlier dataset, so use the requested values instead. A
-    # resolved num_samples of -1 (all samples) is kept.
-    if config.is_set("dataset"):
-        data_keys = {"pack"} if earlier_settings["num_samples"] == -1 else {"num_samples", "pack"}
-        inherited |= {name: earlier_requested[name] for name in data_keys.intersection(inherited)}
-    if "strategy" in inherited:
-        inherited |= defaults_for(config, earlier.strategy.name)
-    if inherited.get("strategy", config.strategy) == earlier.strategy.name:
-        engine_options = {
-            name: earlier_settings[name]
-            for name in earlier.strategy.work_options
-            if name in open_keys
-        }
-        inherited["engine_options"] = config.engine_options | engine_options
+    earlier = load_plan(named_checkpoint(str(config.resume)).parents[1])
+    new, old = config.to_key_values(), earlier.requested.to_key_values()
     # The command that resumes a run repeats its options, so only other values count as new.
-    is_batch_new = any(
-        config.is_set(name) and requested[name] != earlier_requested[name] for name in BATCH_KEYS
-    )
-    if not config.is_set(*BATCH_KEYS):
-        inherited |= {name: earlier_settings[name] for name in BATCH_KEYS}
+    kept = {key for key in new if config.is_set(key) and new[key] != old.get(key)}
+    is_batch_new = not kept.isdisjoint(BATCH_KEYS)
+    kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
+    lost = set[str]()
+    is_same_strategy = "strategy" not in kept or config.strategy == earlier.strategy.name
+    if not is_same_strategy:
+        lost = {*OPEN_SETTINGS, *earlier.engine_options}
+    elif num_processes != earlier.num_processes:
+        lost = OPEN_SETTINGS.keys() - {"deepspeed_config"}
+    inherited = {key: value for key, value in earlier.settings.items() if key not in kept}
+    changed = [key for key in inherited if new.get(key) != old[key]]
+    for what, keys in {
+        "come from the resumed run": [key for key in changed if key not in lost],
+        "of the resumed run do not fit the new layout": [key for key in changed if key in lost],
+    }.items():
+        if keys:
+            values = ", ".join(f"{key}={inherited[key]!r}" for key in keys)
+            notes.append(f"these settings {what}: {values}")
+    # Another machine may need another value of a key that does not change results.
+    fixed = {"strategy", *BATCH_KEYS, *earlier.work}
+    inherited = {
+        key: AUTO if old[key] == AUTO and key not in fixed else value
+        for key, value in inherited.items()
+        if key not in lost
+    }
+    engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
+    inherited["engine_options"] = config.engine_options | engine_options
     config = with_values(config, **inherited)
+    if is_same_strategy:
+        config = with_values(config, **defaults_for(config, earlier.strategy.name))
     return config if is_batch_new else keep_global_batch(config, earlier, num_processes, notes)
 
 

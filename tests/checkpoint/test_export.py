@@ -261,7 +261,7 @@ def test_a_finished_run_can_be_extended(run_dir, tmp_path):
     first_run_dir = only_record(output_dir)["run_dir"]
     result = heavy_pool().script(["--resume", first_run_dir, "--max_steps", 4])
     assert_ok(result)
-    assert "max_steps was 2 and is now 4. Training continues after step 2" in result.stdout
+    assert "max_steps was 2 and is now 4" in " ".join(result.stdout.split())
     curves.append(only_record(output_dir)["loss_curve"])
     assert curves[0][:2] == curves[1]
     assert curves[0] == curves[2]

@@ -1,16 +1,19 @@
 """Test that a run restarted by torchrun continues the same work on the remaining processes."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.predict.predict import local_cluster
+from distributed_training.settings.config import KEYS
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import continue_run
-from distributed_training.start.run_dir import plan_restart, reserve_run_dir
+from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
 from tests.planner.helpers import merged
+from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, refused
 
 AGENTS = ["a 100 1.5", "b 7 2.5"]
@@ -96,7 +99,7 @@ def saved_plan(tmp_path):
     """Return the plan of a local SGD run on four processes that has saved a checkpoint."""
     own = ("strategy=local_sgd", "local_steps=3", "seed=7", "batch_size=2", "max_length=128")
     config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
-    kept = ("hang_timeout_s=50", "checkpoint_every=signal")
+    kept = ("hang_timeout_s=50", "checkpoint_every=signal", "keep_checkpoints=9")
     plan = reserve_run_dir(build_plan(merged(config, *own, *kept), 4))
     meta = plan.run_dir / "checkpoints/step-00000007/meta.json"
     meta.parent.mkdir(parents=True)
@@ -113,12 +116,10 @@ def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
     assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
     assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
-    assert config.hang_timeout_s != 50  # the key is not part of the work
-    assert config.checkpoint_every == "signal"
-    assert notes[0].startswith(
-        "these settings come from the resumed run: strategy='local_sgd', model='gpt2-tiny', "
-    )
-    assert "seed=7" in notes[0]
+    for key in ("hang_timeout_s", "checkpoint_every", "keep_checkpoints", "eval_samples"):
+        assert getattr(config, key) == getattr(saved_plan.config, key)
+    for text in ("strategy='local_sgd'", "model='gpt2-tiny'", "seed=7", "keep_checkpoints=9"):
+        assert text in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
 
 
@@ -135,6 +136,38 @@ def test_a_resume_command_may_repeat_the_batch_size(saved_plan):
     assert (plan.config.batch_size, plan.requested.batch_size) == (1, 2)  # for the next resume
     other = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "batch_size=4"), 8, [])
     assert other.batch_size == 4
+
+
+def with_setting(plan, key, value):
+    """Return the plan after a run with `key` set to `value`, and write it to the run's folder."""
+    config = plan.config.model_copy(update={key: value})
+    requested = plan.requested.model_copy(update={key: value})
+    plan = replace(plan, config=config, requested=requested)
+    write_plan(plan)
+    return plan
+
+
+def test_resuming_a_named_run_inherits_every_key_and_typed_keys_override(saved_plan):
+    for key in KEYS.keys() - {"strategy", "batch_size", "grad_accum_steps", "output_dir", "resume"}:
+        with_setting(saved_plan, key, OTHER[key])
+        notes = []
+        config = inherit_settings(merged({}, f"resume={saved_plan.run_dir}"), 4, notes)
+        assert getattr(config, key) == OTHER[key]
+        assert f"{key}={OTHER[key]!r}" in notes[0]
+    with_setting(saved_plan, "keep_checkpoints", 9)
+    arguments = (f"resume={saved_plan.run_dir}", "keep_checkpoints=8")
+    assert inherit_settings(merged({}, *arguments), 4, []).keep_checkpoints == 8
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(2, "local_sgd"), (4, "fsdp")])
+def test_settings_of_another_layout_are_named_and_not_inherited(count, strategy, saved_plan):
+    with_setting(saved_plan, "dp_replicate", 4)
+    notes = []
+    arguments = (f"resume={saved_plan.run_dir}", f"strategy={strategy}")
+    config = inherit_settings(merged({}, *arguments), count, notes)
+    assert config.dp_replicate is None
+    assert "dp_replicate=4" in notes[1]
+    assert "dp_replicate" not in notes[0]
 
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
