@@ -19,8 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models import ModelSize
 from distributed_training.models.attention import Documents, attend, describe_documents
+from distributed_training.models.size import ModelSize
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """How tensor parallelism treats a module:

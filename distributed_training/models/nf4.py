@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models import ModelSize
 from distributed_training.models.decoder import (
     Decoder,
     Linear,
@@ -20,6 +19,7 @@ from distributed_training.models.decoder import (
     WeightSource,
     is_block_matrix,
 )
+from distributed_training.models.size import ModelSize
 
 BLOCK_SIZE = 64
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from distributed_training.models import ModelSize, ModelSpec, save_tensors, split_consecutive
+from distributed_training.models import ModelSpec, split_consecutive
 from distributed_training.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -22,7 +22,8 @@ from distributed_training.models.adapters import (
     read_adapters,
 )
 from distributed_training.models.decoder import Slices, WeightSource
-from distributed_training.models.weights import all_finite
+from distributed_training.models.size import ModelSize
+from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_regular, shown
@@ -185,7 +186,7 @@ def save_adapters(
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
     if (rounding := base_rounding(config)) is not None:
         metadata["base_rounding"] = rounding
-    save_tensors(tensors, folder / ADAPTER_WEIGHTS, metadata)
+    write_tensors(folder / ADAPTER_WEIGHTS, tensors, tensors.values(), metadata)
     document: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
         "base_model_name_or_path": base,

@@ -1,14 +1,20 @@
-"""Find and read the weight files in a Hugging Face folder, in transformers' order of preference."""
+"""Find and read the weight files in a Hugging Face folder, in transformers' order of preference.
+Write safetensors files."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
 import re
 import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -31,6 +37,7 @@ WEIGHT_FORMATS = (
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
+_DTYPE_CODES = {name: code for code, name in {**TORCH_DTYPES, "U8": "uint8"}.items()}
 _MAX_INDEX_BYTES = 20_000_000  # DeepSeek-V3's index of 91,000 tensors is 9 MB
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
@@ -41,6 +48,11 @@ def all_finite(values: torch.Tensor) -> bool:
     """Return whether all values are finite. `isfinite().all()` would take 14 times as long."""
     # NaN propagates to the minimum and the maximum.
     return not values.numel() or all(map(math.isfinite, values.aminmax()))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 class _Index(BaseModel, strict=True):
@@ -215,3 +227,58 @@ def is_tied(folder: Path, tied: bool, embedding: str) -> bool:
     import torch
 
     return torch.equal(embedding_weight.read(), head_weight.read())
+
+
+def write_tensors(
+    file: Path,
+    meta_tensors: Mapping[str, torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    sync: bool = False,
+) -> tuple[int, int]:
+    """Write `tensors` to a safetensors file, with only one tensor in memory at a time. Return the
+    size of the file in bytes and its CRC-32. If `sync` is True, the file is then on disk.
+
+    `meta_tensors` maps the names of the tensors to tensors with the same shapes and dtypes, in the
+    same order. These tensors may be on the meta device. Equal tensors in the same order, with equal
+    metadata, produce identical files. The `save_file` function of safetensors would need all
+    tensors in memory at once."""
+    sizes = (tensor.numel() * tensor.itemsize for tensor in meta_tensors.values())
+    ends = [*accumulate(sizes, initial=0)]
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    for (name, part), offsets in zip(meta_tensors.items(), pairwise(ends), strict=True):
+        code = _DTYPE_CODES[dtype_name(part.dtype)]
+        header[name] = {"dtype": code, "shape": list(part.shape), "data_offsets": offsets}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    checksum = 0
+    sync_future = Future[None]()
+    sync_future.set_result(None)
+    # A process may have mapped the old file into memory, so do not overwrite it.
+    file.unlink(missing_ok=True)
+    # The checksum and fdatasync take as long as writing, so they run in other threads.
+    with open(file, "wb") as output, ThreadPoolExecutor(2) as pool:
+        for data in chain([memoryview(head)], map(_view_bytes, tensors, meta_tensors.values())):
+            checksum_future = pool.submit(zlib.crc32, data, checksum)
+            output.write(data)
+            if sync and sync_future.done():
+                sync_future.result()
+                sync_future = pool.submit(os.fdatasync, output.fileno())
+            checksum = checksum_future.result()
+            # Otherwise, this tensor would stay in memory while the next tensor is read.
+            del data, checksum_future
+        assert output.tell() == len(head) + ends[-1], "tensors are missing"
+        sync_future.result()
+        if sync:
+            output.flush()
+            os.fsync(output.fileno())
+        return output.tell(), checksum
+
+
+def _view_bytes(tensor: torch.Tensor, expected: torch.Tensor) -> memoryview:
+    import torch
+
+    assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

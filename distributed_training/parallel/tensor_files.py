@@ -5,32 +5,25 @@ Files are in the safetensors format, so reading them executes no code. A part is
 per dimension) of its tensor or, under ZeRO, a range of the flattened tensor. The file's header
 stores the position of each part."""
 
-import itertools
 import json
 import math
-import os
-import struct
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from distributed_training.models.weights import all_finite
+from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
 # Prefix in the name of a copy. Another node's files contain the original, without the prefix.
 COPY_PREFIX = "copy of "
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,33 +94,10 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     the size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError
     if a part contains a non-finite value."""
     parts = [part for part in parts if part.written_here and math.prod(part.size)]
-    boundaries = itertools.accumulate(map(_num_bytes, parts), initial=0)
-    header: dict[str, Any] = {
-        part.name: {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": offsets}
-        for part, offsets in zip(parts, itertools.pairwise(boundaries), strict=True)
-    }
+    meta = {part.name: torch.empty(part.size, dtype=part.dtype, device="meta") for part in parts}
     positions = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
-    text = json.dumps({**header, "__metadata__": {"places": json.dumps(positions)}}).encode()
-    text += b" " * (-len(text) % 8)
-    checksum = 0
-    arrays = (_finite_values(part).numpy().data.cast("B") for part in parts)
-    sync_future = Future[None]()
-    sync_future.set_result(None)
-    # The checksum and fdatasync take as long as writing, so they run in other threads.
-    with open(path, "wb") as file, ThreadPoolExecutor(2) as pool:
-        for data in itertools.chain([struct.pack("<Q", len(text)) + text], arrays):
-            checksum_future = pool.submit(zlib.crc32, data, checksum)
-            file.write(data)
-            if sync_future.done():
-                sync_future.result()
-                sync_future = pool.submit(os.fdatasync, file.fileno())
-            checksum = checksum_future.result()
-            # Otherwise, this part would stay in memory while the next part is read.
-            del data, checksum_future
-        sync_future.result()
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), checksum
+    values = map(_finite_values, parts)
+    return write_tensors(path, meta, values, {"places": json.dumps(positions)}, sync=True)
 
 
 def _finite_values(part: Part) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from distributed_training.models import ModelSize, ModelSpec
+from distributed_training.models import ModelSpec
+from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig

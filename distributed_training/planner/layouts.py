@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distributed_training.models import ModelSize, ModelSpec
+from distributed_training.models import ModelSpec
+from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
 from distributed_training.settings.config import AUTO, Request, RunConfig

@@ -28,9 +28,10 @@ from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import CONFIG_FILE, ModelSize, ModelSpec, find_model, peft, weights
+from distributed_training.models import CONFIG_FILE, ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, KVCache
+from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.planner.data import choose_dataset, choose_tokenizer, load_planned_data

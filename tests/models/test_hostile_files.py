@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from distributed_training.models import find_model, peft, save_tensors
+from distributed_training.models import find_model, peft
 from distributed_training.models.adapters import base_folder
-from distributed_training.models.weights import weight_files
+from distributed_training.models.weights import weight_files, write_tensors
 from distributed_training.planner.choose import choose_model
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
@@ -232,7 +232,7 @@ def test_exports_are_reproducible_and_respect_the_umask(tmp_path):
     old_umask = os.umask(0o027)
     try:
         for name in ("one", "two"):
-            save_tensors(tensors, tmp_path / name, metadata)
+            write_tensors(tmp_path / name, tensors, tensors.values(), metadata)
     finally:
         os.umask(old_umask)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from distributed_training.models import OUTPUT_LAYER, ModelSize
+from distributed_training.models import OUTPUT_LAYER
 from distributed_training.models.config_file import CONFIG_FILE, read_config
+from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_as

@@ -8,8 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models import ModelSize
 from distributed_training.models.decoder import Block, Decoder, Linear, Positions
+from distributed_training.models.size import ModelSize
 
 
 class LayerNorm(nn.LayerNorm):

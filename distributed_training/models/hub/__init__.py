@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.models import ModelSize
 from distributed_training.models.config_file import CONFIG_FILE, cached_json, read_config
+from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import shown

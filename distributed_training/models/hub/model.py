@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models import ModelSize
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import (
     Decoder,
@@ -27,6 +26,7 @@ from distributed_training.models.decoder import (
 )
 from distributed_training.models.hub import UnsupportedError
 from distributed_training.models.hub.attention import ATTENTION_NAME, attention
+from distributed_training.models.size import ModelSize
 
 # Classes that compute x W^T plus an optional bias
 LINEAR_CLASSES = {"Linear", "FalconLinear"}

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed_training.models import TracedCosts
 from distributed_training.models.hub import UnsupportedError, model
+from distributed_training.models.size import TracedCosts
 
 # Maximum length of the longer of the two traced samples. Comparing the two samples shows which
 # costs grow with the square of the length.

@@ -14,9 +14,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models import ModelSize
 from distributed_training.models.decoder import Block, Decoder, Linear, Positions
 from distributed_training.models.llama import Config, Rope, unit_size
+from distributed_training.models.size import ModelSize
 
 
 class RMSNorm(nn.RMSNorm):

@@ -6,7 +6,7 @@ that a process holds. Sizes come from a run's plan. This module does not import 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distributed_training.models import ModelSize
+from distributed_training.models.size import ModelSize
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.memory import estimate_state

@@ -1,0 +1,150 @@
+"""Describe the shape of a model: sizes, parameter counts and FLOPs. This module does not import
+torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from distributed_training.settings.errors import UserError
+
+LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedCosts:
+    """Per-token costs of a block in bf16, measured by tracing the block. The `kept_*` fields count
+    the bytes kept for the backward pass."""
+
+    attention_width: int  # combined width of all heads
+    fused: bool  # whether attention is one kernel that skips masked tokens
+    kept_eager: LinearCost
+    kept_compiled: LinearCost
+    # If only the results of matrix multiplications and attention are kept
+    kept_selective: LinearCost
+
+    def kept_per_token(self, mode: str, length: int) -> float:
+        """Return the number of bytes kept per token in samples of `length` tokens. `mode` is
+        "eager", "compiled" or "selective"."""
+        base, slope = getattr(self, f"kept_{mode}")
+        return base + slope * length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Shape and parameter counts of a decoder-only language model, as defined by the model's
+    family.
+
+    Counts are exact and refer to the unsharded model. They exclude vocabulary padding unless stated
+    otherwise."""
+
+    vocab_size: int
+    num_positions: int  # maximum sequence length
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    # Shapes of the matrices in one block. tp shards them alternately by rows and by columns.
+    block_matrices: tuple[tuple[int, int], ...]
+    block_parameters: int
+    # Number of parameters per block that tp shards; the other parameters are replicated
+    block_parameters_split: int
+    block_norm_parameters: int  # parameters that each tp rank applies to its own tokens
+    final_norm_parameters: int
+    position_parameters: int = 0  # parameters of the position embedding
+    tied: bool = True  # whether the output layer shares the token embedding's weights
+    # Number of key/value heads; None if each query head has separate keys and values
+    num_kv_heads: int | None = None
+    # Number of groups of hidden units that tp keeps together; None if there are no groups
+    mlp_units: int | None = None
+    block_tensors: int = 12  # number of parameter tensors in a block
+    # Module names of `block_matrices`, in the same order; `lora_targets` selects from them
+    matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
+    splits: bool = True  # whether tp can shard the model and pp can partition it
+    traced: TracedCosts | None = None  # traced costs; if given, they replace the formulas
+    packs: bool = True  # whether attention can separate packed records
+    # Values per token that a block keeps for the backward pass, in addition to the inputs of its
+    # matrix multiplications
+    kept_values: int = 0
+    config: Any = None  # additional settings for the family's modules
+
+    @property
+    def attention_width(self) -> int:
+        """Return the combined width of all attention heads."""
+        if self.traced is not None:
+            return self.traced.attention_width
+        return self.block_matrices[1][1]
+
+    @property
+    def column_parallel_outputs(self) -> int:
+        """Return the number of output values per token, summed over the column-parallel matrices of
+        a block. tp shards the rows of these [out, in] matrices."""
+        return sum(rows for rows, _ in self.block_matrices[::2])
+
+    @property
+    def row_parallel_inputs(self) -> int:
+        """Return the number of input values per token, summed over the row-parallel matrices of a
+        block. tp shards the columns of these [out, in] matrices."""
+        return sum(columns for _, columns in self.block_matrices[1::2])
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Return the number of embedding rows, including padding."""
+        # GPUs multiply matrices fastest if their sizes are multiples of 64. If the size is a
+        # multiple of 128, each half under tp=2 is also a multiple of 64.
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Return the number of parameters in the token embedding. An untied output layer has the
+        same number."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the exact parameter count. A tied embedding is counted once."""
+        outside_blocks = self.embedding_parameters * (1 if self.tied else 2)
+        outside_blocks += self.position_parameters + self.final_norm_parameters
+        return outside_blocks + self.num_layers * self.block_parameters
+
+    def adapted_matrices(self, targets: str | None) -> tuple[str, ...]:
+        """Return the names of the matrices selected by `targets`, the value of `lora_targets` in
+        CONFIG. None selects all matrices. Raises UserError for an unknown name."""
+        if targets is None:
+            return self.matrix_names
+        names = tuple(name.strip() for name in targets.split(","))
+        if unknown := set(names).difference(self.matrix_names):
+            why = f"the blocks have no matrix named {', '.join(sorted(unknown))}"
+            fix = f"choose from {', '.join(self.matrix_names)}"
+            raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
+        return names
+
+    def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
+        """Return (number of adapter parameters per block on each tp rank, number of these
+        parameters that are equal on all tp ranks)."""
+        names = self.adapted_matrices(targets)
+        per_rank = shared = 0
+        for index, (rows, columns) in enumerate(self.block_matrices):
+            if self.matrix_names[index] in names:
+                split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
+                shared += rank * common
+                per_rank += rank * (common + split // tp)
+        return per_rank, shared
+
+    def num_trained_parameters(self, rank: int, targets: str | None) -> int:
+        """Return the number of trained parameters. If `rank` is 0, all parameters are trained.
+        Otherwise, only LoRA adapters of this rank are trained."""
+        if rank == 0:
+            return self.num_parameters
+        return self.num_layers * self.count_adapters(rank, targets)[0]
+
+    def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
+        """Return the FLOPs per token of the forward and backward passes together, for samples of
+        `seq_len` tokens.
+
+        The result is `6 N + 12 L D T`, or `4 N + 12 L D T` if the weights are `frozen`. N is the
+        number of parameters without an untied token embedding. L is the number of layers, D is the
+        combined width of all heads, and T is `seq_len`. The FLOPs of attention are counted for all
+        `T^2` pairs of tokens, as in PaLM (appendix B)."""
+        # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
+        num_used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
+        return (
+            4 if frozen else 6
+        ) * num_used + 12 * self.num_layers * self.attention_width * seq_len
