@@ -49,11 +49,6 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder, Slices, WeightSource
 
 OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
-# Largest accepted values for fields of ModelSize
-_MAX_VALUES = {
-    "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
-    "num_positions": 2**28, "block_parameters": 2**44,
-}  # fmt: skip
 HUB = "hub"  # the family that runs any decoder with code from transformers
 HUB_PREFIX = f"{HUB}:"
 ALL = slice(None)
@@ -350,21 +345,11 @@ def _read_size(folder: Path, native_family: str | None) -> tuple[str, ModelSize]
     for family in filter(None, (native_family, HUB)):
         try:
             (size,) = _load(family).sizes(folder).values()
-            _check_size_limits(size, folder)
             return family, size
         except UserError as error:
             first_error = first_error or error
     assert first_error is not None
     raise first_error
-
-
-def _check_size_limits(size: ModelSize, folder: Path) -> None:
-    """Raise UserError if a size is far larger than in any real model, because planning for such a
-    size could take hours."""
-    for name, limit in _MAX_VALUES.items():
-        if (count := getattr(size, name)) > limit:
-            what = f"{folder}: {name}={count} is too large"
-            raise UserError(what, f"at most {limit} is accepted", "check its config.json")
 
 
 @functools.cache

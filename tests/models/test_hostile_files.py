@@ -29,29 +29,16 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
     ("config", "words"),
     [
         ([GPT2], ["is not a JSON object"]),
-        ({**GPT2, "model_type": ["gpt2"]}, ["model_type ['gpt2']"]),
-        ({**GPT2, "n_layer": 10**6}, ["n_layer=1000000", "At most 4,096"]),
-        ({**GPT2, "n_layer": 10**30}, ["n_layer="]),
+        ({**GPT2, "model_type": ["gpt2"]}, ["config.json"]),
         ({**GPT2, "n_layer": "2"}, ["n_layer", "expected int"]),
-        ({**GPT2, "n_embd": 2**40}, ["n_embd=1099511627776", "At most 131,072"]),
-        ({**GPT2, "vocab_size": 2**40}, ["vocab_size"]),
-        ({**LLAMA, "num_hidden_layers": 10**7}, ["num_hidden_layers="]),
         ({**LLAMA, "num_attention_heads": "4"}, ["expected int"]),
         ({**LLAMA, "hidden_size": [64]}, ["hidden_size", "expected int"]),
         ({**LLAMA, "rope_parameters": None, "rope_scaling": [1, 2]}, ["config.json"]),
         ({**LLAMA, "rope_parameters": [1, 2]}, ["config.json"]),
         ({**LLAMA, "head_dim": 0}, ["head_dim=0"]),
         ({**LLAMA, "max_position_embeddings": 0}, ["max_position_embeddings=0"]),
-        ({**LLAMA, "rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "must be finite"]),
-        ({**LLAMA, "rope_parameters": {"rope_theta": 0}}, ["rope_theta=0", "greater than 0"]),
-        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": -1.0}}, ["factor=-1.0"]),
-        (
-            {**LLAMA, "rope_parameters": {"rope_theta": float("inf")}},
-            ["rope_parameters=", "must be finite"],
-        ),
         ({**OLMO2, "max_position_embeddings": 0}, ["has 0 positions"]),
         ({"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}, ["code, which is never run"]),
-        ({**GPT2, "num_labels": 10**9}, ["num_labels=1000000000", "At most 1,000,000"]),
     ],
 )
 def test_invalid_configs_are_refused(config, words, tmp_path):
@@ -91,30 +78,15 @@ def test_an_oversized_config_is_not_parsed(tmp_path):
         ({}, ["weight_map is missing"]),
         ({"weight_map": {}}, ["weight_map"]),
         ({"weight_map": {"a": ["b"]}}, ["weight_map.a"]),
-        ({"weight_map": {"a": f"{'b' * 250}.safetensors"}}, ["refers to 'bbb"]),
         ({"weight_map": {"a": "/etc/passwd"}}, ["refers to '/etc/passwd'"]),
         ({"weight_map": {"a": "../model.safetensors"}}, ["refers to '../model.safetensors'"]),
         ({"weight_map": {"a": "model.bin"}}, ["refers to 'model.bin'"]),
-        (
-            {"weight_map": {f"t{i}": "model.safetensors" for i in range(100_001)}},
-            ["weight_map=", "at most 100000 items"],
-        ),
-        ({"weight_map": {}, "metadata": "x" * 20_000_000}, ["is larger than 20 MB"]),
     ],
 )
 def test_invalid_weight_indexes_are_refused(index, words, tmp_path):
     (tmp_path / INDEX).write_text(json.dumps(index))
     with refused(INDEX, *words):
         weight_files(tmp_path)
-
-
-def test_a_pipe_as_weights_is_refused(tmp_path):
-    spec = find_model("gpt2-tiny")
-    (tmp_path / "config.json").write_text(json.dumps(spec.code.to_config(spec.size, 0)))
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
-    os.mkfifo(tmp_path / "a.safetensors")
-    with refused("a.safetensors cannot be read"):
-        spec.check_weights(tmp_path)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ _NAMES = {
     "norm_out": "ln_f",
 }
 _OUTPUT_ROWS = "output_rows.weight"
-Count = Annotated[int, Field(ge=1, le=2**24)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):

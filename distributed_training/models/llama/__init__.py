@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
-Count = Annotated[int, Field(ge=1, le=2**24)]
+Count = Annotated[int, Field(ge=1)]
 SLIDING = "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(ModelType)
