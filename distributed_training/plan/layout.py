@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from distributed_training.settings.files import plural
 
@@ -25,17 +25,13 @@ class Layout:
 
 
 class Batch(BaseModel):
-    """Division of one optimizer step's sequences over replicas and micro-batches. The aliases are
-    the field names in version 1 of a run's record."""
+    """Division of one optimizer step's sequences over replicas and micro-batches."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
     global_batch_size: int  # sequences per step, the product of the other three
     micro_batch_size: int  # sequences per replica and forward pass
-    num_microbatches: int = Field(  # micro-batches per replica and step
-        validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
-    )
-    # Replicas with different data: dp_replicate x dp_shard
-    num_replicas: int = Field(validation_alias=AliasChoices("num_replicas", "dp_size"))
+    num_microbatches: int  # micro-batches per replica and step
+    num_replicas: int  # replicas with different data: dp_replicate x dp_shard
 
     def describe(self) -> str:
         """Format the batch as text such as "global 32 = 1 replica x 8 micro-batches x 4"."""

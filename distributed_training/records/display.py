@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.models import folder_label
-from distributed_training.records.record import BEST, Record
+from distributed_training.records.record import Record
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural, relative_path
 from distributed_training.settings.machine import GIB
@@ -91,9 +91,7 @@ class Display:
         warm_rows = [row for row in rows if row["step"] != first_step]
         seconds = sum(row["step_time_s"] for row in warm_rows or rows)
         text = f"epoch {last['epoch'] + 1}  loss {last['loss']:.4f}  lr {last['learning_rate']:.1e}"
-        if seconds <= 0:
-            text += "  speed unknown: the clock does not advance"
-        elif warm_rows:
+        if warm_rows and seconds > 0:  # the clock of a virtual machine may stand still
             speed = sum(row["num_tokens"] for row in warm_rows) / seconds
             remaining_s = (self._total - step) * seconds / len(warm_rows)
             remaining = tqdm.format_interval(round(remaining_s)).removeprefix("0")
@@ -122,29 +120,11 @@ def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
 
 def pasteable(command: str) -> str:
     """Return the command, indented. A long command continues on the next line after a backslash,
-    and an option stays on the same line as its value."""
-    arguments: list[str] = []
-    for word in map(_quote, shlex.split(command)):
-        follows_option = arguments and re.fullmatch(r"--\w+", arguments[-1])
-        if follows_option and not word.startswith("--"):
-            arguments[-1] += f" {word}"
-        else:
-            arguments.append(word)
-    lines = [" "]
-    for argument in arguments:
-        if len(lines[-1]) + len(argument) > WIDTH - 3 and lines[-1].strip():
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += f" {argument}"
-    return "\n".join(lines)
-
-
-def _quote(word: str) -> str:
-    """Quote a word for bash. Nonprintable characters are escaped as in `$'\\n'`."""
-    if word.isprintable():
-        return shlex.quote(word)
-    escaped = word.replace("\\", r"\\").replace("'", r"\'")
-    return f"$'{printable(escaped)}'"
+    but not within a quoted word."""
+    words = [printable(shlex.quote(word)).replace(" ", "\0") for word in shlex.split(command)]
+    text = re.sub(r"(--[\w-]+) (?!-)", "\\1\0", " ".join(words))  # keep values with their options
+    lines = fold(text, WIDTH - 6).splitlines()
+    return "  " + " \\\n    ".join(lines).replace("\0", " ")
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -158,11 +138,6 @@ def format_perplexity(value: float | None) -> str:
     if value is None:
         return "nan"
     return f"{value:.2f}" if value < 1e6 else f"{value:.3e}"
-
-
-def format_bits(value: float | None) -> str:
-    """Return a number of bits per byte with four decimals, or "nan" for None."""
-    return "nan" if value is None else f"{value:.4f}"
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
@@ -257,7 +232,7 @@ def header_rows(r: Record) -> dict[str, str]:
         "options": _options(r),
         "defaults": defaults and f"the strategy sets {defaults}",
         "pipeline": pipeline,
-        "state": _state(r),
+        "offloaded": _offloaded(r),
         "predicted": describe_prediction(
             r.prediction, r.num_steps, on_gpu=bool(r.machine["gpu_name"])
         ),
@@ -288,16 +263,15 @@ def _options(r: Record) -> str:
     return ", ".join(texts)
 
 
-def _state(r: Record) -> str:
-    """Describe the estimated sizes of the training state on the GPU, in RAM and on disk. Return ""
-    if the state is in only one of these places."""
-    sizes = dict(r.estimated_state_bytes)
-    offloaded = {location: sizes.pop(location, 0) for location in ("host", "disk")}
-    device = "on the GPU" if r.machine["gpu_name"] else "on the device"
-    by_location = {device: sum(sizes.values())}
-    by_location |= {"offloaded to RAM": offloaded["host"], "to disk": offloaded["disk"]}
-    texts = [f"{format_bytes(size)} {location}" for location, size in by_location.items() if size]
-    return f"{', '.join(texts)} per process (estimated)" if len(texts) > 1 else ""
+def _offloaded(r: Record) -> str:
+    """Describe the estimated sizes of the training state that is offloaded."""
+    places = {"host": "in RAM", "disk": "on disk"}
+    texts = [
+        f"{format_bytes(size)} {place}"
+        for location, place in places.items()
+        if (size := r.estimated_state_bytes.get(location))
+    ]
+    return f"{' and '.join(texts)} per process (estimated)" if texts else ""
 
 
 def describe_prediction(
@@ -332,11 +306,8 @@ def _precision(r: Record) -> str:
         tensor: dtype.replace("torch.bfloat", "bf").replace("torch.float", "fp")
         for tensor, dtype in (r.dtypes or {}).items()
     }
-    used_dtypes = {
-        dtypes.get(name) for name in ("arithmetic", "parameters", "gradients", "reduction")
-    }
     text = "{arithmetic} compute; parameters {parameters}; gradients {gradients}"
-    text = "fp32" if used_dtypes == {"fp32"} else text.format(**dtypes)
+    text = "fp32" if r.config["precision"] == "fp32" else text.format(**dtypes)
     if r.config["compile"]:
         text += "; compiled (the first step takes a while)"
     if r.config.get("cuda_graphs"):
@@ -352,51 +323,3 @@ def best_if_overfitted(r: Record) -> dict[str, Any] | None:
         return None
     best = min(finite_rows, key=itemgetter("loss"))
     return best if finite_rows[-1]["loss"] > 1.01 * best["loss"] else None
-
-
-def summary_rows(r: Record) -> dict[str, str]:
-    """Return the rows of a run's summary, based on its record. Values that were not measured are
-    left out."""
-    speed = r.performance
-    memory = r.memory
-    rows = dict[str, str]()
-    if len(r.evaluations) > 1:
-        after = f"after {plural(r.evaluations[-1]['step'], 'step')}"
-        ends = (r.evaluations[0], r.evaluations[-1])
-        for name, text_of in (("perplexity", format_perplexity), ("bits_per_byte", format_bits)):
-            if all(name in evaluation for evaluation in ends):
-                first, last = (text_of(evaluation[name]) for evaluation in ends)
-                rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
-    if (best := best_if_overfitted(r)) and best["step"]:
-        text = f"the perplexity was lower, {format_perplexity(best['perplexity'])}, after "
-        text += f"{plural(best['step'], 'step')}. "
-        advice = "To keep that model, add --keep_best True."
-        advice = f"{BEST}/ contains that model." if r.best else advice
-        rows["overfitted"] = text + advice
-    if speed.get("tokens_per_s"):
-        median_ms = 1000 * speed["step_time_s"]["p50"]
-        count = speed["num_timed_steps"]
-        timed = "1 step" if count == 1 else f"median of {count} steps"
-        step = f"{median_ms:.1f} ms per step ({timed})"
-        mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
-        rows["throughput"] = f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"
-    if (allocated := memory.get("peak_allocated_bytes")) is not None:
-        reserved = format_bytes(memory["peak_reserved_bytes"])
-        rows["GPU memory"] = f"peak {format_bytes(allocated)} allocated, {reserved} reserved"
-    rows["RAM"] = f"peak {format_bytes(memory['peak_host_bytes'])} per process"
-    if not r.machine["gpu_name"]:
-        rows["RAM"] += ", including libraries"
-    if r.skipped_steps:
-        steps = plural(len(r.skipped_steps), "step")
-        rows["skipped"] = f"{steps} with non-finite gradients"
-    if profile := r.profile:
-        files = f"{profile['traces']} in the run's folder (open at ui.perfetto.dev)"
-        if profile["memory"]:
-            files += f" and {profile['memory']} (open at pytorch.org/memory_viz)"
-        steps = f"steps {profile['first_step']} to {profile['last_step']}"
-        program = f"python results/lab/overlap.py {short_path(r.run_dir)}"
-        rows["profile"] = (
-            f"{steps}, in {files}. To compute the share of communication, run: {program}"
-        )
-    rows["record"] = f"{short_path(r.run_dir)}/record.json"
-    return rows

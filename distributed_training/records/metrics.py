@@ -3,11 +3,9 @@ names. The names of times, sizes and speeds contain the unit, such as `step_time
 
 import importlib
 import itertools
-import json
 import math
 import resource
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,11 @@ import numpy as np
 import psutil
 import torch
 
-from distributed_training.records.record import Record, write_json
+from distributed_training.records.record import Record
 from distributed_training.settings.machine import GIB, find_gpu
 
 MAX_WARMUP_STEPS = 5
 PROJECT = "distributed-training"
-TRACKERS_FILE = ".trackers.json"  # file in a run's folder: tracker -> the run's id in that tracker
 
 
 class StepTimer:
@@ -79,12 +76,9 @@ def summarize_performance(
     # None for unknown GPUs and for partial GPUs (MIG)
     peak_flops = known_gpu.flops if known_gpu else None
     return {
-        "num_warmup_steps": warmup,
         "num_timed_steps": len(timed),
         "step_time_s": {f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)},
-        "tokens_per_step": tokens_per_step,
         "tokens_per_s": tokens_per_s,
-        "tokens_per_s_per_process": tokens_per_s / world_size,
         "flops_per_token": flops_per_token,
         "peak_flops_per_gpu": peak_flops,
         "mfu": None
@@ -202,38 +196,28 @@ def build_tracker(
     - wandb: WANDB_MODE=offline is supported.
     - trackio: `trackio show` shows the values. TRACKIO_SPACE_ID names a Space that stores them.
 
-    The id of the tracker's run is stored in the run's folder. A run that resumes after `step`
-    therefore continues the same run in the tracker."""
+    The folder's name identifies the run. A run that resumes after `step` therefore continues the
+    same run in the tracker."""
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
         return _build_tensorboard(run_dir, tracker_config, step)
     module = importlib.import_module(log_to)
-    file = run_dir / TRACKERS_FILE
-    ids: dict[str, str] = json.loads(file.read_bytes()) if step and file.is_file() else {}
-    is_resumed = log_to in ids
+    name = run_dir.name
     if log_to == "mlflow":
         module.set_experiment(PROJECT)
-        if is_resumed:
-            module.start_run(run_id=ids[log_to])
+        query = f"attributes.run_name = '{name}'"
+        old_runs = module.search_runs(filter_string=query, output_format="list") if step else []
+        if old_runs:
+            module.start_run(run_id=old_runs[0].info.run_id)
         else:
-            ids[log_to] = module.start_run(run_name=run_dir.name).info.run_id
+            module.start_run(run_name=name)
             module.log_params(tracker_config)
-        tracker = Tracker(module.log_metrics, module.end_run)
-    elif log_to == "wandb":
-        ids.setdefault(log_to, uuid.uuid4().hex)
-        module.init(
-            project=PROJECT, name=run_dir.name, config=tracker_config, dir=str(run_dir),
-            id=ids[log_to], resume="allow",
-        )  # fmt: skip
-        tracker = Tracker(module.log, module.finish)
-    else:  # trackio has wandb's interface, but identifies a run by its name
-        ids.setdefault(log_to, run_dir.name)
-        module.init(project=PROJECT, name=ids[log_to], config=tracker_config, resume="allow")
-        tracker = Tracker(module.log, module.finish)
-    if not is_resumed:
-        write_json(file, ids)
-    return tracker
+        return Tracker(module.log_metrics, module.end_run)
+    # trackio has wandb's interface, but identifies a run by its name
+    own_options = {"id": name, "dir": str(run_dir)} if log_to == "wandb" else {}
+    module.init(project=PROJECT, name=name, config=tracker_config, resume="allow", **own_options)
+    return Tracker(module.log, module.finish)
 
 
 def _build_tensorboard(run_dir: Path, tracker_config: dict[str, Any], step: int) -> Tracker:

@@ -101,8 +101,8 @@ def run_names(records: Sequence[Record]) -> list[str]:
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
     """Return the records in `paths`, without duplicates. Each path is a run, a folder of runs or a
-    record file. Each record's `run_dir` is set to its actual location. Print a note about folders
-    without records. Raises UserError for a file that is not a record."""
+    record file. Each record's `run_dir` is set to its actual location. Raises
+    UserError for a file that is not a record."""
     records: dict[Path, Record] = {}
     for path in map(resolve_user_path, paths):
         if not path.exists():
@@ -111,7 +111,6 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
         files = [path]
         if path.is_dir():
             files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
-        records_here = {}
         for file in map(Path, map(os.path.realpath, files)):  # resolves the link runs/latest
             run_dir = file.parent if file.name == RECORD_FILE else file.with_suffix("")
             try:
@@ -122,10 +121,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
                     print_stderr(f"note: {error}")
                 continue
-            records_here[file] = record.model_copy(update={"run_dir": str(run_dir)})
-        if not records_here:
-            print_stderr(f"note: {path} is skipped because it contains no record of a run.")
-        records |= records_here
+            records[file] = record.model_copy(update={"run_dir": str(run_dir)})
     return list(records.values())
 
 

@@ -20,9 +20,11 @@ from distributed_training.records.display import (
     fill_template,
     fold,
     format_bytes,
+    format_perplexity,
     short_name,
+    short_path,
 )
-from distributed_training.records.record import Record, is_alive
+from distributed_training.records.record import BEST, Record, is_alive
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural
 
@@ -308,6 +310,27 @@ class Comparison:
             if {*texts} - {EMPTY_CELL}:
                 cells[name] = texts
         return Table(title=title, about=about, columns=cells)
+
+
+def summary_rows(r: Record) -> dict[str, str]:
+    """Return the rows of a run's summary. Values that were not measured are left out."""
+    rows = dict[str, str]()
+    if len(r.evaluations) > 1:
+        rows["perplexity before"] = format_perplexity(r.evaluations[0]["perplexity"])
+    rows |= {name: text for name, column in RESULTS.items() if (text := column(r)) != EMPTY_CELL}
+    if (best := best_if_overfitted(r)) and best["step"]:
+        text = f"the perplexity was lower, {format_perplexity(best['perplexity'])}, after "
+        text += f"{plural(best['step'], 'step')}. "
+        advice = "To keep that model, add --keep_best True."
+        rows["overfitted"] = text + (f"{BEST}/ contains that model." if r.best else advice)
+    if r.skipped_steps:
+        rows["skipped"] = f"{plural(len(r.skipped_steps), 'step')} with non-finite gradients"
+    if profile := r.profile:
+        files = f"{profile['traces']} in the run's folder (open at ui.perfetto.dev)"
+        if profile["memory"]:
+            files += f" and {profile['memory']} (open at pytorch.org/memory_viz)"
+        rows["profile"] = f"steps {profile['first_step']} to {profile['last_step']}, in {files}"
+    return rows | {"record": f"{short_path(r.run_dir)}/record.json"}
 
 
 def _memory_by_component(r: Record) -> dict[str, float]:

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distributed_training.records.record import OWNER_FILE
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import read_small, shown
 
-OWNER_FILE = ".owner.json"
 QUIET_S = 60.0  # without a lock, a run has ended if its folder has not changed for this long
 _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners
 

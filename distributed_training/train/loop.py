@@ -191,9 +191,9 @@ class Trainer:
         return is_due and self.step not in [row["step"] for row in self.history.evaluations]
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate the model and end the epoch, if they are due at this step and the history does
-        not contain them yet. If the loss has stopped falling, end the run at this step and save a
-        checkpoint. All ranks must call this method."""
+        """Evaluate the model if an evaluation is due at this step and not yet in the history. If
+        the loss has stopped falling, end the run at this step and save a checkpoint. All ranks must
+        call this method."""
         config = self.plan.config
         if self._is_evaluation_due:
             self._evaluate()
@@ -205,9 +205,6 @@ class Trainer:
             why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
             self._say(f"stopping early: {why} on the loss of {lowest}")
             self.num_steps = self.step
-        if self._epoch_ends and self.step not in [0, *(row["step"] for row in self.history.epochs)]:
-            self.history.end_epoch(self.sampler.steps_per_epoch)
-            self.write_record()
         if stops and self._saved_step != self.step and config.checkpoint_every != 0:
             self._save(reports_save=True)
 

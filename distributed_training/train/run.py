@@ -18,7 +18,8 @@ from distributed_training.planner.data import load_planned_data
 from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, header_rows, short_path, summary_rows
+from distributed_training.records.display import Display, header_rows, short_path
+from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import Startup

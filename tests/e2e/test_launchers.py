@@ -93,7 +93,6 @@ def test_record_has_the_settings_and_the_results(on_one):
     commit = run_command(["git", "rev-parse", "HEAD"]).stdout.strip()
     assert on_one["git_commit"].removesuffix("-dirty") == commit
     assert on_one["started_at"] <= on_one["finished_at"]
-    assert [epoch["step"] for epoch in on_one["epochs"]] == [8, 16]
     assert [row["step"] for row in on_one["evaluations"]] == [0, 8, 16]
     assert on_one["evaluations"][-1]["perplexity"] < on_one["evaluations"][0]["perplexity"]
     assert on_one["performance"]["mfu"] is None, "no GPU, so it is not known"

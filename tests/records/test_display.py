@@ -1,4 +1,5 @@
-from distributed_training.records.display import Display, header_rows, summary_rows
+from distributed_training.records.display import Display, header_rows
+from distributed_training.records.results import summary_rows
 from tests.support import made_record
 
 
@@ -25,13 +26,12 @@ def test_header_describes_the_run():
 
 
 def test_summary_shows_the_results():
-    assert summary_rows(made_record()) == {
-        "perplexity": "33.12 before, 20.06 after 64 steps",
-        "throughput": "131,072 tokens/s, 125.0 ms per step (median of 59 steps), MFU 31.4%",
-        "GPU memory": "peak 10.00 GiB allocated, 12.00 GiB reserved",
-        "RAM": "peak 5.00 GiB per process",
-        "record": "runs/x/record.json",
-    }
+    rows = summary_rows(made_record())
+    assert rows["perplexity before"] == "33.12"
+    assert rows["validation perplexity"] == "20.1"
+    assert (rows["tokens/s"], rows["ms per step"], rows["MFU"]) == ("131,072", "125.0", "31.4%")
+    assert (rows["peak GPU memory"], rows["peak RAM"]) == ("12.00 GiB", "5.00 GiB")
+    assert rows["record"] == "runs/x/record.json"
 
 
 # A record contains None for NaN, and a resumed run reads its earlier rows from the record.
@@ -46,10 +46,9 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
     losses = {0: 7.0, 20: 3.0, 40: 3.2}
     rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
     text = summary_rows(made_record(evaluations=rows))["overfitted"]
-    lower = "the perplexity was lower, 27.00, after 20 steps."
-    assert text == f"{lower} To keep that model, add --keep_best True."
-    overfitted_row = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
-    assert overfitted_row == f"{lower} best/ contains that model."
+    assert "27.00, after 20 steps" in text
+    assert "--keep_best" in text
+    assert "best/" in summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
     assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
     untrained = [{**rows[1], "step": 0}, rows[2]]
     assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
@@ -57,13 +56,11 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
 
 def test_summary_shows_only_measured_values():
     stopped = {"performance": {"num_timed_steps": 0, "tokens_per_s": None}, "evaluations": []}
-    assert not {"perplexity", "throughput"} & summary_rows(made_record(**stopped)).keys()
-    no_gpu = {"performance__mfu": None, "memory__peak_allocated_bytes": None}
-    rows = summary_rows(made_record(**no_gpu, skipped_steps=[4, 5, 9], evaluations=DIVERGED))
-    assert "GPU memory" not in rows
-    assert rows["throughput"] == "131,072 tokens/s, 125.0 ms per step (median of 59 steps)"
-    assert rows["skipped"] == "3 steps with non-finite gradients"
-    assert rows["perplexity"] == "nan before, nan after 64 steps"
+    rows = summary_rows(made_record(**stopped, memory__peak_reserved_bytes=None))
+    assert list(rows) == ["peak RAM", "training loss", "record"]
+    rows = summary_rows(made_record(skipped_steps=[4, 5, 9], evaluations=DIVERGED))
+    assert rows["skipped"].startswith("3 steps")
+    assert (rows["perplexity before"], rows["validation perplexity"]) == ("nan", "nan")
 
 
 def test_long_values_are_wrapped_and_paths_are_not(capsys):

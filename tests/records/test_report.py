@@ -70,7 +70,7 @@ def test_without_arguments_report_shows_each_run_in_output_dir_once(runs, tmp_pa
 def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     file = runs / "20260101-000001-zero2-x" / RECORD_FILE
     assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
-    assert capsys.readouterr().err.count(str(runs / ".cache")) == 1
+    assert capsys.readouterr().err == ""
     (latest,) = find_records([runs / "latest"])
     assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")
     assert printed(capsys, *sorted(runs.iterdir())) == printed(capsys, output_dir=runs)

@@ -249,7 +249,6 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
     assert trainer.step == trainer.num_steps == end
     steps = [row["step"] for row in trainer.history.evaluations]
     assert steps == [0, 2, 4, 5] + ([] if stop_after else [6, 8, 10, 12])
-    assert [row["step"] for row in trainer.history.epochs] == ([5] if stop_after else [5, 10, 12])
     assert saved_steps == ([] if stop_after else [10, 12])
 
 
@@ -272,10 +271,10 @@ def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
 def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     rows = [{"step": step} for step in (0, 3, 6)]
     curve = [[step, 1.0] for step in range(1, 7)]
-    values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
+    values = {"step": 6, "loss_curve": curve, "evaluations": rows}
     history = History(**values, skipped_steps=[2, 5], best={"step": 4})
     history.truncate(4)
-    expected = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
+    expected = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2]}
     assert history == History(**expected, skipped_steps=[2], best={"step": 4})
     history.truncate(3)
     assert history.best is None, "that step runs again"
@@ -297,8 +296,6 @@ def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, 
     trainer.run()
     assert exported_steps == steps
     assert trainer.history.best["step"] == steps[-1]
-    epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
-    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # mean losses over the steps of each epoch
 
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
