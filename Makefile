@@ -15,7 +15,7 @@ test:  ## Every check and every test that needs no GPU
 quick:  ## Unit tests of every room, without processes
 	bash tests/run.sh -q -n 2 tests/settings tests/models tests/data tests/plan tests/predict tests/planner tests/records tests/test_*.py
 
-lint:  ## ruff, mypy, import-linter, codespell and our check of prose, on all files
+lint:  ## ruff, mypy, import-linter and codespell on all files
 	$(setup) && pre-commit run --all-files
 
 docs:  ## Rewrite the generated parts of the documents

@@ -25,7 +25,6 @@ mypy & # on one core, while the compiler uses the other
 types=$!
 lint-imports
 git ls-files -z | xargs -0 codespell # pyproject.toml excludes training data
-python -m tests.prose
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
 wait "$types"

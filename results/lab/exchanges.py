@@ -73,7 +73,7 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         ]
         sent_bytes = next(iter(seeds.values()))["sent_bytes_a_step"]
         rows[name] = {
-            "KiB a step": sent_bytes / 2**10,  # prose: key of published records
+            "KiB a step": sent_bytes / 2**10,
             "share": sent_bytes / base["sent_bytes_a_step"],
             "validation loss": statistics.mean(losses),
             "more than dp": statistics.mean(loss_increases),

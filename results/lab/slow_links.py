@@ -64,7 +64,7 @@ def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | N
     for rate, cases in rates.items():
         for name, measured in cases.items():
             kib = measured["counted_bytes"] / 2**10
-            row = rows.setdefault(name, {"KiB a step": kib})  # prose: key of published records
+            row = rows.setdefault(name, {"KiB a step": kib})
             seconds = min(measured["round_s"])
             share = measured["counted_bytes"] / (float(rate) * 1e6 / 8) / seconds
             publish = share >= MIN_LINK_SHARE

@@ -73,7 +73,7 @@ def test_a_long_text_takes_little_memory(tmp_path):
     output = subprocess.check_output(command, text=True)
     before, peak, num_tokens = map(float, output.split())
     assert num_tokens > 2_000_000
-    assert before < peak < 500, output  # MiB
+    assert peak - before < 300, output  # MiB
 
 
 def test_an_existing_cache_may_be_read_only(tokenizer, tmp_path, monkeypatch):

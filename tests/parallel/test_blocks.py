@@ -9,11 +9,12 @@ COMPILE = """
 import os
 from types import SimpleNamespace
 os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # an earlier test of this process may have set it
-import torch
-from distributed_training.parallel.blocks import apply_compile
 from distributed_training.settings.cache import use_private_caches
 
-use_private_caches()
+use_private_caches()  # before torch, which sets the variable itself
+import torch
+from distributed_training.parallel.blocks import apply_compile
+
 block = torch.nn.Linear(2, 2)
 model = SimpleNamespace(blocks={0: block}, is_last=False)
 config = SimpleNamespace(compile=True, loss_chunk_tokens=1)

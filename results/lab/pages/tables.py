@@ -16,7 +16,7 @@ from results.lab.pages.columns import COLUMNS, DEFAULT, MARKDOWN, table
 
 RECORDS_DIR = ROOT / "results" / "records"
 HEADINGS = {
-    "KiB a step": "KiB per step",  # prose: key of published records
+    "KiB a step": "KiB per step",
     "first_line": "first line",
     "first_step": "first step",
     "gradient_norm": "gradient norm",

@@ -120,10 +120,7 @@ def w_fills_holes() -> Animation:
     steps = [
         ("1F1B with whole backward passes", unsplit),
         ("Each backward pass is I and W", _split_backward(unsplit, split_schedule)),
-        (
-            "A stage waits only for the next stage's I",
-            _run(split_schedule),
-        ),  # prose: published text
+        ("A stage waits only for the next stage's I", _run(split_schedule)),
         ("W waits until its rank would idle (ZB-H1)", _run(build_schedule("zb-h1", 4, 8))),
     ]
     return _morph_animation("Zero bubble: W fills idle time", steps)
