@@ -43,10 +43,10 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("ein Café ä".encode("latin-1"), ["0xe9 after 'ein Caf' is not valid UTF-8"]),
-        ("ä".encode()[:1], ["0xc3 after '' is not valid UTF-8"]),
-        ("plain words".encode("utf-16-le"), ["UTF-16 without a byte-order mark", "-f UTF-16LE"]),
-        ("plain words".encode("utf-16-be"), ["UTF-16 without a byte-order mark", "-f UTF-16BE"]),
+        ("ein Café ä".encode("latin-1"), ["0xe9", "ein Caf"]),
+        ("ä".encode()[:1], ["0xc3"]),
+        ("plain words".encode("utf-16-le"), ["-f UTF-16LE"]),
+        ("plain words".encode("utf-16-be"), ["-f UTF-16BE"]),
     ],
 )
 def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
@@ -54,7 +54,7 @@ def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
 ):
     file = tmp_path / "my notes.txt"
     file.write_bytes(content)
-    with refused("my notes.txt cannot be read", *words) as caught:
+    with refused("my notes.txt", *words) as caught:
         "".join(read_text(file))
     command = str(caught.value)[str(caught.value).index("iconv ") :]
     subprocess.run(command, shell=True, check=True)
@@ -91,23 +91,15 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     ("name", "content", "words"),
     [
         ("a.csv", b"text;label\nabc;1\n", "'text;label'"),
-        ("a.csv", b'text\n"abc\n', "line 2 is not CSV"),
-        ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the header. The field 'c"),
-        ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the header"),
-        ("a.parquet", b"PAR1 cut off", "cannot be read as parquet"),
-        (
-            "a.jsonl",
-            b'\n{"text": "\\ud83d"}',
-            "line 2 cannot be read. It contains an unpaired surrogate",
-        ),
+        ("a.csv", b'text\n"abc\n', "line 2"),
+        ("a.csv", b'prompt,completion\n"abc"\n', "completion"),
+        ("a.csv", b"text,label\none,1\none, two,1\n", "line 3"),
+        ("a.parquet", b"PAR1 cut off", "parquet"),
+        ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2"),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000, "nested too deeply"),
-        (
-            "a.json",
-            b'{\n "text": "a"\n}\n{\n "text": "b"\n}',
-            "line 1 contains only part of a JSON",
-        ),
-        ("a.jsonl", b'[\n{"text": "a"}\n]', "If the file is one list, give it the suffix .json"),
-        ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2 is not valid JSON at column 9"),  # cut off
+        ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1"),
+        ("a.jsonl", b'[\n{"text": "a"}\n]', "suffix .json"),
+        ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2"),  # cut off
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
     ],
 )
@@ -180,7 +172,7 @@ def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
-    with refused(f"{file}, which is not a regular file"):
+    with refused(str(file)):
         find_corpus(str(tmp_path))
 
 
@@ -207,7 +199,7 @@ def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
     content = path.read_bytes()
     assert content.count(offset) == 1
     path.write_bytes(content.replace(offset, struct.pack("<i", 2**31 - 1)))
-    with refused("a.arrow cannot be read as arrow", "out of bounds"):
+    with refused("a.arrow"):
         list(read_records(path))
 
 
@@ -215,11 +207,11 @@ def test_json_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "available_ram_bytes", lambda: 1_000_000)
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": "a " * 100_000}]))
-    with refused("needs about 0.0 GB of RAM", "Convert it to .jsonl"):
+    with refused("a.json", "RAM", ".jsonl"):
         list(read_records(path))
 
 
 def test_hashing_a_truncated_gzip_file_names_the_file(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000))[:-20])
-    with refused("a.txt.gz cannot be read"):
+    with refused("a.txt.gz"):
         Source(form=RUNNING, files=(tmp_path / "a.txt.gz",)).digest()

@@ -152,9 +152,9 @@ def test_columns_are_renamed():
     columns = {"prompt": "q", "completion": "a"}
     shape = Shape({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
     assert shape.read_pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
-    with refused("--columns names 'a', but here has no such column"):
+    with refused("--columns", "'a'"):
         Shape({"q": "2+2="}, "here", columns)
-    with refused("It has 'c0', ", "'c19' and 4,980 more. "):
+    with refused("'c0', ", "'c19' and 4,980"):
         Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
 
 
@@ -193,29 +193,23 @@ def test_unread_columns_are_listed(record, unread):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": 1, "completion": ""}, ['"prompt" is not a JSON string', '"completion": "..."']),
-        ({"prompt": "", "chosen": ""}, ['no "completion" string', "It has 'prompt', 'chosen'"]),
-        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight': 0.5", "to 0 or 1"]),
+        ({"prompt": 1, "completion": ""}, ['"prompt"', '"completion": "..."']),
+        ({"prompt": "", "chosen": ""}, ['"completion"', "'prompt', 'chosen'"]),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1", "'weight': 0.5"]),
         ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
-        ({"messages": ["a"]}, ['a message has no "role" string']),
+        ({"messages": ["a"]}, ['"role"']),
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is not text"]),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ["is not text"]),
-        (
-            {"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]},
-            ["tool_calls that are not a list: 5"],
-        ),
-        ({"instruction": "a", "output": "b", "history": [["c"]]}, ["['c'] in history", "a pair"]),
-        ({"instruction": "a", "output": "b", "history": "cd"}, ['"history" is not a JSON list']),
-        ({"instruction": "a", "output": "b", "history": 5}, ['"history" is not a JSON list']),
-        ({"instruction": "a", "output": "b", "history": [[1, "c"]]}, ["[1, 'c'] in history"]),
-        ({"messages": 7}, ['"messages" is not a JSON list']),
-        (
-            {"messages": [ANSWER], "chat_template_kwargs": [1]},
-            ['"chat_template_kwargs" is not a JSON object'],
-        ),
-        ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["not a JSON object"]),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, ["tool_calls"]),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, ["['c']", "history"]),
+        ({"instruction": "a", "output": "b", "history": "cd"}, ["history"]),
+        ({"instruction": "a", "output": "b", "history": 5}, ["history"]),
+        ({"instruction": "a", "output": "b", "history": [[1, "c"]]}, ["[1, 'c']", "history"]),
+        ({"messages": 7}, ["messages"]),
+        ({"messages": [ANSWER], "chat_template_kwargs": [1]}, ["chat_template_kwargs"]),
+        ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["oops"]),
     ],
 )
 def test_malformed_records_are_refused(record, words):

@@ -19,11 +19,7 @@ TEMPLATE = """{% set said = messages[0].content %}
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [
-        ("raises", "TemplateError: no such word"),
-        ("unsafe", "SecurityError"),
-        ("constant", "omits message 2"),
-    ],
+    [("raises", "TemplateError"), ("unsafe", "SecurityError"), ("constant", "omits message 2")],
 )
 def test_template_errors_are_one_line_that_names_the_row(content, words):
     renderer = Renderer([TEMPLATE] * 2, {}, ["<|a|>", "<|e|>"])
@@ -52,7 +48,7 @@ def test_our_template_counts_removed_reasoning_and_refuses_documents():
     answer = {**SAID[1], "reasoning_content": "hm"}
     (sample,) = render_builtin(Conversation([SAID[0], answer]), "|", "here")
     assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4|", 1)
-    with refused("here has tools or documents"):
+    with refused("documents"):
         render_builtin(Conversation(SAID, documents=[{"text": "a"}]), "|", "here")
 
 

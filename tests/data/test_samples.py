@@ -168,7 +168,7 @@ def test_num_samples_takes_the_first_samples_up_to_all_available(tokenizer, tmp_
     [(["a"], None, True), (["b"], [], False), (["word " * 99], ["b"], True)],
 )
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
-    with refused("'made' is too short", "16 tokens", " 0 validation ", "smaller max_length"):
+    with refused("'made'", "16 tokens", " 0 validation ", "max_length"):
         prepare(tmp_path / "cache", tokenizer, in_memory(train, validation), pack=pack)
     unseen = [{"prompt": "so long " * 50, "completion": " yes"}] * 9
     (tmp_path / "rows").mkdir()
@@ -260,5 +260,5 @@ def test_records_are_packed_unless_the_engine_cannot_separate_them(tokenizer, tm
     every = np.arange(len(packed.train))
     assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())
     forced = with_values(settings, pack=True)
-    with refused("pack=True", "strategy=", "Set pack to auto"):
+    with refused("pack=True", "strategy="):
         cut_samples(folder, tokenizer, forced, can_pack=False)

@@ -217,11 +217,11 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"eos_token": {"__type": "AddedToken"}}, "has no end-of-text token"),
-        ({"eos_token": None}, "has no end-of-text token"),
+        ({"eos_token": {"__type": "AddedToken"}}, "end-of-text"),
+        ({"eos_token": None}, "end-of-text"),
         (
             {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"},
-            "refers to custom code, which is never run",
+            "custom code",
         ),
     ],
 )
@@ -293,7 +293,7 @@ def test_surrogate_tokens_have_a_byte_size():
 
 def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with refused(f"tokenizer {tmp_path} cannot be read", "The folder contains no tokenizer files"):
+    with refused(f"tokenizer {tmp_path} "):
         assert Tokenizer(tmp_path).facts
 
 

@@ -20,13 +20,13 @@ COMMAND_LINES = {
         "--model gpt2-xl --num_gpus 512 --dry-run", ["512 processes", "GiB", "fewer processes"],
     ),
     "output_dir is a file": (
-        "--set output_dir={tmp}/file.txt --dry-run", ["file.txt", "Not a directory"],
+        "--set output_dir={tmp}/file.txt --dry-run", ["file.txt"],
     ),
     "more positions than the model's": (
         "--set max_length=1025 --dry-run", ["max_length=1025", "gpt2-tiny", "1024"],
     ),
     "dataset neither here nor on the Hub": (
-        "--set dataset=me/none --dry-run", ["'me/none'", "neither a path nor", "Hub"],
+        "--set dataset=me/none --dry-run", ["'me/none'", "Hub"],
     ),
     "weights": ("--set weights={tmp}/none --dry-run", ["weights=", "config.json", "hf/"]),
     "skip where the engine updates by itself": (
@@ -34,10 +34,10 @@ COMMAND_LINES = {
     ),
     "push without a token": ("--push user/tiny --dry-run", ["Hugging Face token", "hf auth"]),
     "push to no name": (
-        "--push a/b/c --dry-run", ["push='a/b/c' is not a valid model name", "user/name"],
+        "--push a/b/c --dry-run", ["push='a/b/c'", "user/name"],
     ),
     "push of nothing": (
-        "--push user/tiny --export false --dry-run", ["export=False", "Set export=True"],
+        "--push user/tiny --export false --dry-run", ["export=False"],
     ),
     "tokenizer": ("--set tokenizer={tmp}/none --dry-run", ["tokenizer=", "vocab.json"]),
 }  # fmt: skip
@@ -75,24 +75,23 @@ def test_damage_in_another_ranks_file_is_printed_once(tmp_path):
     result = train({**values, "resume": run_dir}, num_processes=2)
     assert result.returncode != 0
     (line,) = re.findall("^error: .*", result.stderr, re.MULTILINE)
-    assert "is damaged" in line
     assert "rank-00001.safetensors" in line
 
 
 def test_a_python_without_the_packages_is_named():
     result = run_command([sys.executable, "-S", SCRIPT, "plan"])
     fix = "activate" if (ROOT / ".venv").is_dir() else "-m pip install -r"
-    assert_refused(result, "is not installed in this Python", sys.executable, fix)
+    assert_refused(result, sys.executable, fix)
 
 
 def test_an_isolated_python_is_told_to_install_the_package():
     result = run_command([sys.executable, "-I", SCRIPT, "plan"])
-    assert_refused(result, "distributed_training is not installed", "-m pip install -e .")
+    assert_refused(result, "distributed_training", "-e .")
 
 
 def test_missing_imports_of_user_files_give_no_pip_advice(tmp_path):
     (tmp_path / "__init__.py").write_text("import no_such_module\n")
     result = run_command([sys.executable, SCRIPT, "--model", tmp_path, "--dry-run"])
     assert result.returncode != 0
-    assert "No module named 'no_such_module'" in result.stderr
+    assert "no_such_module" in result.stderr
     assert "pip install" not in result.stderr

@@ -40,7 +40,7 @@ def test_a_run_stops_at_a_non_finite_step_and_keeps_the_last_good_checkpoint(str
         "zero1": "the loss is not finite on rank 1. ",
     }[strategy]
     assert error.startswith(f"step {BAD}: {where}")
-    assert "--resume auto --on_nonfinite rollback" in error
+    assert "--on_nonfinite rollback" in error
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1"])
@@ -57,14 +57,14 @@ def test_skip_and_rollback_equal_a_run_without_the_bad_batch(strategy, tmp_path)
 def test_rollback_happens_once_and_needs_a_checkpoint(tmp_path):
     # The steps run in this order: 5, back to 3, 4, skip 5, 6.
     said = run("dp", tmp_path / "twice", steps=[BAD, BAD + 2], on_nonfinite="rollback")
-    assert "after step 5 was skipped" in said
+    assert "step 5 " in said
     said = run("dp", tmp_path / "early", steps=[EVERY - 1], on_nonfinite="rollback")
-    assert "The run has no earlier checkpoint" in said
+    assert "no earlier checkpoint" in said
 
 
 def test_skip_gives_up_if_no_step_is_finite(tmp_path):
     steps = range(2, 40)
     said = run("dp", tmp_path, steps=steps, on_nonfinite="skip", epochs=3, max_steps=-1)
-    assert ", as in the previous 10 steps" in said
+    assert "previous 10 steps" in said
     record = only_record(tmp_path)
     assert (record["step"], record["skipped_steps"]) == (12, list(range(2, 13)))

@@ -53,5 +53,5 @@ def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     for record in records:
         assert f"{record['evaluations'][-1]['loss']:.4f}" in page
         assert f"{record['evaluations'][-1]['loss']:.4f}" in result.stdout
-    assert "because they differ in lr_floor" in result.stdout
+    assert "differ in lr_floor" in result.stdout
     assert page.count("<img") == 3

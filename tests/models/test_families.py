@@ -212,15 +212,13 @@ def test_weight_files_are_chosen_as_in_transformers(tmp_path):
     assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index is ignored
     state = model.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safe.rename(tmp_path / "consolidated.safetensors")
-    with refused("model-00001-of-00002.safetensors cannot be read", "index lists files"):
+    with refused("model-00001-of-00002.safetensors"):
         ours(tmp_path)
     index.write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
-    with refused("'../model.safetensors'", "files in the same folder"):
+    with refused("'../model.safetensors'"):
         ours(tmp_path)
     index.unlink()
-    with refused(
-        "contains no readable weights", "only consolidated.safetensors", "weights to random"
-    ):
+    with refused(str(tmp_path), "consolidated.safetensors", "weights to random"):
         ours(tmp_path)
     for options in ({}, {"_use_new_zipfile_serialization": False}):
         torch.save(state, bin_file, **options)
@@ -303,12 +301,12 @@ def test_weights_of_another_size_or_truncated_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
     wider = dataclasses.replace(spec.size, vocab_size=600)
-    with refused("vocab_size=300, but the model has 600", "Set model to"):
+    with refused("vocab_size=300", "600"):
         dataclasses.replace(spec, size=wider).check_weights(tmp_path)
     file = tmp_path / "model.safetensors"
     for kept in (file.stat().st_size - 99, 4):
         os.truncate(file, kept)
-        with refused("model.safetensors cannot be read", "Download"):
+        with refused("model.safetensors"):
             ours(tmp_path)
 
 
@@ -332,8 +330,8 @@ GPT2 |= {"vocab_size": 300}
             ("num_attention_heads=4", "num_key_value_heads=3", "do not fit"),
         ),
         ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
-        ({**GPT2, "n_head": 3}, ("n_embd=32 is not divisible by n_head=3",)),
-        ({**GPT2, "n_inner": 64}, ("n_inner=64 is not 4 x n_embd", "128")),
+        ({**GPT2, "n_head": 3}, ("n_embd=32", "n_head=3")),
+        ({**GPT2, "n_inner": 64}, ("n_inner=64", "128")),
         ({**GPT2, "activation_function": "relu"}, ("activation_function='relu'",)),
         ({**GPT2, "layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon=1e-06",)),
         ({**GPT2, "scale_attn_weights": False}, ("scale_attn_weights=False",)),

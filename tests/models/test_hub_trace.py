@@ -47,7 +47,7 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
             lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")
     spec = find_model(model)
     spec.check_weights(folder)
-    with refused("num_layers=2, but the model has 3"):
+    with refused("num_layers=2", "3"):
         dataclasses.replace(spec, size=dataclasses.replace(spec.size, num_layers=3)).check_weights(
             folder
         )
@@ -64,5 +64,5 @@ def test_a_block_that_creates_tensors_is_traced(kind, tmp_path):
 def test_attention_to_an_encoder_is_refused(tmp_path):
     config = {"model_type": "trocr", "d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    with refused(str(tmp_path), "blocks that do not use encoder_attn", "dense text decoders"):
+    with refused(str(tmp_path), "encoder_attn"):
         find_model(str(tmp_path))

@@ -74,7 +74,7 @@ def test_one_chunk_of_logits_exists_at_a_time():
 
 def test_chunks_are_refused_with_fp16(tmp_path):
     values = {"model": "gpt2", "loss_chunk_tokens": 50}
-    with refused("cannot be used with precision='fp16'"):
+    with refused("loss_chunk_tokens", "precision='fp16'"):
         plan_for(tmp_path, GPU_MACHINE, 2, **values, strategy="dp", precision="fp16")
 
 

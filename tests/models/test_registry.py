@@ -28,7 +28,7 @@ def test_plans_with_model_folders(tmp_path):
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
-    with refused("four contains no readable weights", "set weights to random"):
+    with refused(str(folder), "weights"):
         planned(folder, tmp_path)
     plan = planned(folder, tmp_path, weights="random")
     spec = plan.model
@@ -50,13 +50,13 @@ def test_a_family_outside_the_package_is_found(tmp_path):
         "def sizes(folder=None):\n"
         "    return {'one': gpt2.SIZES['gpt2-tiny'], 'second': gpt2.SIZES['gpt2']}\n"
     )
-    with refused(str(tmp_path), "is code and was not run", "--model"):
+    with refused(str(tmp_path), "--model"):
         find_model(str(tmp_path))
     allow_families([str(tmp_path)])
     first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
     assert (first.label, second.label) == ("one", "second")
     assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
-    with refused("ones", f"{tmp_path}:one, ", f"Did you mean '{tmp_path}:one'?"):
+    with refused("ones", f"'{tmp_path}:one'"):
         find_model(f"{tmp_path}:ones")
 
 
@@ -87,7 +87,7 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))
     (tmp_path / "__init__.py").write_text("sizes = build = None")
-    with refused(str(tmp_path), "does not export to_hf, to_config"):
+    with refused(str(tmp_path), "to_hf, to_config"):
         find_model(str(tmp_path))
 
 

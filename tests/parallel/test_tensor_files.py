@@ -91,11 +91,11 @@ def test_missing_and_foreign_tensors_are_refused(tmp_path):
         path for path in sorted(tmp_path.iterdir()) if path.name != "rank-00001.safetensors"
     ]
     files = TensorFiles(incomplete)
-    with pytest.raises(ValueError, match="of 66 values of w"):
+    with pytest.raises(ValueError, match=r"66 .*w"):
         files.read_whole("w")
-    with pytest.raises(ValueError, match="0 of 66 values of other"):
+    with pytest.raises(ValueError, match=r"66 .*other"):
         files.read(build_part("other", WHOLE, SHAPE, (0, 0)))
-    with pytest.raises(ValueError, match=r"\[11, 6\] instead of \[6, 11\]"):
+    with pytest.raises(ValueError, match=r"\[11, 6\].*\[6, 11\]"):
         files.read(build_part("w", WHOLE.t(), SHAPE[::-1], (0, 0)))
 
 

@@ -9,19 +9,20 @@ def header(**changes):
 
 def test_header_describes_the_run():
     rows = header(from_strategy_defaults=["precision", "compile"])
-    assert rows["model"] == "gpt2-medium, 354.8M parameters, pretrained weights"
-    assert rows["strategy"] == "zero2 x 4 on NVIDIA H200: shards optimizer state, gradients"
-    assert rows["defaults"] == "the strategy sets precision=bf16, compile=True"
-    precision = "bf16 compute; parameters bf16, fp32 master copy; gradients bf16"
-    assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
-    assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens per step")
-    assert "1,000 training and 200 validation samples of 512 tokens (12.5% padding)" in rows["data"]
+    for name, words in {
+        "model": ["gpt2-medium", "354.8M", "pretrained"],
+        "strategy": ["zero2 x 4", "NVIDIA H200"],
+        "defaults": ["precision=bf16, compile=True"],
+        "precision": ["bf16 compute", "fp32 master", "compiled"],
+        "batch": ["global 32", "4 replicas", "2 micro-batches", "16,384 tokens"],
+        "data": ["1,000 training", "200 validation", "512 tokens", "12.5% padding"],
+        "steps": ["64, 32 per epoch", "5e-05", "cosine", "10 warm-up"],
+        "run": ["runs/x"],
+    }.items():
+        assert [word for word in words if word not in rows[name]] == [], name
     sparse = header(data__real_token_share=0.049)["data"]
-    assert sparse.endswith(
-        "(95.1% padding). To reduce padding, use --pack auto or a smaller --max_length"
-    )
-    assert rows["steps"] == "64, 32 per epoch; learning rate 5e-05 (cosine, 10 warm-up steps)"
-    assert rows["run"] == "runs/x"
+    assert "95.1% padding" in sparse
+    assert "--pack auto" in sparse
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
 
 
@@ -88,8 +89,8 @@ def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monk
     compiling, *lines = capsys.readouterr().out.splitlines()
     assert compiling.startswith("Compiling")
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
-    assert lines[0] == "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  first step 0.5 s"
-    assert lines[1].endswith("loss 2.0000  lr 3.0e-03  2,468 tok/s  0:48 left")
+    assert lines[0].endswith("0.5 s")
+    assert lines[1].endswith("2,468 tok/s  0:48 left")
 
 
 def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
@@ -98,9 +99,9 @@ def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
         "bound_by": "memory",
     }  # fmt: skip
     on_gpu = header(prediction=predicted)["predicted"]
-    assert on_gpu.startswith("1.00 GiB of GPU memory and 2.00 GiB of RAM per process; 0.5 s per")
+    assert on_gpu.startswith("1.00 GiB of GPU memory")
     on_cpu = header(prediction=predicted, machine__gpu_name=None)["predicted"]
-    assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM per process")
+    assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM")
 
 
 def test_notes_do_not_wrap_inside_urls(capsys):

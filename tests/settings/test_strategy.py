@@ -34,16 +34,12 @@ def test_shipped_strategies_have_their_order_and_meaning():
 @pytest.mark.parametrize(
     ("strategy", "document", "messages"),
     [
-        ("zero2", deepspeed_json("zero3"), ("describes ZeRO stage 3", "zero2' needs ZeRO stage 2")),
-        (
-            "hybrid",
-            deepspeed_json("zero1"),
-            ("describes ZeRO stage 1", "needs a pipeline", "to zero1"),
-        ),
-        ("zero2", deepspeed_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
-        ("dp", deepspeed_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
-        ("zero2", [], ("is not a JSON object",)),
-        ("zero2", {"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
+        ("zero2", deepspeed_json("zero3"), ("stage 3", "stage 2")),
+        ("hybrid", deepspeed_json("zero1"), ("stage 1", "pipeline", "zero1")),
+        ("zero2", deepspeed_json("zero2", pipeline={"stages": 2}), ("pipeline",)),
+        ("dp", deepspeed_json(), ("strategy='dp'", "deepspeed_config=")),
+        ("zero2", [], ()),
+        ("zero2", {"zero_optimization": {"stage": 4}}, ("stage=4",)),
         ("zero2", {"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
         ("zero2", deepspeed_json(zero_optimization={"stage": "auto"}), ("stage='auto' is not",)),
     ],
@@ -106,16 +102,16 @@ def test_a_clone_may_add_strategies(folders):
 @pytest.mark.parametrize(
     ("document", "messages"),
     [
-        ([], ("is not a strategy", '"mesh": {...}')),
-        ({"name": "own"}, ("either mesh or deepspeed",)),
-        ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not a known key",)),
-        ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
-        ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
-        ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
+        ([], ('"mesh": {...}',)),
+        ({"name": "own"}, ("mesh", "deepspeed")),
+        ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes",)),
+        ({"name": "own", "deepspeed": "no.json"}, ("no.json",)),
+        ({"name": "own", "mesh": {"cp": 2}}, ("'cp'", "dp_replicate")),
+        ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve'", "'native'?")),
         # An engine accepts only the axes that it supports.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
-        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("needs 'deepspeed', not 'm",)),
-        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("needs 'mesh', not 'deepspeed'",)),
+        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("'deepspeed'", "'mesh'")),
+        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("'deepspeed'", "'mesh'")),
         ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "Write TRAITS = ")),
     ],
 )
@@ -155,7 +151,5 @@ def test_a_strategy_folder_may_contain_an_engine(folders):
     engine = strategy.load_engine()
     assert engine.__name__ == "MyEngine"
     assert engine is strategy.load_engine(), "the file is run once"
-    with refused(
-        "tp=2 cannot be set with strategy='own'", "This strategy has the axes dp_replicate"
-    ):
+    with refused("tp=2", "strategy='own'", "dp_replicate"):
         load_own(tp=2)

@@ -121,7 +121,7 @@ def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=4)
     trainer.saver.pending_write = Future()
-    with pytest.raises(loop.NonFiniteError, match="step 4 was not saved: weight/w has") as caught:
+    with pytest.raises(loop.NonFiniteError, match=r"step 4 .*weight/w") as caught:
         trainer.run()
     assert caught.value.step == 4
 
