@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from distributed_training.models import ModelSpec
-from distributed_training.models.decoder import Decoder, fill_parameters
+from distributed_training.models.decoder import Decoder
+from distributed_training.models.initial_weights import fill_parameters
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Record, RunRecord, start_record
@@ -240,7 +241,7 @@ def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
     """Return the fingerprint that LoRA training computes for a folder's weights."""
 
-    from distributed_training.models.decoder import Fingerprint
+    from distributed_training.models.initial_weights import Fingerprint
 
     samples = Fingerprint(spec.build_meta_model())
     read = samples.watch(spec.weights_source(folder))

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from distributed_training.models import ModelSpec, peft
-from distributed_training.models.decoder import Decoder, Fingerprint, WeightSource, fill_parameters
+from distributed_training.models.decoder import Decoder
+from distributed_training.models.initial_weights import Fingerprint, WeightSource, fill_parameters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan
@@ -100,10 +101,9 @@ class TrainedModel:
         if self.adapters:
             self._check(fingerprint)
             initial = self.adapters.initial(self.spec.size)
-            model.initial_adapters = initial.tensors
             values = {"lora_rank": initial.rank, "lora_alpha": initial.alpha}
             config = build_config({**values, "lora_targets": ",".join(initial.targets)})
-            apply_lora(model, config, device)
+            apply_lora(model, config, device, initial.tensors)
         return model.eval().requires_grad_(False)
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:

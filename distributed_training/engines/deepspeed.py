@@ -16,7 +16,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import to_device
-from distributed_training.models.decoder import Decoder, KVCache, parameter_groups
+from distributed_training.engines.optimizers import parameter_groups
+from distributed_training.models.decoder import Decoder, KVCache
+from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, private
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.mesh import Topology
@@ -28,7 +30,9 @@ class DeepSpeedEngine(base.Engine):
     """Engine that trains the same model as the native engine, with the same AdamW and loss. The
     DeepSpeed configuration determines how state is sharded and offloaded."""
 
-    def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
+    def __init__(
+        self, model: Decoder, weights: InitialWeights, plan: Plan, topology: Topology
+    ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         private.import_muon()
         # This must precede init_distributed, which the pipeline's constructor calls.
@@ -37,8 +41,10 @@ class DeepSpeedEngine(base.Engine):
         self.plan = plan
         config = plan.config
         strategy = plan.strategy
+        cpu = torch.device("cpu")
+        weights.fill(model, cpu)
         if config.lora_rank:
-            apply_lora(model, config, torch.device("cpu"))
+            apply_lora(model, config, cpu, weights.adapters)
             # ZeRO-3 frees a block's weights when the gradient of its input is computed, so the
             # first block's input also needs a gradient.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
@@ -51,7 +57,7 @@ class DeepSpeedEngine(base.Engine):
             for parameter, name in names.items()
         }
         blocks.apply_checkpointing(model, config.activation_checkpointing, config.lora_rank)
-        blocks.apply_chunked_loss(model, config)
+        model.loss = blocks.build_loss(config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
         if strategy.zero.stage == 3:
             # Gather all parameters of a block together. DeepSpeed then runs fewer but larger

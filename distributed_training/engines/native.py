@@ -18,17 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
-from distributed_training.engines.optimizers import build_optimizer, moment_part
-from distributed_training.models.decoder import Decoder, KVCache, parameter_groups
+from distributed_training.engines.optimizers import build_optimizer, moment_part, parameter_groups
+from distributed_training.models.decoder import Decoder, KVCache
+from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import (
     enable_symmetric_memory,
     foreach_mul_,
     overlap_matmuls,
 )
+from distributed_training.parallel.tensor import apply_tp, shard_output
 from distributed_training.parallel.tensor_files import (
     Part,
     TensorFiles,
@@ -43,11 +46,42 @@ INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
-class NativeEngine(base.Engine):
-    """Engine that parallelizes a model with the modules in parallel/, applied in a fixed order, and
-    trains it with AdamW."""
+def parallelize(
+    stage: Decoder, weights: InitialWeights, plan: Plan, topology: Topology, mesh: DeviceMesh | None
+) -> set[str]:
+    """Parallelize a model or a pipeline stage over `mesh` in place, except for DDP, and fill it
+    with its initial `weights`. Return the names of the parameters whose gradients must be summed
+    over tp. All ranks must call this function."""
+    config = plan.config
+    tp_partial_names: set[str] = set()
+    tp_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
+    if tp_mesh is not None:
+        tp_partial_names = apply_tp(stage, tp_mesh, plan.tp_parts)
+    if config.lora_rank:
+        tp_partial_names = apply_lora(stage, config, topology.device, weights.adapters)
+    mode, compiled = config.activation_checkpointing, bool(config.compile)
+    blocks.apply_checkpointing(stage, mode, config.lora_rank, compiled=compiled)
+    stage.loss = blocks.build_loss(config)
+    if tp_mesh is not None:
+        stage.loss, stage.project = shard_output(stage.loss, tp_mesh, plan.tp_parts)
+    blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
+    if mesh is not None and plan.uses_fsdp:
+        # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
+        # needs whole models.
+        axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
+        blocks.apply_fsdp(stage, mesh[axes], stage.compute_dtype, keep_gathered=topology.pp > 1)
+        blocks.apply_prefetch(stage, config.fsdp_prefetch)
+    weights.fill(stage, topology.device, locate_local)  # only this rank's shards
+    blocks.reset_shards(stage)
+    return tp_partial_names
 
-    def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
+
+class NativeEngine(base.Engine):
+    """Engine that parallelizes a model with the modules in parallel/ and trains it with AdamW."""
+
+    def __init__(
+        self, model: Decoder, weights: InitialWeights, plan: Plan, topology: Topology
+    ) -> None:
         config = plan.config
         self.plan = plan
         self.config = config
@@ -72,8 +106,15 @@ class NativeEngine(base.Engine):
         )
         # Parameters whose gradients must be summed over tp
         self.tp_partial_params: list[nn.Parameter] = []
-        modules = [self._parallelize(stage, mesh) for stage in stages.values()]
-        self.module = modules[0]  # the whole model if there is no pipeline
+        for stage in stages.values():
+            tp_partial_names = parallelize(stage, weights, plan, topology, mesh)
+            self.tp_partial_params += [
+                p for name, p in stage.named_parameters() if name in tp_partial_names
+            ]
+        # The whole model if there is no pipeline
+        self.module: nn.Module = next(iter(stages.values()))
+        if plan.uses_ddp:
+            self.module = self.replicate(self.module)
         # Trained parameters of each stage. Collect them now, because an FSDP module lists rounded
         # copies instead of its parameters while it is gathered.
         self.params_by_stage = [
@@ -111,42 +152,6 @@ class NativeEngine(base.Engine):
         initial_scale = INITIAL_LOSS_SCALE if self.fp16 else 1.0
         self.loss_scale = torch.tensor(initial_scale, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
-
-    def _parallelize(self, stage: Decoder, mesh: DeviceMesh | None) -> nn.Module:
-        """Apply tp, LoRA, activation checkpointing, torch.compile and data parallelism, in that
-        order."""
-        topology = self.topology
-        config = self.config
-        tp_partial_names: set[str] = set()
-        if stage.fill is None:
-            stage.to(topology.device)
-        if topology.tp > 1:
-            from distributed_training.parallel.tensor import apply_tp
-
-            tp_partial_names = apply_tp(stage, mesh["tp"], self.plan.tp_parts)
-        if config.lora_rank:
-            from distributed_training.parallel.lora import apply_lora
-
-            tp_partial_names = apply_lora(stage, config, topology.device)
-        mode, compiled = config.activation_checkpointing, bool(config.compile)
-        blocks.apply_checkpointing(stage, mode, config.lora_rank, compiled=compiled)
-        blocks.apply_chunked_loss(stage, config)
-        blocks.apply_compile(stage, config, compile_outer_layers=topology.tp == 1)
-        if self.plan.uses_fsdp:
-            # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
-            # needs whole models.
-            axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
-            blocks.apply_fsdp(stage, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
-            blocks.apply_prefetch(stage, config.fsdp_prefetch)
-        if stage.fill is not None:  # reads or draws only the values of this rank's shards
-            stage.fill(stage, device=topology.device, locate=locate_local)
-            blocks.reset_shards(stage)
-        if self.plan.uses_ddp:
-            return self.replicate(stage)
-        self.tp_partial_params += [
-            p for name, p in stage.named_parameters() if name in tp_partial_names
-        ]
-        return stage
 
     def replicate(self, stage: Decoder) -> nn.Module:
         """Wrap `stage` in DDP, whose backward pass averages gradients over all ranks in fp32 or

@@ -5,11 +5,12 @@ step. Half the distance between neighboring bf16 values is two to four thousandt
 magnitude. With rounding to nearest, the second moment could therefore never shrink. Stochastic
 rounding rounds up or down with probabilities that keep the mean exact."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from distributed_training.engines.base import ADAM, MOMENTS
 from distributed_training.parallel.tensor_files import Part
@@ -17,6 +18,19 @@ from distributed_training.settings.config import RunConfig
 
 # Maximum number of values per update. If the update is not compiled, the limit saves memory.
 MAX_CHUNK_SIZE = 2**24
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float
+) -> list[dict[str, object]]:
+    """Return the parameters that require gradients as groups for AdamW. Weight decay applies to
+    matrices, but not to biases and norms, which are one-dimensional."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(

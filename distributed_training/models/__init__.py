@@ -46,7 +46,8 @@ from distributed_training.settings.own_code import load_code
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Decoder, Slices, WeightSource
+    from distributed_training.models.decoder import Decoder
+    from distributed_training.models.initial_weights import Slices, WeightSource
 
 OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
 HUB = "hub"  # the family that runs any decoder with code from transformers

@@ -12,13 +12,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import (
-    Decoder,
-    Linear,
-    Slices,
-    WeightSource,
-    is_block_matrix,
-)
+from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
+from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.size import ModelSize
 
 BLOCK_SIZE = 64

@@ -21,7 +21,7 @@ from distributed_training.models.adapters import (
     AdapterConfig,
     read_adapters,
 )
-from distributed_training.models.decoder import Slices, WeightSource
+from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig

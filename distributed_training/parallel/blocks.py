@@ -1,6 +1,7 @@
 """Apply activation checkpointing, torch.compile and FSDP2 to each block of a model."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,16 +75,12 @@ class _SelectivePolicy:
         return not (self.lora_rank > 0 and self.lora_rank in args[-1].shape)
 
 
-def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
-    """Modify a model in place so that it computes its loss in chunks of `loss_chunk_tokens` tokens.
-    Call this function after apply_tp and before apply_compile."""
-    if not config.loss_chunk_tokens or not model.is_last:
-        return
-    chunked_loss = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
-    if model.loss is summed_cross_entropy:
-        model.loss = chunked_loss
-    else:  # apply_tp has replaced the loss
-        model.loss = functools.partial(model.loss, chunked_loss=chunked_loss)
+def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
+    """Return the loss of an unsharded model. With `loss_chunk_tokens`, each chunk of that many
+    tokens is computed separately."""
+    if not config.loss_chunk_tokens:
+        return summed_cross_entropy
+    return ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
 
 
 def _compile(function: Any) -> Any:
@@ -96,10 +93,10 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
     """Compile a model in place if `config.compile` is set.
 
     Each block's forward is compiled, and all blocks share one graph. With `compile=whole`, all
-    layers before the final norm are instead compiled as one graph, so that operations can be fused
-    across blocks. The loss is also compiled. If the loss is chunked, apply_chunked_loss compiles
-    it. If `compile_outer_layers` is set, the embedding and the final norm are also compiled. These
-    layers cannot be compiled with ZeRO stage 3, because it adds hooks to them."""
+    layers before the final norm are instead compiled as one graph, so that operations can be
+    fused across blocks. The loss is also compiled. If the loss is chunked, it compiles
+    itself. If `compile_outer_layers` is set, the embedding and the final norm are also compiled.
+    These layers cannot be compiled with ZeRO stage 3, because it adds hooks to them."""
     if not config.compile:
         return
     keep_headers_private()

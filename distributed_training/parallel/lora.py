@@ -5,6 +5,7 @@ The weights W are frozen. An adapter changes the output of a matrix to
 so training starts from the outputs of the base model."""
 
 import zlib
+from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
@@ -17,15 +18,19 @@ from distributed_training.parallel.tensor import call_with_rank_dropout
 from distributed_training.settings.config import RunConfig
 
 
-def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[str]:
+def apply_lora(
+    model: Decoder,
+    config: RunConfig,
+    device: torch.device,
+    initial_values: Mapping[str, torch.Tensor],
+) -> set[str]:
     """Freeze a model or a pipeline stage, and add fp32 adapters on `device` to the matrices of its
     blocks, in place.
 
     If tp shards a matrix by rows, each rank has all of A and its own rows of B. If tp shards a
-    matrix by columns, each rank has its own columns of A and all of B. Values in the model's
-    `initial_adapters` replace the random initialization. Return the names of the parameters whose
-    gradients must be summed over tp."""
-    initial_values = model.initial_adapters
+    matrix by columns, each rank has its own columns of A and all of B. `initial_values` (the
+    `adapters` of InitialWeights) replace the random initialization. Return the names of the
+    parameters whose gradients must be summed over tp."""
     model.requires_grad_(False)
     tp_partial_names = set()
     targets = model.size.adapted_matrices(config.lora_targets)

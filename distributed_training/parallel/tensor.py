@@ -9,6 +9,7 @@ otherwise by tokens. An all-gather precedes each attention layer and each MLP, a
 follows it. Without sequence parallelism, all ranks compute the same norms and residuals, and a
 single all-reduce follows each attention layer and each MLP. The loss is sharded by vocabulary."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
     parameters that each rank applies only to its own tokens or heads. The gradients of these
     parameters must be summed over `mesh` (gradients.all_reduce_sum)."""
     sequence_parallel = max(tp_parts) > 1
-    placement: Placement = Shard(0 if tp_parts[0] > 1 else 1) if sequence_parallel else Replicate()
+    placement = _place_activations(tp_parts)
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=placement),
         "row": _LayerParallel(Shard(-1), placement, dim=1),
@@ -61,9 +62,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
             block.attention = partial(
                 call_with_rank_dropout, block.attention, mesh.get_local_rank()
             )
-    if model.is_last:
-        model.loss = partial(_vocab_parallel_loss, mesh, placement)
-        model.project = partial(_vocab_parallel_logits, mesh, placement)
     return {
         f"{name}.{parameter}"
         for name, role in roles.items()
@@ -72,6 +70,27 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         or (sequence_parallel and role in ("whole", "positions"))
         or (sequence_parallel and (role, parameter) == ("row", "bias"))
     }
+
+
+def shard_output(
+    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, tp_parts: tuple[int, int]
+) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return the functions `loss` and `project` of a Decoder whose output layer is sharded over
+    `mesh` by vocabulary. `loss` is the loss of an unsharded model. The sharded loss is computed in
+    chunks if `loss` is."""
+    placement = _place_activations(tp_parts)
+    chunked_loss = loss if isinstance(loss, ChunkedCrossEntropy) else None
+    return (
+        partial(_vocab_parallel_loss, mesh, placement, chunked_loss),
+        partial(_vocab_parallel_logits, mesh, placement),
+    )
+
+
+def _place_activations(tp_parts: tuple[int, int]) -> Placement:
+    """Return the placement of the activations between sharded layers."""
+    if max(tp_parts) == 1:
+        return Replicate()
+    return Shard(0 if tp_parts[0] > 1 else 1)
 
 
 @dataclass
@@ -152,14 +171,14 @@ def _vocab_parallel_logits(
 def _vocab_parallel_loss(
     mesh: DeviceMesh,
     placement: Placement,
+    chunked_loss: ChunkedCrossEntropy | None,
     x: torch.Tensor,
     weight: DTensor,
     targets: torch.Tensor,
     vocab_size: int,
-    chunked_loss: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
     """Compute `decoder.summed_cross_entropy` with the rows of the output layer's `weight` sharded
-    over the ranks. The loss is computed in chunks if `chunked_loss` is set."""
+    over the ranks."""
     rows = weight.to_local()  # (P / R, D)
     vocab_start = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()

@@ -1,6 +1,7 @@
 """Build the components of a run from its plan: topology, sampler, extensions, model and engine."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,8 @@ from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Decoder, Fingerprint, Slices, fill_parameters
+from distributed_training.models.decoder import Decoder
+from distributed_training.models.initial_weights import Fingerprint, InitialWeights, Slices
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -62,12 +64,12 @@ def build_engine(plan: Plan, topology: Topology, random_model: Decoder | None = 
     strategy. `random_model` is a model with random initial weights, if the caller has one. All
     ranks must call this function. Raises UserError if adapters do not fit the weights."""
     config = plan.config
-    model, fingerprint = build_model(plan, topology, random_model)
+    model, weights, fingerprint = build_model(plan, topology, random_model)
     initial_adapters = None
     if plan.adapters_dir is not None:
         initial_adapters = peft.read_initial(plan.model, plan.adapters_dir)
-        model.initial_adapters = initial_adapters.tensors
-    engine = plan.strategy.load_engine()(model, plan, topology)
+        weights = replace(weights, adapters=initial_adapters.tensors)
+    engine = plan.strategy.load_engine()(model, weights, plan, topology)
     if config.lora_rank:
         engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
         if initial_adapters is not None:
@@ -80,15 +82,13 @@ def build_engine(plan: Plan, topology: Topology, random_model: Decoder | None = 
 
 def build_model(
     plan: Plan, topology: Topology, random_model: Decoder | None
-) -> tuple[Decoder, Fingerprint]:
-    """Return the model and a fingerprint of its frozen weights. Without LoRA, no weights are frozen
-    and the fingerprint is empty.
+) -> tuple[Decoder, InitialWeights, Fingerprint]:
+    """Return the model on the meta device, its initial weights and a fingerprint of its frozen
+    weights. Without LoRA, no weights are frozen and the fingerprint is empty.
 
-    For strategies based on PyTorch's parallelism, the model is on the meta device. `model.fill`
-    loads the weights of this rank's shards once the shards are known. DeepSpeed receives the whole
-    model on the CPU. With an NF4 base, this rank's device holds the whole base model. All weights
-    are rounded to the compute dtype. Frozen weights are stored in the compute dtype (or in
-    `base_dtype` for the matrices of blocks), and trained weights are stored in fp32."""
+    With an NF4 base, this rank's device already holds the whole base model. All weights are rounded
+    to the compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
+    matrices of blocks), and trained weights are stored in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     model = plan.model.build_meta_model(dropout=config.dropout, seed=config.seed)
@@ -107,17 +107,13 @@ def build_model(
     fingerprint = Fingerprint(model)
     if config.lora_rank:
         source = fingerprint.watch(source)
-    fill = partial(fill_parameters, source=source, round_to=compute_dtype)
+    weights = InitialWeights(source=source, round_to=compute_dtype)
     if config.base_dtype == "nf4":
         from distributed_training.models.nf4 import quantize_matrices
 
         quantize_matrices(model, source, topology.device)
-        fill(model, device=topology.device)
-    elif plan.strategy.traits.builds_on_device:
-        model.fill = fill
-    else:
-        fill(model, device=torch.device("cpu"))
-    return model, fingerprint
+        weights.fill(model, topology.device)
+    return model, weights, fingerprint
 
 
 def _read_box(model: Decoder, name: str, slices: Slices) -> torch.Tensor:

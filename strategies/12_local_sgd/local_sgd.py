@@ -14,6 +14,7 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import MOMENTS, StepResult
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.decoder import Decoder, KVCache
+from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.gradients import all_reduce_mean
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
@@ -24,8 +25,10 @@ class LocalSGD(NativeEngine):
     """Engine whose replicas train separately for `local_steps` steps between synchronizations.
     Evaluations and checkpoints use the mean of the replicas."""
 
-    def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
-        super().__init__(model, plan, topology)
+    def __init__(
+        self, model: Decoder, weights: InitialWeights, plan: Plan, topology: Topology
+    ) -> None:
+        super().__init__(model, weights, plan, topology)
         options = plan.strategy.options(plan.engine_options)
         self.options = options
         # Clipping and Adam are not linear. With one local step, averaging the *gradients* is the

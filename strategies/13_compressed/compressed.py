@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.decoder import Decoder
+from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 
@@ -29,10 +30,12 @@ State = dict[str, dict[int, torch.Tensor]]  # attribute -> index of a bucket -> 
 class Compressed(NativeEngine):
     """Engine that trains with DDP and compresses each bucket of gradients."""
 
-    def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
+    def __init__(
+        self, model: Decoder, weights: InitialWeights, plan: Plan, topology: Topology
+    ) -> None:
         self.options = plan.strategy.options(plan.engine_options)
         self.compression_state: State = {}
-        super().__init__(model, plan, topology)
+        super().__init__(model, weights, plan, topology)
 
     def replicate(self, stage: Decoder) -> nn.Module:
         # gloo matches collectives by their order, and a hook starts its second collective as soon

@@ -31,9 +31,9 @@ Engine, steps, on_gpus = native.NativeEngine, [], []
 right, start = Engine.train_step, Engine.__init__
 torch.cuda.max_memory_allocated = lambda device: 0
 
-def init(self, model, plan, topology):
+def init(self, model, weights, plan, topology):
     on_gpus.append(plan.strategy.name)
-    start(self, model, plan, topology)
+    start(self, model, weights, plan, topology)
 
 def train_step(self, batch):
     steps.append(batch)

@@ -12,6 +12,7 @@ from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
+from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.settings.config import with_values
 from tests.planner.helpers import plan_for
@@ -28,9 +29,11 @@ def plan(tmp_path_factory):
 
 
 def build_engine(plan):
-    model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
+    with torch.device("meta"):
+        model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
     model.compute_dtype = COMPUTE_DTYPES[plan.config.precision]
-    return NativeEngine(model, plan, cpu_topology(plan))
+    weights = InitialWeights(source=model.random_source(1, torch.device("cpu"), hashed=False))
+    return NativeEngine(model, weights, plan, cpu_topology(plan))
 
 
 def train(engine, *seeds):

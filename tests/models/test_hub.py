@@ -15,7 +15,8 @@ import distributed_training.models.hub as hub_family
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
-from distributed_training.models.decoder import KVCache, fill_parameters
+from distributed_training.models.decoder import KVCache
+from distributed_training.models.initial_weights import fill_parameters
 from results.lab.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for

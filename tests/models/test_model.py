@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import find_model
-from distributed_training.models.decoder import hashed_normal
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
+from distributed_training.models.initial_weights import hashed_normal
 from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import RunConfig
@@ -133,7 +133,7 @@ def test_selective_checkpointing_recomputes_only_the_matmuls_of_adapters():
     config = RunConfig(lora_rank=2)
     for mode in ("none", "selective"):
         model = random_model()
-        apply_lora(model, config, torch.device("cpu"))
+        apply_lora(model, config, torch.device("cpu"), {})
         apply_checkpointing(model, mode, config.lora_rank)
         with FlopCounterMode(display=False) as counter:
             model(*random_batch()).backward()

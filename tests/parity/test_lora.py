@@ -54,7 +54,7 @@ def draw(spec):
     names."""
     config = RunConfig(seed=SETTINGS.seed, **ADAPTERS)
     model = read_model(spec, spec.weights_dir)
-    apply_lora(model, config, torch.device("cpu"))
+    apply_lora(model, config, torch.device("cpu"), {})
     return model, {name: each.clone() for name, each in to_peft(model.state_dict(), spec).items()}
 
 
@@ -173,8 +173,7 @@ def continued(spec, base, adapters):
     targets = ",".join(initial.targets)
     config = RunConfig(lora_rank=initial.rank, lora_alpha=initial.alpha, lora_targets=targets)
     model = read_model(spec, base)
-    model.initial_adapters = initial.tensors
-    apply_lora(model, config, torch.device("cpu"))
+    apply_lora(model, config, torch.device("cpu"), initial.tensors)
     return model, config
 
 

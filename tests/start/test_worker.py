@@ -10,30 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed_training.models.gpt2 import SIZES
-from distributed_training.models.gpt2 import build as build_model
+from distributed_training.models import gpt2
 from distributed_training.records.record import load_record
 from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous, worker
 from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process
-from distributed_training.train.build import build_engine
+from distributed_training.train.build import build_model
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start_test_record
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2"])
-def test_initial_weights_are_rounded_to_the_compute_dtype(strategy, tmp_path, monkeypatch):
+def test_initial_weights_are_rounded_to_the_compute_dtype(tmp_path):
     """DeepSpeed starts from rounded weights. Therefore all strategies start from rounded weights,
     which are stored in fp32."""
-    for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
-        monkeypatch.setattr(f"distributed_training.engines.{name}", lambda model, *_: model)
-    plan = plan_for(tmp_path, CPU_MACHINE, 1, strategy=strategy, precision="bf16", seed=7)
-    model = build_engine(plan, cpu_topology(plan))
-    if model.fill is not None:
-        model.fill(model, device=torch.device("cpu"))
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, precision="bf16", seed=7)
+    model, weights, _ = build_model(plan, cpu_topology(plan), None)
+    weights.fill(model, torch.device("cpu"))
     actual = dict(model.named_parameters())
-    expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
+    expected = gpt2.build(gpt2.SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
     assert actual.keys() == expected.keys()  # the output layer is still tied to the embedding
     for name, parameter in actual.items():
         assert parameter.dtype == torch.float32

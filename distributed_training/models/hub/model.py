@@ -15,17 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import (
-    Decoder,
-    KVCache,
-    Linear,
-    Positions,
-    Slices,
-    WeightSource,
-    softcap,
-)
+from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
 from distributed_training.models.hub import UnsupportedError
 from distributed_training.models.hub.attention import ATTENTION_NAME, attention
+from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.size import ModelSize
 
 # Classes that compute x W^T plus an optional bias
