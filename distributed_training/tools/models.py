@@ -57,6 +57,13 @@ _NAME_A_MODEL = (
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
+def run_folder(name: str) -> Path:
+    """Return the folder of the run if `name` is one of its exports. Otherwise, return the folder
+    `name`."""
+    folder = resolve_user_path(name).resolve()
+    return folder.parent if folder.name in (LAST, BEST, MERGED) else folder
+
+
 def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     """Return the model and the folder with its weights and tokenizer.
 
@@ -64,10 +71,9 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     `weights_name` ("hf" or "best") is used. Raises UserError for any other name, and for a run
     without this folder."""
     folder = resolve_user_path(name).resolve()
-    run, weights_name = (
-        (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, weights_name)
-    )
-    if not (run / PLAN_FILE).is_file():
+    run = run_folder(name)
+    weights_name = weights_name if run == folder else folder.name
+    if not (run / PLAN_FILE).is_file() or weights_name == MERGED:
         if (folder / "config.json").is_file() or is_adapter(folder):
             return find_model(str(base_folder(folder))), folder
         if not folder.exists() and (spec := _find_published(name)) is not None and spec.hub_id:
@@ -201,13 +207,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss, perplexity and bits per byte of a model on a dataset, or on the validation
     samples of the model's run. Then print lm-eval's results for the requested tasks. Return the
     exit code."""
-    plan = _load_plan(arguments.run)
+    run = run_folder(arguments.run)
+    plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
     weights_name = BEST if arguments.best else LAST
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
     if arguments.dataset is None and plan is None and not arguments.tasks:
-        if not resolve_user_path(arguments.run).exists() and _find_published(arguments.run) is None:
-            raise UserError(f"{arguments.run} does not exist", fix=_NAME_A_MODEL)
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")
     if arguments.dataset is not None or plan is not None:
@@ -254,15 +259,6 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
         "samples": f"{len(samples):,} of up to {config.max_length} tokens",
     }
     display.table(rows)
-
-
-def _load_plan(name: str) -> Plan | None:
-    """Return the plan of a run, or of the run to which an export belongs. If there is no such run,
-    return None."""
-    folder = resolve_user_path(name).resolve()
-    if folder.name in (LAST, BEST, MERGED):
-        folder = folder.parent
-    return load_plan(folder) if (folder / PLAN_FILE).is_file() else None
 
 
 def _load_samples(

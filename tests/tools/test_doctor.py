@@ -64,21 +64,20 @@ def test_problems_with_gpus_are_reported(machine):
 def test_cores_granted_by_a_container_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    texts = {finding.topic: finding.text for finding in doctor.check_memory_and_files()}
-    assert texts["cores"].startswith("3 of 64 cores are available")
+    texts = {finding.topic: finding.text for finding in doctor.check_memory()}
+    assert "3 of 64" in texts["cores"]
 
 
-def test_a_full_or_unwritable_disk_fails(tmp_path, monkeypatch):
+def test_a_full_or_unwritable_disk_is_reported(tmp_path, monkeypatch):
     room = SimpleNamespace(free=2**40)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: room)
-    monkeypatch.setattr(doctor, "PROBE_BYTES", 2**20)
-    monkeypatch.setattr(doctor, "SLOW_DISK", 0)
     runs = tmp_path / "runs"
     assert [f.level for f in doctor.check_disk(runs)] == ["ok"]
     room.free = 2**20
-    assert [f.level for f in doctor.check_disk(runs)] == ["fail"]
+    assert [f.level for f in doctor.check_disk(runs)] == ["warn"]
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert [f.text for f in doctor.check_disk(runs)] == [f"You cannot write to {tmp_path}."]
+    (finding,) = doctor.check_disk(runs)
+    assert (finding.level, str(tmp_path) in finding.text) == ("fail", True)
 
 
 def test_lines_fit_a_terminal_and_commands_can_be_copied(tmp_path, monkeypatch, capsys):
@@ -87,11 +86,11 @@ def test_lines_fit_a_terminal_and_commands_can_be_copied(tmp_path, monkeypatch, 
     def find_lock(name):
         raise UserError(f"{lock} is old", fix=f"run:  rm {lock}")
 
-    monkeypatch.setattr(doctor.checks, "check_stale_lock", find_lock)
+    monkeypatch.setattr(doctor.checks, "check_extensions", find_lock)
     code = doctor.main(tmp_path)
     printed = capsys.readouterr().out.splitlines()
     assert f"rm {lock}" in [line.strip() for line in printed]
     paths = re.compile(f"{lock}|{tmp_path}")
     assert all(len(paths.sub("", line)) <= 80 for line in printed)
     assert {line[:4].strip() for line in printed[:-2]} <= {"ok", "warn", "fail", ""}
-    assert code == 1
+    assert code == 0
