@@ -378,8 +378,8 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
 
 def run_command(name: str, program: Program) -> int:
     """Parse the options of a command and run it. Return the exit code."""
-    if name == "train" and launch.PLANNED_OPTION in program.argv:
-        return launch.run_planned_rank()
+    if name == "train" and program.argv[:1] == (launch.PLANNED_OPTION,):
+        return launch.run_planned_rank(*program.argv[1:])
     parser = Parser(prog=program.script.name)
     commands = parser.add_subparsers(parser_class=Parser)
     command = COMMANDS[name]

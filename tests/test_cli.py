@@ -155,21 +155,13 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("interrupted ")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("HOME", "Invalid log settings: evil"),
-        ("TORCH_LOGS", "the evil gradient of a leaf, requires_grad=evil"),
-        ("TORCH_LOGS", "unknown dtype: evils"),
-    ],
-)
-def test_other_errors_are_not_blamed_on_an_environment_variable(name, message, run, monkeypatch):
+def test_an_unknown_error_keeps_its_traceback(run, monkeypatch):
     def fail(*_, **__):
-        raise ValueError(message)
+        raise IndexError("bad index: 1")
 
     monkeypatch.setattr(launch, "start", fail)
-    monkeypatch.setenv(name, "evil")
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(IndexError, match="bad index: 1"):
         run()
 
 

@@ -107,16 +107,16 @@ def set_nccl_variables(*strategies: str) -> None:
 
 @contextlib.contextmanager
 def process_group(
-    device: torch.device, store: dist.Store, *, timeout_minutes: float = 30
+    device: torch.device, store: dist.Store, *, timeout_s: float = 1800.0
 ) -> Iterator[None]:
     """Create the default process group for the `with` block. The group uses gloo for CPU tensors
-    and NCCL for CUDA tensors, and has a timeout of `timeout_minutes`. Groups created later have
+    and NCCL for CUDA tensors, and has a timeout of `timeout_s` seconds. Groups created later have
     torch's default timeouts. The caller must delete the engine and the model before the block
     ends."""
     import torch
     import torch.distributed as dist
 
-    options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes), "store": store}
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
     store.set_timeout(options["timeout"])  # torch sets this only for stores that it creates
     if device.type == "cuda":

@@ -223,8 +223,8 @@ class RunConfig(Options):
     rollback: return to the last checkpoint and skip the failed batch, at most once per run."""
     hang_timeout_s: CountOrZero | None = failure_key(None)
     """End the run after this many seconds without progress. 0: never. None: no limit for a single
-    process. With several processes, the limit is 600 s. After the first steps, the limit of a step
-    is 20 times the usual step time, but at least 60 s (600 s with compile or profile)."""
+    process. With several processes, the limit is 600 s. With --num_gpus, the limit of a step is 20
+    times the usual step time, but at least 60 s (600 s with compile or profile)."""
     rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
     """Seconds to wait for all ranks to join."""
     # fmt: on

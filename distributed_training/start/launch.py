@@ -1,18 +1,17 @@
-"""Start a run in one of two ways. Without a launcher, this process plans the run and starts the
-other processes, which read plan.json. Under a launcher, rank 0 plans the run and sends the plan to
-the other ranks (see rendezvous.py).
+"""Start a run in one of two ways. Without a launcher, this process plans the run, then starts and
+watches the other processes, which read plan.json. Under a launcher, rank 0 plans the run and sends
+the plan to the other ranks (see rendezvous.py).
 
 This module itself does not import torch. `import_worker` imports it."""
 
 import gc
 import importlib
-import json
 import math
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,36 +20,30 @@ from types import ModuleType
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.planner.rank import layout_name
-from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Cluster, local_cluster
-from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
+from distributed_training.records.record import RECORD_FILE, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
-from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import describe_ignored_settings
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
+from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import (
     MAX_PROCESSES,
     OUT_OF_MEMORY,
     Command,
-    Ranks,
-    compute_in_fork,
     current_process,
-    require_loopback,
     run_ranks,
     single_process,
-    start_early,
 )
 from distributed_training.supervise.process import Process, Startup
 
 # Maximum delay until this process notices that a rank was killed. A killed rank ends only after its
 # GPU memory has been freed.
 NOTICE_DELAY_S = 5.0
-TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose is known to fit in memory
 PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
 CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
 
@@ -84,7 +77,6 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
     """Plan the run, write plan.json, and execute the plan in this process or in new processes.
     Return the run's exit code."""
     startup = Startup()
-    require_loopback()
     machine = cluster.machine
     count = cluster.num_processes
     if count == 1 and machine.num_gpus > 1:
@@ -92,27 +84,12 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
             f"note: this run uses 1 of {machine.num_gpus} GPUs. "
             "To use all GPUs, add --num_gpus all."
         )
-    is_auto = AUTO in (request.strategy, request.batch_size)
-    if count == 1 and not max_restarts and not (is_auto and machine.num_gpus):
-        plan = plan_run(request, cluster)
+    plan = plan_run(request, cluster)
+    if count == 1 and not max_restarts:
         startup.end("plan")
         return run_here(plan, single_process(), startup)
     prepare_environment(count)
-    command: Command | Callable[[Path], int]
-    started_ranks: Ranks = ()
-    if can_fork(machine):
-        plan, command = _plan_before_forks(request, cluster, startup)
-    else:
-        command = [str(script), PLANNED_OPTION]
-        # The processes import torch during planning, unless there are more processes than GPUs.
-        with start_early(command, count if count <= machine.num_gpus else 0) as started_ranks:
-            plan = plan_run(request, cluster)
-    code = spawn(plan, command, max_restarts, started_ranks)
-    # If a layout that "auto" chose runs out of memory, try a layout that is predicted to need less.
-    while is_auto and plan.checkpoint is None and ran_out_of_memory_early(plan.run_dir):
-        plan = _plan_smaller(plan, request, cluster)
-        code = spawn(plan, command, max_restarts)
-    return code
+    return spawn(plan, [str(script), PLANNED_OPTION], max_restarts)
 
 
 def plan_run(request: Request, cluster: Cluster) -> Plan:
@@ -121,78 +98,19 @@ def plan_run(request: Request, cluster: Cluster) -> Plan:
     return run_dir.reserve_run_dir(plan)
 
 
-def _plan_before_forks(
-    config: Request, cluster: Cluster, startup: Startup
-) -> tuple[Plan, Callable[[Path], int]]:
-    """Plan the run in a separate process while this process imports torch. Return the plan and the
-    function that each forked rank calls. This process must not plan the run itself, because
-    tokenizers start threads, and forking a process with threads is not safe."""
-    wait_for_plan = compute_in_fork(
-        lambda: run_dir.plan_as_text(lambda: make_plan(config, cluster, read_data))
-    )
-    worker = import_worker()
-    startup.end("import")
-    plan = run_dir.reserve_run_dir(run_dir.plan_from_text(wait_for_plan()))
-    worker.use_cpu()
-    plan.strategy.load_engine()  # import it before the ranks are forked
-    startup.end("plan")
-    return plan, partial(train_in_fork, worker, startup.seconds)
-
-
-def _plan_smaller(failed_plan: Plan, config: Request, cluster: Cluster) -> Plan:
-    """Plan the run again with a layout that is predicted to need less memory than the failed
-    layout."""
-    what = f"{layout_name(failed_plan)} with batch_size={failed_plan.config.batch_size}"
-    cluster = replace(cluster, max_gpu_bytes=estimate_memory(failed_plan).needed_bytes)
-    plan = plan_run(config, cluster)
-    smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
-    print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)
-    return plan
-
-
-def can_fork(machine: Machine) -> bool:
-    """Return whether ranks may be started by forking. CUDA does not survive a fork, and importing
-    DeepSpeed may initialize CUDA."""
-    return not machine.num_gpus
-
-
-def train_in_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
-    """Run this rank's part of the plan in a forked process, which reuses the imports of the
-    launching process. Return the exit code."""
+def run_planned_rank(run_dir: str, *code_folders: str) -> int:
+    """Run this process's part of the plan in `run_dir`. This process may execute Python code from
+    `code_folders`. The launching process passes both on the command line."""
     process = current_process()
     assert process is not None
-    return run_and_report_errors(
-        partial(worker.run, load_plan(run_dir), process, Startup(startup_s))
-    )
-
-
-def ran_out_of_memory_early(run_dir: Path) -> bool:
-    """Return whether a run ran out of GPU memory within its first TRIAL_STEPS steps."""
-    if not (run_dir / RECORD_FILE).is_file() or load_record(run_dir).status != "oom":
-        return False
-    metrics = run_dir / METRICS_FILE
-    return not metrics.is_file() or metrics.read_bytes().count(b"\n") <= TRIAL_STEPS
-
-
-def run_planned_rank() -> int:
-    """Run this process's part of a plan that the launching process is still making. The first line
-    of standard input contains the run's folder and the folders whose Python code this process may
-    execute."""
-    process = current_process()
-    assert process is not None
+    # Process name in `top`, at most 15 characters
+    Path("/proc/self/comm").write_text(f"rank {process.rank}")
     worker = import_worker()
     startup = Startup()
-    worker.warm_up(process)
     startup.end("import")
-    line = sys.stdin.readline()
-    if not line:  # the launching process was killed
-        return 1
-    run_dir, folders = json.loads(line)
-    for folder in folders:
+    for folder in code_folders:
         allow_code(Path(folder))
-    plan = load_plan(Path(run_dir))
-    startup.end("plan")
-    code = worker.run(plan, process, startup)
+    code = worker.run(load_plan(Path(run_dir)), process, startup)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
@@ -244,29 +162,24 @@ def prepare_environment(processes_here: int) -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def spawn(
-    plan: Plan,
-    program: Command | Callable[[Path], int],
-    max_restarts: int,
-    started_ranks: Ranks = (),
-) -> int:
-    """Start the plan's processes, or use the processes in `started_ranks`, and wait for them. If a
-    process fails, restart all processes, up to `max_restarts` times. Return the run's exit code. If
-    a process was killed, record the cause."""
-    if callable(program):
-        program = partial(program, plan.run_dir)
+def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
+    """Start processes that execute the plan, and wait for them. If a process fails, restart all
+    processes, up to `max_restarts` times. Return the run's exit code. If a process was killed or
+    hangs, record the cause."""
+    command = [*command, str(plan.run_dir), *allowed_code_folders()]
     file = plan.run_dir / RECORD_FILE
     modified_before = file.stat().st_mtime_ns if file.is_file() else None
-    stdin_line = json.dumps([str(plan.run_dir), allowed_code_folders()])
-    outcome = run_ranks(program, plan.num_processes, started_ranks, stdin_line)
     notes = plan.notes
-    for count in range(1, max_restarts + 1):
-        if outcome.signum or not any(outcome.codes.values()):
+    for count in range(max_restarts + 1):
+        if count:
+            checkpoint, note = run_dir.plan_restart(plan, f" ({count})")
+            plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
+            run_dir.write_plan(plan)
+        monitor = Monitor(plan.config, plan.num_processes)
+        record_hang = partial(mark_stopped, plan.run_dir, "failed")
+        outcome = run_ranks(command, plan.num_processes, monitor, record_hang)
+        if outcome.signum or not outcome.exit_code:
             break
-        checkpoint, note = run_dir.plan_restart(plan, f" ({count})")
-        plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
-        run_dir.write_plan(plan)
-        outcome = run_ranks(program, plan.num_processes, stdin_line=stdin_line)
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code
@@ -291,7 +204,6 @@ def spawn(
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
     if record.status == "ok" and code and not outcome.signum and plan.config.push is None:
-        # If a rank hangs after the end of training, another rank's watch kills it.
         what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
         print_stderr(f"note: after the run had finished: {what}")
         return 0

@@ -34,7 +34,7 @@ from distributed_training.settings.errors import UserError, first_line, print_st
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
-from distributed_training.start.ranks import LOOPBACK, STORE_SOCKET
+from distributed_training.start.ranks import LOOPBACK
 from distributed_training.supervise.process import Process, format_numbers
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -115,9 +115,7 @@ def _listen(host: str, port: int, process: Process) -> dict[str, Any]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         resolved = str(address[0])
-        if STORE_SOCKET in os.environ:
-            listener = socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
-        elif (
+        if (
             process.on_one_machine
             or (_find_interface(resolved) and not _is_loopback(resolved))
             or (_is_loopback(resolved) and host in ("localhost", resolved))

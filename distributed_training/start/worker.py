@@ -1,10 +1,11 @@
 """Run one process's part of a run. Connect to the other ranks and train. If an error occurs, record
 and print its cause."""
 
-import importlib
+import ctypes
 import logging
 import os
 import signal
+import sys
 import warnings
 
 import torch
@@ -19,12 +20,23 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
+from distributed_training.start.progress import LIMITED, Progress, find_limit
 from distributed_training.start.ranks import current_process
+from distributed_training.supervise import claims
 from distributed_training.supervise.ending import end_failed
-from distributed_training.supervise.process import STOP_SIGNALS, Process, Startup, handle_signals
-from distributed_training.supervise.watch import END_ACTIVITY, Watch
+from distributed_training.supervise.process import (
+    END_ACTIVITY,
+    LAUNCHER_VARIABLE,
+    STOP_SIGNALS,
+    Process,
+    Startup,
+    handle_signals,
+)
 from distributed_training.train.build import build_topology
 from distributed_training.train.run import push, train
+
+DAY_S = 86400.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
 
 def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
@@ -33,10 +45,14 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     call this function."""
     num_gpus = plan.machine.num_gpus if isinstance(plan, Plan) else torch.cuda.device_count()
     config = plan.config if isinstance(plan, Plan) else plan
-    watch = Watch(process)
+    _, *report_fds = connect_launcher()
+    progress = Progress(*report_fds)
     process, device, store = join(process, num_gpus, config.rendezvous_timeout_s)
     set_nccl_variables(config.strategy)
-    with process_group(device, store):
+    timeout_s = find_limit(config, process.world_size, LIMITED) or DAY_S
+    if LAUNCHER_VARIABLE in os.environ:  # the launching process decides that a rank hangs
+        timeout_s = max(timeout_s, DAY_S / 48)
+    with process_group(device, store, timeout_s=timeout_s):
         gather_values = agree.build_store_gather(store, process.rank, process.world_size)
         if isinstance(plan, Request):
             plan = rendezvous.agree_on_plan(
@@ -50,7 +66,8 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         topology = build_topology(plan, process, device)
         if plan.strategy.steps_on_host:  # by default, torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
-        watch.begin(plan.run_dir, plan.config, store)
+        claims.hold(plan.run_dir)
+        progress.begin(plan.config, process.world_size)
 
         # During training, these signals save a checkpoint. Before and after training, this handler
         # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into
@@ -61,15 +78,14 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
 
         with handle_signals(dict.fromkeys(STOP_SIGNALS, end_run)):
             try:
-                code = train(plan, topology, watch, gather_values, startup)
+                code = train(plan, topology, progress.set_activity, gather_values, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
-                watch.end()  # otherwise the watch may report the same error a second time
-                if watch.activity == END_ACTIVITY and records.has_finished(plan.run_dir):
+                if progress.activity.name == END_ACTIVITY and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print_stderr(f"note: after the run had finished: {what}")
                     os._exit(0)
                 end_failed(plan, topology, error, store)
-    watch.end()  # ranks no longer wait for one another
+    progress.end()
     if code == 0 and plan.config.push is not None and process.rank == 0:
         return push(plan.run_dir, plan.config.push)
     return code
@@ -97,9 +113,25 @@ def join(
     return process, device, store
 
 
+def connect_launcher() -> list[int]:
+    """If our launching process started this process, let this process end with it, and return the
+    descriptors of the files for the store, the activity and the stack. Otherwise, return [-1]."""
+    if LAUNCHER_VARIABLE not in os.environ:
+        return [-1]
+    launcher, *fds = map(int, os.environ[LAUNCHER_VARIABLE].split())
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:  # it ended before the call
+        sys.exit(128 + signal.SIGTERM)
+    return fds
+
+
 def open_store(process: Process, limit_s: float) -> dist.Store:
     """Return the store that all ranks share. A single process gets a local store, without a
     rendezvous."""
+    store_fd = connect_launcher()[0]
+    if store_fd >= 0:
+        rendezvous.use_loopback()
+        return dist.FileStore(f"/proc/self/fd/{store_fd}", process.world_size)
     if process.world_size > 1:
         return rendezvous.connect_ranks(process, limit_s)
     rendezvous.use_loopback()  # gloo and NCCL still need an interface
@@ -113,7 +145,10 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     silenced_modules = "torch|deepspeed|distributed_training"
     warnings.filterwarnings("ignore", category=FutureWarning, module=silenced_modules)
     if not num_gpus:
-        return use_cpu()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Without this level, DeepSpeed prints that there is a CUDA compiler but no GPU.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
@@ -130,19 +165,3 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     major, minor = torch.cuda.get_device_capability(process.local_rank)
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     return torch.device("cuda", process.local_rank)
-
-
-def use_cpu() -> torch.device:
-    """Tell libraries that there is no GPU, and return the CPU device."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Without this level, DeepSpeed prints that there is a CUDA compiler but no GPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    return torch.device("cpu")
-
-
-def warm_up(process: Process) -> None:
-    """Perform the slow startup steps that do not depend on the plan. On a GPU, initialize the CUDA
-    context and import torch's compiler."""
-    if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
-        torch.zeros((), device=torch.device("cuda", process.local_rank))
-        importlib.import_module("torch._inductor.compile_fx")

@@ -10,7 +10,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.display import best_if_overfitted, short_path
 from distributed_training.records.record import LAST, Record
 from distributed_training.settings.config import KEYS
-from distributed_training.supervise.process import LAUNCHER_PID_VARIABLE
+from distributed_training.supervise.process import LAUNCHER_VARIABLE
 
 
 def build_continue_command(plan: Plan) -> tuple[str, str]:
@@ -93,6 +93,4 @@ def _script(plan: Plan) -> str:
 
 def _has_external_launcher(plan: Plan) -> bool:
     """Return whether torchrun, deepspeed or another external launcher started the processes."""
-    return bool(plan.launchers) or (
-        plan.num_processes > 1 and LAUNCHER_PID_VARIABLE not in os.environ
-    )
+    return bool(plan.launchers) or (plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Environment variable through which ranks learn the process id of their launcher
-LAUNCHER_PID_VARIABLE = "RANKS_LAUNCHER"
+# Environment variable of the ranks that `run_ranks` starts: the id of the launching process, and
+# the descriptors of the files for the store, the rank's activity and the rank's stack
+LAUNCHER_VARIABLE = "RANKS_LAUNCHER"
+END_ACTIVITY = "the end"  # activity of a rank after the model has been written
 # Signals that stop a run
 STOP_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,

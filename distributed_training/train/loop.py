@@ -63,7 +63,7 @@ class Trainer:
     history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
-    # Function that reports the current activity to the hang detector (supervise/watch.py)
+    # Function that reports the current activity (start/progress.py)
     set_activity: Callable[..., None] = lambda activity, **_: None
     startup: Startup = field(default_factory=Startup)
 

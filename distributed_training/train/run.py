@@ -1,6 +1,7 @@
 """Execute a training run on one rank, from loading the data to the finished record."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,17 @@ from distributed_training.records.display import Display, header_rows, short_pat
 from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims, commands
-from distributed_training.supervise.process import Startup
-from distributed_training.supervise.watch import END_ACTIVITY, Watch
+from distributed_training.supervise.process import END_ACTIVITY, Startup
 from distributed_training.train.build import build_engine, build_extensions, build_sampler
 from distributed_training.train.loop import Trainer
 
 
 def train(
-    plan: Plan, topology: Topology, watch: Watch, gather_values: agree.Gather, startup: Startup
+    plan: Plan,
+    topology: Topology,
+    set_activity: Callable[..., None],
+    gather_values: agree.Gather,
+    startup: Startup,
 ) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
@@ -75,7 +79,7 @@ def train(
         history=history,
         record=record,
         tracker=tracker,
-        set_activity=watch.set_activity,
+        set_activity=set_activity,
         startup=startup,
     )
     if plan.checkpoint is not None:
@@ -83,7 +87,7 @@ def train(
         display.say(f"resumed from {short_path(plan.checkpoint)}")
     startup.end("model")
     signum = trainer.run()
-    watch.set_activity(END_ACTIVITY)
+    set_activity(END_ACTIVITY)
     results = collect_results(trainer)
     if record is not None:
         claims.check(plan.run_dir, plan.run_id)

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 from distributed_training.checkpoint import saver
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
-from distributed_training.start import worker
-from distributed_training.supervise import watch
 from distributed_training.train import run as training
 from distributed_training.train.loop import Trainer
 from tests.pool import run_script
@@ -62,44 +59,6 @@ def without_step(job: dict[str, Any]) -> None:
         self.nonfinite.skipped_step = job["step"]
 
     Trainer.__post_init__ = init
-    run_script(*job["arguments"])
-
-
-def with_rank_1_stopped(job: dict[str, Any]) -> None:
-    """Make rank 1 fail, hang or freeze in step 5, with short time limits."""
-    # On a busy machine, a healthy thread may not report for seconds.
-    watch.HEARTBEAT_INTERVAL_S, watch.SLOW_S = 0.5, 5.0
-    watch.LOST_S = 10.0 if job["how"] == "frozen" else 60.0
-    original, calls = native.NativeEngine.train_step, []
-
-    def train_step(self: Any, batch: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 5 and os.environ["RANK"] == "1":
-            if job["how"] == "fails":
-                raise RuntimeError("a fault made on purpose")
-            time.sleep(2)  # so that this rank sends a heartbeat
-            if job["how"] == "frozen":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)
-        return original(self, batch)
-
-    native.NativeEngine.train_step = train_step
-    run_script(*job["arguments"])
-
-
-def with_a_rank_frozen_at_the_end(job: dict[str, Any]) -> None:
-    """Freeze a rank after the model has been exported and the run's record is complete."""
-    watch.HEARTBEAT_INTERVAL_S, watch.LOST_S = 0.5, 10.0
-    original = worker.train
-
-    def train(*arguments: Any) -> int:
-        code = original(*arguments)
-        if os.environ["RANK"] == str(job["rank"]):
-            time.sleep(2)  # so that this rank sends a heartbeat
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return code
-
-    worker.train = train
     run_script(*job["arguments"])
 
 

@@ -17,32 +17,18 @@ import psutil
 from tests.conftest import clean_environment, heavy_pool, settings
 from tests.pool import GRACE_S, ROOT, SCRIPT, free_port
 
+FAULT_SCRIPT = ROOT / "tests/e2e/fault_script.py"
 H200 = "NVIDIA H200, 143771, 9.0"
-NO_FORK_SCRIPT = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import real_model_example
-from distributed_training.start import launch
-launch.can_fork = lambda machine: False
-sys.exit(real_model_example.main())
-"""
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
-    """Return the command that starts a run with `launcher`. Both "spawn" and "as on GPUs" use
-    --num_gpus 2. With "as on GPUs", each rank is a new Python process, as in runs on GPUs."""
+    """Return the command that starts a run with `launcher`. "spawn" uses --num_gpus 2. "faulty"
+    does the same with the faults of fault_script.py."""
     script_arguments = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *script_arguments],
         "spawn": [sys.executable, *script_arguments, "--num_gpus", "2"],
-        "as on GPUs": [
-            sys.executable,
-            "-c",
-            NO_FORK_SCRIPT,
-            *script_arguments[1:],
-            "--num_gpus",
-            "2",
-        ],
+        "faulty": [sys.executable, str(FAULT_SCRIPT), *script_arguments[1:], "--num_gpus", "2"],
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *script_arguments],
         "deepspeed": [
             "deepspeed",

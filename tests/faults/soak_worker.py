@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import real_model_example
 from distributed_training.checkpoint import saver
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.start import launch
 
 # Some tensors of this model are large enough for infinity to keep them in files.
 SIZES["four-wide-layers"] = gpt2_size(
@@ -163,13 +162,7 @@ def main() -> int:
     if JOB["cores"]:
         os.sched_setaffinity(0, JOB["cores"])
     register_process()
-    train_in_fork = launch.train_in_fork
-
-    def train(*arguments: Any) -> int:
-        register_process()
-        return train_in_fork(*arguments)
-
-    launch.train_in_fork = train  # type: ignore[assignment]
+    real_model_example.__file__ = __file__  # so that the ranks run this script
     return real_model_example.main()
 
 

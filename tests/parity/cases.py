@@ -320,7 +320,7 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
     process = current_process()
     assert process is not None
     store = worker.open_store(process, 60)
-    with process_group(torch.device("cpu"), store, timeout_minutes=1):
+    with process_group(torch.device("cpu"), store, timeout_s=60):
         gradients = arguments["gradients"][dist.get_rank()]
         _, rows, columns = gradients.shape
         layer = torch.nn.Linear(columns, rows, bias=False)
