@@ -25,7 +25,7 @@ SCHEDULE_CLASSES: dict[str, Any] = {  # schedule -> torch's schedule class, or a
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
     "zb-h1": PlannedSchedule,  # torch's InterleavedZeroBubble needs m to be a multiple of p
-    "zb-v": PlannedSchedule,  # torch's ZBVZeroBubble has a fixed order for all durations
+    "zb-v": PlannedSchedule,  # torch's order, with messages sorted by their expected times
     "zb-auto": PlannedSchedule,
 }
 

@@ -45,7 +45,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned
     order.
 
-    If the plan stores orders for predicted durations, messages are sorted by their expected times.
+    If the plan stores predicted durations, messages are sorted by their expected times.
     By default, torch orders messages as if all operations took the same time. A receive that is
     posted too early would then block operations that are ready."""
 

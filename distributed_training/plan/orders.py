@@ -1,9 +1,9 @@
 """Define the order of operations on each rank of a pipeline. This module does not import torch.
 
-The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.13), with two
-exceptions: `zb-v` uses its authors' order (zb_v.py), and planner/search.py finds the order for
-`zb-auto`. An operation is (kind, stage, micro-batch). The kinds are "F" (forward), "B" (backward),
-"I" (backward for inputs only) and "W" (backward for weights only)."""
+The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.13), except that
+planner/search.py finds the order for `zb-auto`. An operation is (kind, stage, micro-batch). The
+kinds are "F" (forward), "B" (backward), "I" (backward for inputs only) and "W" (backward for
+weights only)."""
 
 import functools
 import itertools
@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import TimedOrders
-from distributed_training.plan.zb_v import build_zb_v_steps, median_durations
 
 Step = tuple[str, int]  # (kind, stage); the micro-batches of each such step run in sequence
 Operation = tuple[str, int, int]
@@ -35,9 +33,7 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     if p == 1:  # Without a pipeline, micro-batches run one after another.
         schedule = "1f1b"
     if schedule == "zb-v":
-        return tuple(
-            parse_v_order(steps, p, rank) for rank, steps in enumerate(build_zb_v_steps(p, m))
-        )
+        return tuple(_build_zb_v_order(p, m, rank) for rank in range(p))
     return tuple(_build_1f1b_order(schedule, p, m, rank) for rank in range(p))
 
 
@@ -84,24 +80,19 @@ def _build_1f1b_order(schedule: str, p: int, m: int, rank: int) -> Order:
     return _number_micro_batches((kind, local_stage * p + rank) for kind, local_stage in order)
 
 
-def parse_v_order(steps: str, p: int, rank: int) -> Order:
-    """Convert a string of operation letters to an order. Lowercase letters denote operations on the
-    rank's second stage."""
+def _build_zb_v_order(p: int, m: int, rank: int) -> Order:
+    """Return one rank's order under ZB-V. The order is built for at least `2 * p - 1`
+    micro-batches, and the operations of those beyond `m` are left out."""
+    num_padded = max(2 * p - 1, m)
+    # Lowercase letters denote operations on the rank's second stage.
+    steps = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+    steps += "FIWfiw" * (num_padded - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
+    steps += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
     second_stage = 2 * p - 1 - rank
-    return _number_micro_batches(
+    order = _number_micro_batches(
         (letter.upper(), rank if letter.isupper() else second_stage) for letter in steps
     )
-
-
-def build_timed_orders(
-    seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
-) -> TimedOrders:
-    """Return the orders that `zb-v` uses for `m` micro-batches. `seconds` contains each stage's
-    durations of F, I and W. `message_s` is the time to send a result to another rank."""
-    p = len(seconds) // 2
-    steps_by_rank = build_zb_v_steps(p, m, *median_durations(seconds), message_s)
-    orders = [parse_v_order(steps, p, rank) for rank, steps in enumerate(steps_by_rank)]
-    return TimedOrders(by_place=format_orders(orders), stage_s=seconds, message_s=message_s)
+    return tuple(step for step in order if step[2] < m)
 
 
 def format_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:

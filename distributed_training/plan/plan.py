@@ -62,7 +62,7 @@ class Draft:
     # gradients are averaged in every step
     steps_between_exchanges: int | None = None
     engine_bytes_per_parameter: float = 0  # bytes of state that the strategy's engine adds
-    # Orders of pipeline operations, if the orders depend on durations (plan/orders.py)
+    # Orders and durations of pipeline operations, if the schedule is V-shaped
     orders: TimedOrders | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
 

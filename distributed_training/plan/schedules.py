@@ -27,7 +27,6 @@ class Schedule:
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     # True if input gradients and weight gradients are computed at different times
     splits_backward: bool = False
-    is_timed: bool = False  # whether its order depends on durations (orders.py)
     is_searched: bool = False  # whether a search finds its order, which takes 1 to 2 s
     # (p, m) -> whether p ranks can run m micro-batches
     accepts: Callable[[int, int], bool] = lambda p, m: True
@@ -46,8 +45,8 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedOrders:
-    """Order of operations on each pipeline rank, and the durations in seconds for which these
-    orders were computed."""
+    """Order of operations on each rank of a V-shaped pipeline, and the predicted durations in
+    seconds."""
 
     by_place: tuple[str, ...]  # order of each pipeline rank, in the format of orders.py
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
@@ -84,7 +83,6 @@ SCHEDULES: dict[str, Schedule] = {
         stages_per_rank=2,
         v_shaped=True,
         splits_backward=True,
-        is_timed=True,
     ),
 }
 # If all operations take equally long, no order is shorter than zb-v's.

@@ -13,7 +13,7 @@ from typing import Any
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.plan.orders import build_timed_orders
+from distributed_training.plan.orders import build_orders, format_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.planner.conflicts import check_settings
@@ -225,7 +225,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         raise UserError(what, why, fix)
     return (
         replace(draft, orders=_find_timed_orders(draft, cluster))
-        if draft.schedule.is_timed
+        if draft.schedule.v_shaped
         else draft
     )
 
@@ -377,9 +377,10 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 
 def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
-    """Compute orders of operations for a pipeline's predicted durations. If the cluster's rates are
-    unknown, the durations are predicted with the rates of an H200. The plan stores the orders,
-    because ranks with different orders would deadlock."""
+    """Return the orders of operations of a V-shaped pipeline, with the predicted durations by which
+    ranks sort their messages. If the cluster's rates are unknown, the durations are predicted with
+    the rates of an H200. The plan stores the orders, because ranks with different orders would
+    deadlock."""
     step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage
@@ -387,4 +388,5 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     m = plan.batch.num_microbatches
     if plan.schedule.is_searched:
         return search_orders(seconds, blocks, m, message_s(step))
-    return build_timed_orders(seconds, m, message_s(step))
+    orders = format_orders(build_orders("zb-v", plan.mesh["pp"], m))
+    return TimedOrders(by_place=orders, stage_s=seconds, message_s=message_s(step))

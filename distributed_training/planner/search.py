@@ -5,14 +5,7 @@ This module does not import torch."""
 import functools
 import random
 
-from distributed_training.plan.orders import (
-    Order,
-    Step,
-    build_timed_orders,
-    format_orders,
-    parse_order,
-    parse_v_order,
-)
+from distributed_training.plan.orders import Step, build_orders, format_orders
 from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.predict.simulate import (
     durations_by_step,
@@ -30,20 +23,6 @@ SINGLE_MOVE_SHARE = 0.3  # fraction of changes that move one operation, not one 
 INITIAL_THRESHOLD = 0.16  # initial limit on the slowdown from a change, in mean operation durations
 
 
-def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
-    """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before November
-    25, 2026 used this order, and the search for `zb-auto` may start from it. If `m < 2 * p - 1`,
-    torch adds micro-batches, and their operations are omitted here."""
-    num_padded = max(2 * p - 1, m)
-    orders = []
-    for rank in range(p):
-        steps = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
-        steps += "FIWfiw" * (num_padded - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
-        steps += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
-        orders.append(tuple(step for step in parse_v_order(steps, p, rank) if step[2] < m))
-    return tuple(orders)
-
-
 @functools.lru_cache(maxsize=64)
 def search_orders(
     seconds: tuple[tuple[float, float, float], ...],
@@ -59,10 +38,9 @@ def search_orders(
     Rank `r` of `p` has the stages `r` and `2 * p - 1 - r`. `message_s` is the time in seconds to
     send a result to another rank.
 
-    The order of `zb-v` assumes equal stages, but the last stage also computes the loss. The search
-    starts from the order of `zb-v`, or from torch's ZB-V order if that order is faster. Threshold
-    accepting with random, decreasing thresholds then improves the order. The same arguments give
-    the same order on any machine, because the search uses only basic floating-point operations and
+    The order of `zb-v` assumes equal stages, but the last stage also computes the loss. Threshold
+    accepting with random, decreasing thresholds improves this order. The same arguments give the
+    same order on any machine, because the search uses only basic floating-point operations and
     `random()`. The sequence of `random()` does not depend on the Python version."""
     last_stage = len(blocks) - 1
     p = len(blocks) // 2
@@ -72,14 +50,10 @@ def search_orders(
     durations["F", last_stage] += durations[fused_step]
     consumers = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
     consumers["F", last_stage] = consumers.pop(fused_step)
-    timed_orders = tuple(map(parse_order, build_timed_orders(seconds, m, message_s).by_place))
-    best: list[list[Step]] = min(
-        (
-            [[step[:2] for step in order if step[:2] != fused_step] for order in starts]
-            for starts in (fixed_zb_v(p, m), timed_orders)
-        ),
-        key=lambda steps: total_duration(simulate(steps, durations, consumers)),
-    )
+    best: list[list[Step]] = [
+        [step[:2] for step in order if step[:2] != fused_step]
+        for order in build_orders("zb-v", p, m)
+    ]
 
     def max_held_blocks(steps: list[Step]) -> int | None:
         """Return the largest number of blocks whose activations a rank holds at once. Return None

@@ -86,8 +86,8 @@ def total_duration(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float
 
 
 def predict_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
-    """Return the expected (start, end) times of each operation in seconds, given the durations for
-    which the orders were computed."""
+    """Return the expected (start, end) times of each operation in seconds, given the durations
+    that the plan stores."""
     assert plan.orders is not None
     durations = durations_by_step(plan.orders.stage_s)
     spans = simulate(

@@ -8,15 +8,13 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.plan.orders import format_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.search import fixed_zb_v
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, local_cluster, predict
 from distributed_training.predict.rates import cpu_rates, from_calibration, gpu_rates
@@ -31,8 +29,6 @@ from results.lab.runs import to_current_keys
 RECORDS = ROOT / "results" / "records"
 # Runs that started before this time kept two more copies of each loss chunk.
 CHUNKS_IN_PLACE_SINCE = "2026-11-25T14"
-# zb-v runs that started before this time used PyTorch's fixed order.
-ZB_V_FROM_DURATIONS_SINCE = "2026-11-25T04"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,15 +97,7 @@ def plan_of(record: Record) -> Draft:
     }
     request = build_config(config)
     count = record.world_size
-    plan = draft_plan(request, local_cluster(Machine(**machine), count, count))
-    if (
-        plan.orders is None
-        or plan.schedule.is_searched
-        or record.started_at > ZB_V_FROM_DURATIONS_SINCE
-    ):
-        return plan
-    fixed_orders = format_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
-    return replace(plan, orders=replace(plan.orders, by_place=fixed_orders))
+    return draft_plan(request, local_cluster(Machine(**machine), count, count))
 
 
 @functools.cache
