@@ -242,8 +242,6 @@ def test_a_plan_can_continue_adapters(tmp_path):
     with refused(str(base), "tokenizer"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     shutil.copytree(EMBEDDED_DIR, adapters, dirs_exist_ok=True)
-    with refused("2,048 tokens", "256 rows"):
-        plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     for typed in ({"lora_rank": 16}, {"lora_alpha": 3.0}, {"lora_targets": "qkv"}):
         with refused(next(iter(typed)), str(adapters)):
             plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given, **typed)
