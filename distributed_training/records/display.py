@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.models import folder_label
+from distributed_training.plan.layout import format_axes
 from distributed_training.records.record import Record
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural, relative_path
@@ -62,10 +63,6 @@ class Display:
                 WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False
             )
             self.say(wrap.fill(value))
-
-    def command(self, title: str, command: str) -> None:
-        """Print a title and, below it, the command in a form that can be pasted into a shell."""
-        self.say(f"{title}\n{pasteable(command)}")
 
     def suggest(self, commands: Mapping[str, str]) -> None:
         """Print commands, each below a comment with its purpose."""
@@ -201,23 +198,17 @@ def header_rows(r: Record) -> dict[str, str]:
     if config.get("lora_rank"):
         model += f"; {_count(r.num_learning or 0)} adapter parameters are trained"
     device = r.machine["gpu_name"] or f"CPU ({plural(r.machine['num_cpus'], 'core')})"
-    used_axes = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
-    axes = f", {' x '.join(used_axes)}" if len(used_axes) > 1 else ""
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real_share = data["real_token_share"]
-    padding_note = "" if real_share == 1 else f" ({100 * (1 - real_share):.1f}% padding)"
-    num_train, validation = data["num_train_samples"], data["num_validation_samples"]
-    samples = f"{num_train:,} training and {validation:,} validation samples of {length:,} tokens"
-    samples += padding_note
+    samples = f"{data['num_train_samples']:,} training and {data['num_validation_samples']:,} "
+    samples += f"validation samples of {length:,} tokens"
     if records := data.get("num_train_records"):
-        validation = data["num_validation_records"]
-        padding = f"{100 * (1 - real_share):.0f}% padding"
-        samples = f"{records:,} training and {validation:,} validation records, packed into blocks "
-        samples += f"of {length:,} tokens ({records / num_train:.1f} records per block, {padding})"
-    advice = ""
+        samples += f", packed from {records:,} and {data['num_validation_records']:,} records"
+    if real_share < 1:
+        samples += f" ({1 - real_share:.1%} padding)"
     if real_share < MIN_REAL_SHARE:
         fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
-        advice = f". To reduce padding, use {fix}"
+        samples += f". To reduce padding, use {fix}"
     pipeline = ""
     if entry := r.pipeline:
         blocks = ", ".join(map(str, entry["blocks_per_stage"]))
@@ -227,7 +218,7 @@ def header_rows(r: Record) -> dict[str, str]:
             pipeline += f"; {entry['ideal_bubble']:.0%} idle if all stages take the same time"
     return {
         "model": model,
-        "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
+        "strategy": f"{r.strategy['name']} x {r.world_size} on {device}, {format_axes(r.mesh)}: "
                     f"{r.strategy['sharding']}",
         "options": _options(r),
         "defaults": defaults and f"the strategy sets {defaults}",
@@ -238,7 +229,7 @@ def header_rows(r: Record) -> dict[str, str]:
         ),
         "precision": _precision(r),
         "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
-        "data": f"{short_name(config['dataset'])}: {samples}{advice}",
+        "data": f"{short_name(config['dataset'])}: {samples}",
         "steps": f"{r.num_steps:,}, {data['steps_per_epoch']:,} per epoch; learning rate "
                  f"{config['learning_rate']:g} ({config['lr_schedule']}, "
                  f"{plural(config['warmup_steps'], 'warm-up step')})",

@@ -1,14 +1,17 @@
 """Plot the losses and the speed of runs that did the same work."""
 
 import io
+import itertools
+import json
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distributed_training.records.record import Record
+from distributed_training.records.record import METRICS_FILE, Record
 from distributed_training.records.results import RESULTS, LayoutRow
 
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -31,10 +34,18 @@ def build_figures(layouts: Sequence[LayoutRow]) -> dict[str, Figure]:
         "loss": _plot_losses(
             layouts, lambda r: [step for step, _ in r.loss_curve], "optimizer step"
         ),
-        "loss-by-time": _plot_losses(layouts, lambda r: r.loss_seconds, "seconds of training"),
+        "loss-by-time": _plot_losses(layouts, _read_seconds, "seconds of training"),
         "throughput": _plot_speeds(layouts),
     }
     return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def _read_seconds(r: Record) -> list[float]:
+    """Return the training time in seconds up to the end of each step, from the run's folder. Return
+    [] if there is only the record."""
+    file = Path(r.run_dir, METRICS_FILE)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [*itertools.accumulate(json.loads(line)["step_time_s"] for line in lines)]
 
 
 def _new_figure(height: float) -> tuple[Figure, Any]:
@@ -59,7 +70,7 @@ def _plot_losses(
         for r in layout.finished_records:
             x = x_values(r)
             y = np.array([loss for _, loss in r.loss_curve], dtype=float)
-            if not len(x) or not np.isfinite(y).any():
+            if len(x) != len(y) or not np.isfinite(y).any():
                 continue
             axes.plot(x, y, LINE_STYLES[index % 4], color=color, label=label, linewidth=1.2,
                       marker="." if len(x) == 1 else None)  # fmt: skip

@@ -126,7 +126,6 @@ class Record(History):
     # Peak memory during training: the maxima over all ranks, and by_rank. Values that were not
     # measured are None.
     memory: dict[str, Any] = {}
-    loss_seconds: list[float] = []  # training time up to each entry of loss_curve; set by `compare`
     # Keys: read_bytes and write_bytes, summed over all ranks, and num_steps, the number of measured
     # steps
     disk: dict[str, int] | None = None

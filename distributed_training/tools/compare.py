@@ -11,7 +11,6 @@ finished record are trained. This process does not import torch."""
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -303,7 +302,7 @@ def print_settings(runs: Sequence[Run]) -> None:
 def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
     """For each run, reuse a finished record in `out` that has the same CONFIG and the same number
     of processes."""
-    finished = [load_finished_record(path) for path in sorted(out.glob(f"runs/{RECORD_PATTERN}"))]
+    finished = [records.load_record(path) for path in sorted(out.glob(f"runs/{RECORD_PATTERN}"))]
     for run in runs:
         if run.config is not None:
             # Runs that differ only in output_dir count as equal.
@@ -312,17 +311,6 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
                 is_same = record.config_requested | {"output_dir": ""} == requested
                 if is_same and record.world_size == run.num_processes and record.status == "ok":
                     run.record = record
-
-
-def load_finished_record(path: Path) -> records.Record:
-    """Return a record. If the run succeeded, add `loss_seconds`, the training time in seconds up to
-    the end of each step."""
-    record = records.load_record(path)
-    if record.status != "ok":
-        return record
-    steps = path.with_name(records.METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    ends = itertools.accumulate(json.loads(line)["step_time_s"] for line in steps)
-    return record.model_copy(update={"loss_seconds": [*ends]})
 
 
 def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], str]) -> None:
@@ -389,7 +377,7 @@ def train(run: Run, out: Path) -> None:
     last_message = (errors or lines or [f"exit code {run.exit_code}"])[-1].removeprefix("error: ")
     # There are several records if strategy "auto" ran out of memory and chose another layout.
     for path in sorted({*folder.glob(RECORD_PATTERN)} - old_records):
-        run.record = load_finished_record(path)
+        run.record = records.load_record(path)
     if run.record is None:
         run.why = last_message
     elif run.record.status != "ok":

@@ -28,7 +28,7 @@ def seeded(seed, speed, **changes):
     evaluations = [{"step": step, "loss": 3.0 + seed, "perplexity": 20.0} for step in (0, 4)]
     return made_record(
         work__seed=seed, performance__tokens_per_s=speed, prediction=PREDICTION, loss_curve=curve,
-        loss_seconds=[0.5, 1.0, 1.5, 2.0], evaluations=evaluations, **changes,
+        evaluations=evaluations, **changes,
     )  # fmt: skip
 
 

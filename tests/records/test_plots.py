@@ -1,11 +1,13 @@
 """Test that plots show the values in the records."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 
 from distributed_training.records.plots import build_figures
+from distributed_training.records.record import METRICS_FILE
 from distributed_training.records.report import build_sections, save_plots
 from distributed_training.records.results import Comparison, LayoutRow
 from tests.records.test_comparison import over_seeds  # noqa: F401
@@ -63,8 +65,15 @@ def test_non_finite_losses_are_gaps_and_runs_without_losses_have_no_line(tmp_pat
     assert not (tmp_path / "x").exists()
 
 
-def test_each_seed_has_a_line_in_the_color_of_its_layout(over_seeds):  # noqa: F811
-    figures = build_figures(over_seeds.layouts)
+def test_each_seed_has_a_line_in_the_color_of_its_layout(over_seeds, tmp_path):  # noqa: F811
+    (tmp_path / METRICS_FILE).write_text('{"step_time_s": 0.5}\n' * 4)
+    layouts = [
+        dataclasses.replace(
+            layout, records=[r.model_copy(update={"run_dir": tmp_path}) for r in layout.records]
+        )
+        for layout in over_seeds.layouts
+    ]
+    figures = build_figures(layouts)
     steps, times = (figures[name].axes[0].lines for name in ("loss", "loss-by-time"))
     assert list(curves(figures["loss"].axes[0])) == ["zero2", "dp"]
     assert [line.get_color() for line in steps[:6]] == ["C0"] * 4 + ["C1"] * 2
