@@ -2,6 +2,7 @@
 not import torch. saver.py writes checkpoints and documents the files in them."""
 
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -24,15 +25,7 @@ from distributed_training.records.folder import (
 from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    crc32,
-    crc32_of,
-    parse_as,
-    parse_json,
-    read_small,
-    relative_path,
-    shown,
-)
+from distributed_training.settings.files import crc32, crc32_of, parse_as, relative_path, shown
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
@@ -84,7 +77,7 @@ def read_meta(folder: Path) -> Meta:
     """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint in this
     format, if meta.json is damaged, or if meta.json belongs to another folder."""
     try:
-        values = parse_json(read_small(folder / META_FILE).decode())
+        values = json.loads((folder / META_FILE).read_bytes())
         saved_format = values.get("format")
     except (OSError, ValueError, AttributeError):
         raise UserError(

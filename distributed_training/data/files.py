@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import json_mistake, parse_json
 from distributed_training.settings.machine import available_ram_bytes
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
@@ -99,12 +98,21 @@ def has_added_nulls(path: Path) -> bool:
     return suffix_of(path) in (".parquet", ".arrow")
 
 
+def _parse(text: str) -> Any:
+    """Parse JSON. Raises ValueError for invalid JSON and for an unpaired surrogate, such as half of
+    an emoji, which cannot be encoded."""
+    value = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_text(path, by_line=True), 1):
         if line.strip():
             where = f"{path} line {number}"
             try:
-                yield where, parse_json(line.removesuffix("\n"))
+                yield where, _parse(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
                 if line.endswith("\n") and not line[error.pos :].strip():
                     what = f"{where} contains only part of a JSON value"
@@ -113,7 +121,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                         fix = "if the file is one list, give it the suffix .json"
                     raise UserError(what, "each line must be a whole record", fix) from None
                 what = f"{where} is not valid JSON at column {error.colno}"
-                raise UserError(what, json_mistake(error)) from None
+                raise UserError(what, error.msg) from None
             except ValueError as error:
                 raise UserError(f"{where} cannot be read", str(error)) from None
 
@@ -129,14 +137,14 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(what, why, "convert it to .jsonl")
     text = "".join(read_text(path))
     try:
-        value = parse_json(text)
+        value = _parse(text)
     except ValueError as error:
         if not text.lstrip().startswith("["):
             yield from _read_jsonl(path)
             return
         if isinstance(error, json.JSONDecodeError):
             where = f"{path} line {error.lineno} column {error.colno}"
-            raise UserError(f"{where} is not JSON", json_mistake(error)) from None
+            raise UserError(f"{where} is not JSON", error.msg) from None
         raise UserError(f"{path} cannot be read", str(error)) from None
     for number, record in enumerate(value if isinstance(value, list) else [value], 1):
         yield f"{path} record {number}", record

@@ -26,7 +26,7 @@ from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import open_regular, shown
+from distributed_training.settings.files import shown
 
 PREFIX = "base_model.model."
 _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
@@ -381,7 +381,6 @@ def _read_tensors(
     damaged or inconsistent with the config."""
     file = folder / ADAPTER_WEIGHTS
     try:
-        open_regular(file).close()
         with safe_open(file, "pt") as weight_file:
             metadata = weight_file.metadata() or {}
             # Check the names first, because loading hundreds of thousands of tensors takes a

@@ -15,7 +15,6 @@ from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import parse_json, read_small
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
@@ -166,7 +165,7 @@ def load_plan(run_dir: Path) -> Plan:
     or is not a plan that this version supports."""
     file = run_dir / PLAN_FILE
     try:
-        document = parse_json(read_small(file).decode())
+        document = json.loads(file.read_bytes())
         if document.get("format") != FORMAT:
             raise ValueError(f"its format is {document.get('format')} instead of {FORMAT}")
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved

@@ -1,17 +1,14 @@
 """Resolve paths and parse JSON that users provide. Errors tell users what to fix. This module
 does not import torch."""
 
-import contextlib
-import errno
 import json
 import os
 import shutil
-import stat
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,21 +23,6 @@ _CHUNK_BYTES = 16 * 2**20
 _FULL_CRC_BYTES = 10**9
 _NUM_CRC_BLOCKS = 1024
 _CRC_BLOCK_BYTES = 4096
-# Size limit for JSON files. A file of this size takes one to two seconds to parse.
-_MAX_JSON_BYTES = 64_000_000
-# Beginning of a message from Python's JSON parser -> this suite's message for the same mistake
-_JSON_ERROR_TEXTS = {
-    "Unexpected UTF-8 BOM": "it begins with a byte-order mark (BOM), which JSON does not allow",
-    "Expecting value": "a value is missing, or is not JSON",
-    "Expecting property name": "a key must be in double quotes",
-    "Illegal trailing comma": "a comma before the closing bracket is not allowed",
-    "Expecting ':'": "a colon is missing after a key",
-    "Expecting ','": "a comma or a closing bracket is missing",
-    "Extra data": "text follows the end of the JSON value",
-    "Unterminated string": "the string that begins here has no closing quote",
-    "Invalid control character": "a string contains a control character, such as a line break",
-    "Invalid \\": "a string contains an invalid escape sequence",
-}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -48,9 +30,7 @@ def expand_home(key: str, text: str) -> str:
     """Expand `~` in `text`, which may be a path. Raises UserError if the path cannot be looked up
     because the user is unknown, the name is too long or a folder is not accessible."""
     try:
-        path = Path(text).expanduser()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path / ("x" * 100))  # stands for any file in the folder
+        Path(text).expanduser().exists()
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{key}={shown(text)} cannot be used as a path", why) from None
@@ -75,31 +55,16 @@ def resolve_user_path(text: str | Path) -> Path:
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
-def obstacle_to_writing(folder: Path, *files: str) -> str:
-    """Return the reason why `folder` or its `files` cannot be written. Return "" if they can be
-    written. The check creates and removes a file in `folder`, or in the nearest existing parent,
-    and opens each existing file in `files`."""
-    tested_path = folder = folder.absolute()
+def require_writable(folder: Path, fix: str) -> None:
+    """Raise UserError unless a file can be created in `folder` or, if it does not exist, in its
+    nearest existing parent. Commands call this function before long-running work so that no results
+    are lost."""
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(folder)
-        tested_path = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=tested_path) as probe:
-            probe.write(bytes(4096))  # even on a full disk, an empty file can be created
-        for tested_path in (folder / name for name in files):
-            if os.path.lexists(tested_path):
-                # Without O_NONBLOCK, opening a pipe that has no reader would block.
-                os.close(os.open(tested_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        return f"{tested_path} cannot be written: {error.strerror or error}"
-    return ""
-
-
-def require_writable(folder: Path, fix: str, *files: str) -> None:
-    """Raise UserError if `folder` or its `files` cannot be written. Commands call this function
-    before long-running work so that no results are lost."""
-    if obstacle := obstacle_to_writing(folder, *files):
-        raise UserError(obstacle, fix=fix)
+        raise UserError(f"{existing} cannot be written", error.strerror or "", fix) from None
 
 
 def publish(unpublished: Path, final: Path) -> None:
@@ -121,42 +86,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading in binary mode. Raises OSError for a pipe or device, which
-    could block or never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(descriptor, "rb")
-
-
-def read_small(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """Read a settings file or a shell's process substitution, `<(...)`. Raises OSError for any
-    other pipe, for a device, and for data larger than `max_bytes`."""
-    with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 10**6} MB", str(path))
-    return data
-
-
-def parse_json(text: str, *, unique: bool = False) -> Any:
-    """Parse JSON. Raises ValueError for invalid syntax, excessively deep nesting or an unpaired
-    surrogate. If `unique` is True, a duplicate key is also an error."""
-    try:
-        value = json.loads(text, object_pairs_hook=_reject_duplicate_keys if unique else None)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"it contains an unpaired surrogate, {error.object[error.start]!a}"
-        ) from None
-    return value
-
-
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -166,14 +95,15 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def load_json(
-    path: Path, what: str, *, unique: bool = False, max_bytes: int = _MAX_JSON_BYTES
-) -> Any:
-    """Parse a JSON file. Raises UserError if the file cannot be read, if it is larger than
-    `max_bytes` or if the JSON is invalid. A syntax error is reported with its line. `what`
-    describes the file in the message. If `unique` is True, a duplicate key is also an error."""
+def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
+    """Parse a JSON file. Raises UserError if the file cannot be read or if the JSON is invalid.
+    `what` describes the file in the message. If `unique` is True, a duplicate key is also an
+    error."""
     try:
-        return parse_json(read_small(path, max_bytes).decode(), unique=unique)
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")  # Reading a pipe could block.
+        hook = _reject_duplicate_keys if unique else None
+        return json.loads(path.read_bytes(), object_pairs_hook=hook)
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         missing = f"{what} {path} does not exist"
@@ -181,36 +111,12 @@ def load_json(
         raise UserError(missing, fix=fix, typed=path.name, known=names) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        if isinstance(error, json.JSONDecodeError):
-            why = _describe_json_error(error)
-        elif isinstance(error, UnicodeDecodeError):
-            why = f"byte {error.start + 1} is 0x{error.object[error.start]:02x}, which is not UTF-8"
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
 
 
-def _describe_json_error(error: json.JSONDecodeError) -> str:
-    """Describe a syntax error and its position. Comments and trailing commas, which other formats
-    allow, are reported with their own messages."""
-    remaining = error.doc[error.pos :].lstrip()
-    line = error.doc.count("\n", 0, len(error.doc) - len(remaining)) + 1
-    preceding = error.doc[: error.pos].rstrip()
-    if remaining.startswith(("//", "#", "/*")):
-        comment = shown(remaining.splitlines()[0])
-        return f"line {line} has a comment, which JSON does not allow: {comment}"
-    if remaining.startswith(("}", "]")) and preceding.endswith(","):
-        return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
-    return f"{json_mistake(error)} at line {error.lineno}, column {error.colno}"
-
-
-def json_mistake(error: json.JSONDecodeError) -> str:
-    """Return this module's description of an error from Python's JSON parser. If there is no
-    description, return the parser's message."""
-    mistakes = (text for start, text in _JSON_ERROR_TEXTS.items() if error.msg.startswith(start))
-    return next(mistakes, error.msg)
-
-
-def crc32(file: Path, checksum: int = 0) -> int:
-    """Return the CRC-32 of a file. `checksum` is the CRC-32 of the data that precedes the file."""
+def crc32(file: Path) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
@@ -224,7 +130,7 @@ def fingerprint_file(file: Path) -> str:
     are read. A contiguous change of at least 1/1,000 of the file is detected. A smaller change may
     be missed."""
     try:
-        with open_regular(file) as stream:
+        with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size <= _FULL_CRC_BYTES:
                 return f"{size}-{crc32(file):08x}"

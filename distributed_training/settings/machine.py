@@ -27,7 +27,7 @@ import psutil
 from pydantic import BaseModel, Field
 
 from distributed_training.settings.errors import UserError, nearest
-from distributed_training.settings.files import json_mistake, load_json, parse_as, shown
+from distributed_training.settings.files import load_json, parse_as, shown
 
 GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -265,7 +265,7 @@ def parse_gpu(name: str) -> Gpu:
         try:
             document = json.loads(name)
         except json.JSONDecodeError as error:
-            raise UserError(f"--gpu {shown(name)} is not valid JSON", json_mistake(error)) from None
+            raise UserError(f"--gpu {shown(name)} is not valid JSON", str(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
     if match := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return with_power_limit(parse_gpu(match[1]), float(match[2]))

@@ -90,7 +90,7 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
             why = f"the presets are {', '.join(names)}"
             what = f"preset {name_or_path} does not exist"
             raise UserError(what, why, typed=name_or_path, known=names)
-    document = files.load_json(path, "preset", unique=True)
+    document = files.load_json(path, "preset")
     if not isinstance(document, dict):
         raise UserError(
             f"the preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'

@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed_training.records.record import OWNER_FILE
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import read_small, shown
+from distributed_training.settings.files import shown
 
 QUIET_S = 60.0  # without a lock, a run has ended if its folder has not changed for this long
 _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners
@@ -96,6 +96,6 @@ def is_locked(run_dir: Path) -> bool:
 
 def _read_owner(run_dir: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(read_small(run_dir / OWNER_FILE)))
+        return dict(json.loads((run_dir / OWNER_FILE).read_bytes()))
     except (OSError, TypeError, ValueError):  # the previous run has released the folder
         return {}

@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
-    require_writable(out, OTHER_OUT_FIX, "compare.md", "compare.html", "log.txt")
+    require_writable(out, OTHER_OUT_FIX)
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")

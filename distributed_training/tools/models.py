@@ -416,6 +416,6 @@ def push(name: str, repo_id: str, *, best: bool) -> int:
     check_push(repo_id)
     if (folder.parent / RECORD_FILE).is_file():
         # The model card gets the name on the Hub.
-        require_writable(folder, "copy the folder and push the copy", export.CARD)
+        require_writable(folder, "copy the folder and push the copy")
     print(f"Uploaded the model to {export.push_folder(folder, repo_id)}")
     return 0

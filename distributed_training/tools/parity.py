@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.dry_run:
         compare.print_settings(trials)
         return 0
-    require_writable(out, compare.OTHER_OUT_FIX, "parity.html", "parity.json", "log.txt")
+    require_writable(out, compare.OTHER_OUT_FIX)
     seconds = compare.predicted_s([trial for trial in trials if trial.status == "remaining"])
     text = f"Comparing {plural(len(layouts), 'layout')} of "
     text += f"{plural(layouts[0].num_processes, 'process')} with one process: "

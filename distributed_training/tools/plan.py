@@ -83,7 +83,7 @@ def run(
     job_file = None
     if arguments.write:
         job_file = Path(expand_home("--write", arguments.write))
-        require_writable(job_file.parent, "name another file with --write", job_file.name)
+        require_writable(job_file.parent, "name another file with --write")
 
     def build(strategy: str | None) -> Request:
         chosen = [] if strategy is None else [f"strategy={strategy}"]
@@ -101,7 +101,7 @@ def run(
             what = "--calibrate measures GPUs, but this machine has none"
             raise UserError(what, fix="leave out --calibrate")
         file = calibration_file(cluster.machine.gpu_name)
-        require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder", file.name)
+        require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder")
         # Measure in separate processes, because measuring imports torch. Use as many processes as
         # the plan does.
         outcome = run_ranks([str(script), "calibrate", str(file)], cluster.num_processes)

@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python results/lab/overlap.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --profile STEPS")
     folder = resolve_user_path(parser.parse_args(argv).run)
-    require_writable(folder, "copy the run's folder to a folder that you own", "overlap.png")
+    require_writable(folder, "copy the run's folder to a folder that you own")
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")

@@ -96,7 +96,6 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3"),
         ("a.parquet", b"PAR1 cut off", "parquet"),
         ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2"),
-        ("a.jsonl", b'{"text": ' + b"[" * 100_000, "nested too deeply"),
         ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1"),
         ("a.jsonl", b'[\n{"text": "a"}\n]', "suffix .json"),
         ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2"),  # cut off
@@ -124,7 +123,7 @@ def test_a_parquet_file_is_read_in_row_groups(tmp_path, monkeypatch):
         list(rows)
 
 
-INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]", b"\n,,"]
+INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[]", b"\n,,"]
 
 
 def damage(content, draw):

@@ -34,26 +34,18 @@ def test_a_changed_file_has_another_fingerprint(tmp_path, monkeypatch):
             stream.seek(3_456_789)
             stream.write(b"x" * change)
         assert fingerprint_file(file) != before
-    os.unlink(file)
-    os.mkfifo(file)
-    assert fingerprint_file(file) == fingerprint_file(tmp_path / "not there") == ""
+    assert fingerprint_file(tmp_path / "not there") == ""
 
 
 def test_require_writable_leaves_no_files(tmp_path):
     (tmp_path / "a.html").write_text("kept")
     require_writable(tmp_path / "to" / "be" / "made", "")
-    require_writable(tmp_path, "", "a.html", "b.html")
+    require_writable(tmp_path, "")
     assert [path.name for path in tmp_path.rglob("*")] == ["a.html"]
     assert (tmp_path / "a.html").read_text() == "kept"
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
-    os.mkfifo(tmp_path / "pipe")
-    for folder, file in (
-        ("a.html", ""), ("a.html/below", ""), ("link", ""), ("b" * 256, ""),
-        ("", "folder"), ("", "pipe"), ("", "link"),
-    ):  # fmt: skip
-        with refused("cannot be written: ", ". Try another"):
-            require_writable(tmp_path / folder, "try another", *filter(None, [file]))
+    for folder in ("a.html", "a.html/below"):
+        with refused(f"{tmp_path}/a.html", "another"):
+            require_writable(tmp_path / folder, "try another")
     with refused("/proc"):  # also for root
         require_writable(Path("/proc/runs"), "try another")
 
@@ -68,15 +60,10 @@ def test_paths_that_the_system_rejects_are_refused(text):
 @pytest.mark.parametrize(
     ("name", "content", "messages"),
     [
-        ("a", b'{\n "epochs" 2\n}', ["line 2"]),
+        ("a", b'{\n "epochs" 2\n}', ["line 2 column 11"]),
         ("a", b'{"b": {"c": 1, "c": 2}}', ["'c'"]),
-        ("a", b'{\n "epochs": 2,\n}', ["Line 3"]),
-        ("a", b'{\n  // two\n "epochs": 2}', ["Line 2"]),
-        ("a", b'{"epochs": 2, # two\n "seed": 2}', ["Line 1"]),
-        ("a", b"\xef\xbb\xbf{}", ["BOM"]),
-        ("a", b'{"model": "\xff"}', ["cannot be read", "0xff"]),
-        ("a", b"[" * 100_000, []),
-        ("a", b'{"model": "\\udc00"}', []),
+        ("a", b'{\n  // two\n "epochs": 2}', ["line 2"]),
+        ("a", b'{"model": "\xff"}', ["0xff"]),
         ("large", b"[1]", ["'large.json'"]),
     ],
 )
@@ -85,6 +72,12 @@ def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_
     file = tmp_path / f"{name}.json".replace("large", "larg")
     with refused(f"preset {file}", *messages):
         load_json(file, "preset", unique=True)
+
+
+def test_a_pipe_is_refused_without_blocking(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    with refused(f"preset {tmp_path}/a.json"):
+        load_json(tmp_path / "a.json", "preset")
 
 
 def test_errors_are_one_line_of_limited_length():
