@@ -358,7 +358,8 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("name", help="user/name on the Hub")
     add_model(parser)
     add("--best", action="store_true", help=BEST_HELP)
-    return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
+    add("--public", action="store_true", help="create a public repository instead of a private one")
+    return lambda a: _load("tools.models").push(a.run, a.name, best=a.best, public=a.public)
 
 
 def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:

@@ -1,6 +1,8 @@
 """Generate text, export models in the Hugging Face format with model cards, and upload them."""
 
 import json
+import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +20,13 @@ from distributed_training.data.corpus import WIKITEXT
 from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
+from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
 from distributed_training.models.decoder import KVCache
 from distributed_training.models.weights import all_finite
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
-from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record
+from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import plural, publish
 
@@ -32,6 +35,14 @@ LENGTH_MULTIPLE = 64  # inputs are padded to a multiple of this many tokens
 # with every generated token.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
+# Files of a model in Hugging Face format. `push` uploads no other files.
+_MODEL_FILE = re.compile(
+    r"README\.md|(adapter_|generation_|tokenizer_)?config\.json"
+    r"|(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt"
+    r"|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
@@ -182,10 +193,9 @@ def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[i
     return list(dict.fromkeys([*tokenizer.stop_ids(chat=chat), *ids]))
 
 
-def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
+def write_card(folder: Path, r: Record) -> None:
     """Write README.md, the model card, to `folder`. The folder contains an exported model and may
-    be, for example, a run's hf/, best/ or merged/ folder. `repo_id` is the model's name on the
-    Hub."""
+    be, for example, a run's hf/, best/ or merged/ folder."""
     from huggingface_hub import ModelCardData  # slow to import
 
     is_pretrained = r.config["weights"] == "pretrained"
@@ -209,7 +219,7 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     runs = "runs" if folder.absolute().parents[1].name == "runs" else "path/to"
     settings = [(key, in_markdown(short_name(str(value)))) for key, value in r.work.items()]
     text = fill_template(
-        "card.md.jinja", r=r, repo_id=repo_id,
+        "card.md.jinja", r=r,
         folder=str(Path(runs, folder.parent.name, folder.name)),
         front=front_matter.to_yaml(), steps=steps, best=best_note, strategy=r.layout_name,
         processes=plural(r.world_size, "process"), short_name=short_name, quote=shlex.quote,
@@ -223,19 +233,34 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def push_folder(folder: Path, repo_id: str) -> str:
-    """Upload `folder` as the model `repo_id` and return the model's URL. Raises UserError if the
-    Hub rejects the upload."""
-    from huggingface_hub import HfApi
+def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
+    """Upload the model in `folder` as `repo_id` and return the model's URL. A new repository is
+    private unless `public` is set. Other files in `folder`, and links, are not uploaded. Raises
+    UserError if the Hub rejects the upload, or if adapters have a base model that is not on the
+    Hub."""
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    if (folder.parent / RECORD_FILE).is_file():
-        write_card(folder, load_record(folder.parent), repo_id)
+    if is_adapter(folder) and os.path.isabs(base := base_name(folder)):
+        why = f"{folder / ADAPTER_CONFIG} names {base}, which exists only on this machine"
+        fix = (
+            "set base_model_name_or_path to a name on the Hub, or push a folder from export --merge"
+        )
+        raise UserError(f"{short_path(folder)} was not pushed", why, fix)
+    files: dict[str, Path | bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if _MODEL_FILE.fullmatch(name) and path.is_file() and not path.is_symlink():
+            files[name] = path
+    if CARD in files:
+        local_name = re.compile(f'"[^"\n]*{re.escape(folder.parent.name)}/{folder.name}"')
+        files[CARD] = local_name.sub(f'"{repo_id}"', (folder / CARD).read_text()).encode()
     disable_progress_bars()
     api = HfApi()
     try:
-        url = str(api.create_repo(repo_id, exist_ok=True))
-        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Trained model")
+        url = str(api.create_repo(repo_id, private=not public, exist_ok=True))
+        operations = [CommitOperationAdd(*file) for file in files.items()]
+        api.create_commit(repo_id, operations, commit_message="Trained model")
     except Exception as error:  # the exception type depends on the library's HTTP client
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = getattr(getattr(error, "response", None), "status_code", None)

@@ -410,12 +410,9 @@ def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, SavedW
     return plan, load_record(run_dir), meta, saved
 
 
-def push(name: str, repo_id: str, *, best: bool) -> int:
+def push(name: str, repo_id: str, *, best: bool, public: bool) -> int:
     """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
     _, folder = find_weights(name, BEST if best else LAST)
     check_push(repo_id)
-    if (folder.parent / RECORD_FILE).is_file():
-        # The model card gets the name on the Hub.
-        require_writable(folder, "copy the folder and push the copy")
-    print(f"Uploaded the model to {export.push_folder(folder, repo_id)}")
+    print(f"Uploaded the model to {export.push_folder(folder, repo_id, public=public)}")
     return 0

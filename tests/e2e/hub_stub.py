@@ -35,6 +35,7 @@ class Hub:
     endpoint: str = ""
     pushed: dict[str, bytes] = field(default_factory=dict)
     cards: list[str] = field(default_factory=list)  # model cards sent to validate-yaml
+    visibilities: list[str] = field(default_factory=list)  # of the created repositories
     requests: list[str] = field(default_factory=list)  # "METHOD path" of each request, in order
     closing: threading.Event = field(default_factory=threading.Event)
 
@@ -105,6 +106,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, b'{"error": "Invalid credentials"}')
         elif self.path == "/api/repos/create":
             request = json.loads(body)
+            # huggingface_hub 2 sends "visibility" instead of "private".
+            visibility = request.get(
+                "visibility", "private" if request.get("private") else "public"
+            )
+            self.hub.visibilities.append(visibility)
             name = "/".join(filter(None, (request.get("organization"), request["name"])))
             self._send_json({"url": f"{self.hub.endpoint}/{name}", "name": name})
         elif "/preupload/" in self.path:

@@ -29,6 +29,7 @@ def run_dir(tmp_path_factory):
     assert_ok(result)
     assert f"Uploaded the model to {hub.endpoint}/user/tiny\n" in result.stdout
     assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
+    assert hub.visibilities == ["private"]
     (folder,) = run_folders(output_dir / "runs")
     return folder
 
@@ -37,13 +38,20 @@ def push(*words, endpoint, home, token=TOKEN):
     return script({}, "push", *map(str, words), **hub_environment(endpoint, home, token))
 
 
-def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
+def test_a_run_is_pushed_with_its_card_and_without_other_files(run_dir, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    for name in (".env", "optimizer.pt", "token", "training_args.bin", "vocab_notes.md"):
+        (run_dir / "best" / name).write_text("secret")
+    (run_dir / "best" / "added_tokens.json").symlink_to(secret)
+    words = ("user/tiny", "--best", "--public")
     with serve({}) as hub:
-        result = push(run_dir, "user/tiny", "--best", endpoint=hub.endpoint, home=tmp_path)
+        result = push(run_dir, *words, endpoint=hub.endpoint, home=tmp_path)
     assert_ok(result)
+    assert hub.visibilities == ["public"]
     assert result.stdout == f"Uploaded the model to {hub.endpoint}/user/tiny\n"
     assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
-    for name in FILES:
+    for name in FILES[1:]:
         assert hub.pushed[f"user/tiny/{name}"] == (run_dir / "best" / name).read_bytes()
     card = ModelCard(hub.pushed["user/tiny/README.md"].decode())
     assert hub.cards == [str(card)]
