@@ -181,16 +181,6 @@ def required_extensions(strategy: Strategy) -> list[str]:
     return names
 
 
-def unbuilt_extensions(strategy: Strategy) -> list[str]:
-    """Return the names of the DeepSpeed extensions that a run would have to compile."""
-    names = required_extensions(strategy)
-    return [
-        name
-        for name in names
-        if not any(file.exists() for file in _extension_files(name, f"{name}.so"))
-    ]
-
-
 def _extension_files(name: str, file: str) -> Iterator[Path]:
     """Yield the possible paths to an extension's file, whether or not the file exists. Unless
     TORCH_EXTENSIONS_DIR is set, torch's cache has one folder per Python and CUDA version."""

@@ -27,13 +27,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from distributed_training.planner.checks import unbuilt_extensions
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.conflicts import droppable_keys
-from distributed_training.planner.data import peek_data
 from distributed_training.planner.layouts import Candidate, fill_mesh
-from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, format_duration, short_path
@@ -60,7 +56,6 @@ from distributed_training.settings.request import format_overrides, parse_overri
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.supervise.process import handle_signals
-from distributed_training.tools.jobs import num_steps
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override
 # them.
@@ -69,10 +64,6 @@ QUIET_DEFAULTS = {"checkpoint_every": 0, "export": False, "generate": None}
 # such.
 WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
-# Approximate time in seconds to start and end a run (results/records/first-minute).
-START_S = {"cpu": 8.0, "cuda": 15.0}
-# Seconds to compile each DeepSpeed extension on two cores of a Xeon (90 and 332 CPU seconds)
-EXTENSION_S = {"cpu_adam": 80.0, "async_io": 130.0, "pin_memory": 40.0}
 OTHER_OUT_FIX = "name another folder with --out"
 INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
@@ -143,12 +134,8 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         f"The comparison has {plural(len(runs), 'run')} with "
         f"{processes} each. Its folder is {short_path(out)}."
     )
-    remaining = [run for run in runs if run.status == "remaining"]
     if num_finished:
         summary += f" {plural(num_finished, 'run')} already finished."
-    if remaining:
-        seconds = predicted_s(remaining)
-        summary += f" Remaining: {plural(len(remaining), 'run')}, {format_duration(seconds)}."
     print(summary, flush=True)
     if arguments.dry_run:
         print_settings(runs)
@@ -169,31 +156,6 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
 
 def count_runs(runs: Sequence[Run], status: str) -> int:
     return sum(run.status == status for run in runs)
-
-
-def predicted_s(runs: Sequence[Run]) -> float | None:
-    """Return the predicted total time of the runs in seconds. The total includes startup, shutdown
-    and the time to compile DeepSpeed's extensions. Return None if any run cannot be predicted."""
-    machine = detect_machine()
-    start_s = START_S["cuda" if machine.num_gpus else "cpu"]
-    total_s = 0.0
-    extensions = set[str]()
-    for run in runs:
-        assert run.config is not None
-        count = run.num_processes
-        try:
-            plan = make_plan(run.config, local_cluster(machine, count, count), peek_data)
-        except UserError:  # the error is printed when this run is started
-            continue
-        extensions.update(unbuilt_extensions(plan.strategy))
-        steps = plan.num_steps
-        if steps is None or run.config.max_steps > 0:
-            steps = num_steps(plan)  # an upper bound, because the dataset may be smaller
-        step_s = (plan.prediction or {}).get("step_time_s")
-        if not steps or not step_s:
-            return None
-        total_s += start_s + steps * step_s
-    return total_s + sum(EXTENSION_S[name] for name in extensions)
 
 
 def build_runs(
@@ -314,8 +276,7 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
 
 
 def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], str]) -> None:
-    """Train the remaining runs one after another. For each run, print the line that `conclude`
-    returns. If a run fails, skip the runs of the same layout with other seeds."""
+    """Train the remaining runs one after another, and print what `conclude` returns for each."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
     seeds = {run.values.get("seed") for run in runs}
@@ -329,10 +290,6 @@ def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], s
             start = time.monotonic()
             train(run, out)
             run.seconds = time.monotonic() - start
-        for same_layout_run in runs:
-            is_same_layout = (same_layout_run.work, same_layout_run.name) == (run.work, run.name)
-            if is_same_layout and same_layout_run.status == "remaining":
-                same_layout_run.why = run.why
         line = f"{prefix}{name}: {conclude(run)}"
         num_remaining = count_runs(runs, "remaining")
         durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]

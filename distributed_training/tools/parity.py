@@ -20,10 +20,17 @@ from pathlib import Path
 
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.layouts import OPEN_SETTINGS
-from distributed_training.records.display import WIDTH, format_duration, short_name, short_path
+from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
 from distributed_training.records.record import METRICS_FILE, Record, provenance, write_json
-from distributed_training.records.results import EMPTY_CELL, Section, Table, differing_keys, render
+from distributed_training.records.results import (
+    EMPTY_CELL,
+    Section,
+    Table,
+    common_settings,
+    differing_keys,
+    render,
+)
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, require_writable
@@ -85,10 +92,6 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         compare.print_settings(trials)
         return 0
     require_writable(out, compare.OTHER_OUT_FIX)
-    seconds = compare.predicted_s([trial for trial in trials if trial.status == "remaining"])
-    text = f"Comparing {plural(len(layouts), 'layout')} of "
-    text += f"{plural(layouts[0].num_processes, 'process')} with one process: "
-    print(f"{text}{format_duration(seconds)}.", flush=True)
 
     def conclude(trial: Trial) -> str:
         judge(trial, *references)
@@ -294,13 +297,8 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
     table = Table(title="Differences", about=explanation, columns=columns)
-    config = reference.config
-    settings = {
-        "model": short_name(config["model"]),
-        "dataset": short_name(config["dataset"]), "precision": config["precision"],
-        "steps": f"{reference.num_steps}, each with {reference.batch.global_batch_size} x "
-                 f"{config['max_length']} tokens",
-        "processes": str(layouts[-1].num_processes),
+    settings = common_settings([reference]) | {
+        "steps": str(reference.num_steps), "processes": str(layouts[-1].num_processes),
         "device": reference.machine["gpu_name"] or "CPU",
     }  # fmt: skip
     notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
@@ -314,7 +312,7 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
         for trial in trials
     ]  # fmt: skip
     origin = provenance(shlex.join(["python", *sys.argv])) | {"rule": explanation, "runs": rows}
-    origin |= {"heading": heading, "config": config, "machine": reference.machine}
+    origin |= {"heading": heading, "config": reference.config, "machine": reference.machine}
     write_json(out / "parity.json", origin)
     print(f"\n{render('txt', *page)}\n{textwrap.fill(explanation, WIDTH)}")
     print(f"Wrote {short_path(out)}/parity.html and parity.json.")

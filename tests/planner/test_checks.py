@@ -233,17 +233,6 @@ def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):
         checks.check_extensions(draft(tmp_path, "offload"))
 
 
-def test_extensions_are_compiled_once(tmp_path):
-    strategy = named_strategy("infinity")
-    assert checks.unbuilt_extensions(strategy) == ["cpu_adam", "async_io", "pin_memory"]
-    assert checks.unbuilt_extensions(named_strategy("zero3")) == []
-    for name in ("cpu_adam", "pin_memory"):
-        (tmp_path / "extensions" / name).mkdir(parents=True)
-        (tmp_path / "extensions" / name / f"{name}.so").write_text("")
-    (tmp_path / "extensions" / "async_io").mkdir()  # a killed build leaves such a folder
-    assert checks.unbuilt_extensions(strategy) == ["async_io"]
-
-
 def make_lock(folder):
     """Create a lock file that is ten minutes old."""
     folder.mkdir(parents=True)
