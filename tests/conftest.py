@@ -5,9 +5,11 @@ import functools
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +25,11 @@ from tests.support import small_text
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Ignore earlier `plan --calibrate` measurements on this machine.
-os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
+# Use a cache that contains no `plan --calibrate` measurements, and no costs of models that other
+# versions of the code have computed.
+CACHE = Path(tempfile.gettempdir(), f"distributed-training-{os.geteuid()}")
+os.environ["DISTRIBUTED_TRAINING_CACHE"] = str(CACHE)
+shutil.rmtree(CACHE / "configs", ignore_errors=True)
 
 # clean_environment sets this variable to hide the Hub. Tests with a stub of the Hub remove it.
 HUB_OFFLINE_VARIABLE = "HF_HUB_OFFLINE"

@@ -33,7 +33,7 @@ from distributed_training.data.chats.prepare import (
 from distributed_training.data.corpus import Corpus, Source, fingerprint
 from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.cache import CACHE_VARIABLE, create_private_folder
+from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural, publish
@@ -94,11 +94,7 @@ def tokenize(
 def token_cache_dir() -> Path:
     """Return this user's folder for cached tokens. The folder is private because other users could
     replace the tokens in a shared folder. Raises UserError if the folder cannot be used."""
-    folder, why = create_private_folder("tokens")
-    if why:
-        fix = f"set {CACHE_VARIABLE} to a folder of your own"
-        raise UserError(f"the token cache {folder} cannot be used", why, fix)
-    return folder
+    return private_folder("tokens")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

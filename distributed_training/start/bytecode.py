@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distributed_training.settings.cache import create_private_folder
+from distributed_training.settings.cache import private_folder
 
 LARGE_PACKAGES = ("torch", "sympy", "networkx")  # large packages that torch's compiler needs
 # With fewer cores, compiling whole packages takes longer than compiling only the imported modules
@@ -32,9 +32,7 @@ def keep_bytecode() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if bytecode_file.is_file() or is_writable:
         return
-    folder, why = create_private_folder("bytecode")
-    if why:  # `use_private_caches` reports the reason
-        return
+    folder = private_folder("bytecode")
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return

@@ -79,84 +79,40 @@ def refused_or_variables(**environment):
     return (answer.stderr + answer.stdout).strip()
 
 
+CODE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+
+
 def test_code_that_torch_compiles_is_stored_where_no_other_user_can_write(tmp_path):
-    variables = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=tmp_path / "own"))
+    variables = json.loads(refused_or_variables(**{CACHE_VARIABLE: tmp_path / "own"}))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
         folder = Path(variables[name])
         assert folder.is_relative_to(tmp_path / "own")
         assert {path.stat().st_mode & 0o777 for path in (folder, tmp_path / "own")} == {0o700}
-    # If the cache folder cannot be used, a per-user folder in the temporary folder replaces it.
-    variables = json.loads(
-        refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path)
-    )
-    folder = tmp_path / f"distributed-training-{os.geteuid()}" / "inductor"
-    assert variables["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
 
 
-def test_an_unusable_cache_folder_is_refused_and_a_fallback_to_tmp_gives_a_note(tmp_path):
-    error_text = refused_or_variables(**{CACHE_VARIABLE: "/dev/null/cache", "TMPDIR": tmp_path})
-    assert error_text == (
-        "/dev/null/cache is not a safe place for code that this user runs. "
-        "It cannot be created: Not a directory. "
-        f"Set {CACHE_VARIABLE} to a folder of your own."
-    )
-    error_text = refused_or_variables(
-        TORCHINDUCTOR_CACHE_DIR="/dev/null/cache", **{CACHE_VARIABLE: tmp_path}
-    )
-    assert (
-        "It cannot be created: Not a directory. Set TORCHINDUCTOR_CACHE_DIR to a folder"
-        in error_text
-    )
-    error_text = refused_or_variables(TRITON_CACHE_DIR=os.devnull, **{CACHE_VARIABLE: tmp_path})
-    assert "It is not a folder. Set TRITON_CACHE_DIR to a folder of your own." in error_text
-    homeless = {CACHE_VARIABLE: "", "HOME": "/proc", "TMPDIR": tmp_path}
-    note, *variables = refused_or_variables(**homeless).splitlines()
-    folder = tmp_path / f"distributed-training-{os.geteuid()}"
-    assert f"caches are in {folder}, because" in note
-    assert f"set {CACHE_VARIABLE}" in note
-    assert json.loads(variables[0])[CACHE_VARIABLE] == str(folder), (
-        "its processes do not say it again"
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", CACHE_VARIABLE]
-)
-def test_cache_folders_writable_by_others_are_refused(name, tmp_path):
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    link = tmp_path / "link"
-    link.symlink_to(folder)
-    environment = {CACHE_VARIABLE: tmp_path / "own", name: link}
-    folder.chmod(0o777)
-    assert "Every user may write to it. Set " + name in refused_or_variables(**environment)
-    folder.chmod(0o755)
-    if os.geteuid() == 0:
-        os.chown(folder, 12345, -1)
-        assert "It belongs to user 12345. Set " + name in refused_or_variables(**environment)
-        os.chown(folder, 0, -1)
-    assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**environment))
-
-
-def test_a_symlinked_cache_folder_keeps_its_mode_and_is_checked(tmp_path):
-    disk = tmp_path / "disk"
-    for folder in (disk, tmp_path / "own"):
-        folder.mkdir()
-    (tmp_path / "own" / "inductor").symlink_to(disk)
-    disk.chmod(0o755)
-    assert "TORCH_EXTENSIONS_DIR" in json.loads(
-        refused_or_variables(**{CACHE_VARIABLE: tmp_path / "own"})
-    )
-    assert disk.stat().st_mode & 0o777 == 0o755
-    disk.chmod(0o777)
-    assert "Every user may write to it" in refused_or_variables(
-        **{CACHE_VARIABLE: tmp_path / "own"}
-    )
+@pytest.mark.parametrize("name", [*CODE_CACHES, CACHE_VARIABLE])
+def test_a_cache_folder_that_cannot_be_created_is_refused(name, tmp_path):
+    error_text = refused_or_variables(**{CACHE_VARIABLE: tmp_path, name: "/dev/null/cache"})
+    assert "/dev/null/cache" in error_text
+    assert name in error_text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_temporary_cache_folder_of_another_user_is_refused(tmp_path):
-    (tmp_path / "distributed-training-0").mkdir()
-    os.chown(tmp_path / "distributed-training-0", 12345, -1)
-    error_text = refused_or_variables(**{CACHE_VARIABLE: os.devnull, "TMPDIR": tmp_path})
-    assert "distributed-training-0 is not a safe place for code" in error_text
+@pytest.mark.parametrize("name", [*CODE_CACHES, CACHE_VARIABLE])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_code_caches_of_another_user_are_refused(is_link, name, tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    path = tmp_path / "link" if is_link else folder
+    os.chown(folder, 12345, -1)
+    error_text = refused_or_variables(**{CACHE_VARIABLE: tmp_path / "own", name: path})
+    assert "12345" in error_text
+    assert name in error_text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_in_the_cache_is_refused(tmp_path):
+    (tmp_path / "inductor").mkdir()
+    os.chown(tmp_path / "inductor", 12345, -1)
+    assert "12345" in refused_or_variables(**{CACHE_VARIABLE: tmp_path})
