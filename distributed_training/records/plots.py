@@ -13,6 +13,7 @@ import numpy as np
 
 from distributed_training.records.record import METRICS_FILE, Record
 from distributed_training.records.results import RESULTS, LayoutRow
+from distributed_training.settings.files import MARK
 
 LINE_STYLES = ("-", "--", "-.", ":")
 Figure = Any  # matplotlib.figure.Figure, which is slow to import
@@ -23,8 +24,8 @@ def draw_plots(layouts: Sequence[LayoutRow]) -> dict[str, bytes]:
     plots = {}
     for name, figure in build_figures(layouts).items():
         file = io.BytesIO()
-        # Leave out matplotlib's version, so that equal runs produce equal files.
-        figure.savefig(file, dpi=130, metadata={"Software": None})
+        # Replace matplotlib's version, so that equal runs produce equal files.
+        figure.savefig(file, dpi=130, metadata={"Software": MARK})
         plots[name] = file.getvalue()
     return plots
 

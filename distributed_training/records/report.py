@@ -21,7 +21,7 @@ from distributed_training.records.results import (
     render,
 )
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.files import plural, resolve_user_path
+from distributed_training.settings.files import plural, require_writable, resolve_user_path
 
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
@@ -51,6 +51,7 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
 def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
     """Write the plots into `folder` and return the file names. Raises OSError if writing fails."""
     plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
+    require_writable(folder, "name another folder", *plots)
     for name, png in plots.items():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(png)
@@ -145,9 +146,7 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     page = ("Training runs", heading, sections, note)
     print(render("txt", *page), flush=True)
     if html := arguments.html:
-        is_page = html.is_file() and html.read_bytes().startswith(b"<!DOCTYPE html>")
-        if html.exists() and not is_page:
-            raise UserError(f"{html} is not a page of this command", fix="name another --html")
+        require_writable(html.parent, "name another --html", html.name)
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render("html", *page), encoding="utf-8")
         written = short_path(html)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from distributed_training.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
+MARK = "written by distributed_training"  # at the beginning of files that a command may replace
 _ERROR_TEXTS = {
     "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
     "extra_forbidden": "is not a known key", "missing": "is missing",
@@ -55,16 +56,21 @@ def resolve_user_path(text: str | Path) -> Path:
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
-def require_writable(folder: Path, fix: str) -> None:
+def require_writable(folder: Path, fix: str, *replaced: str) -> None:
     """Raise UserError unless a file can be created in `folder` or, if it does not exist, in its
-    nearest existing parent. Commands call this function before long-running work so that no results
-    are lost."""
+    nearest existing parent. Also raise UserError if this program did not write one of the existing
+    files in `folder` that are to be replaced. Commands call this function before long-running work
+    so that no results are lost."""
     folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"{existing} cannot be written", error.strerror or "", fix) from None
+    for path in (folder / name for name in replaced):
+        is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
+        if os.path.lexists(path) and not is_own:
+            raise UserError(f"{path} exists, and this program did not write it", fix=fix)
 
 
 def publish(unpublished: Path, final: Path) -> None:

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
-    require_writable(out, OTHER_OUT_FIX)
+    require_writable(out, OTHER_OUT_FIX, "compare.md", "compare.html")
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
@@ -369,7 +369,6 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
             Comparison(work_description="" if has_records else work, layouts=layouts)
         )
     sections = report.build_sections(comparisons)
-    report.save_plots(sections, out)
     title = "Strategies side by side"
     runs_text = plural(len(runs), "run")
     if count_runs(runs, "ok") < len(runs):
@@ -380,5 +379,6 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     for form in ("md", "html"):
         page = render(form, title, heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")
+    report.save_plots(sections, out)
     print(f"\n{render('txt', title, heading, sections)}")
     print(f"\nWrote {short_path(out)}/compare.md and compare.html.")

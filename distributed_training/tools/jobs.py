@@ -16,7 +16,7 @@ from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, PATHS, Request
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import ROOT
+from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import parse_overrides
 from distributed_training.settings.strategies import named_strategy
@@ -139,7 +139,7 @@ def build_batch_script(
     header = [
         f"# Submit:  sbatch {name}",
         f"# Check first, without the queue:  bash {name}",
-        f"# Written by:  {plan_command}",
+        f"# {MARK}:  {plan_command}",
     ]
     time = "04:00:00"
     if choice.step is None or steps is None:

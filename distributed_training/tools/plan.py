@@ -83,7 +83,7 @@ def run(
     job_file = None
     if arguments.write:
         job_file = Path(expand_home("--write", arguments.write))
-        require_writable(job_file.parent, "name another file with --write")
+        require_writable(job_file.parent, "name another file with --write", job_file.name)
 
     def build(strategy: str | None) -> Request:
         chosen = [] if strategy is None else [f"strategy={strategy}"]

@@ -103,6 +103,20 @@ def test_a_closed_output_pipe_gives_no_traceback(runs):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
+def test_only_files_of_earlier_reports_are_replaced(runs, tmp_path):
+    page, plot = tmp_path / "index.html", tmp_path / "plots" / "loss.png"
+    plot.parent.mkdir()
+    for arguments in (["--html", str(page)], ["--plots", str(plot.parent)]):
+        file = page if "--html" in arguments else plot
+        file.write_bytes(b"<!DOCTYPE html>my own")
+        with refused(str(file)):
+            main([str(runs), *arguments])
+        assert file.read_bytes() == b"<!DOCTYPE html>my own"
+        file.unlink()
+        for _ in range(2):
+            main([str(runs), *arguments])
+
+
 def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("notes")
     with refused(str(tmp_path / "file"), "--html"):

@@ -7,6 +7,7 @@ from distributed_training.settings import files
 from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
+    MARK,
     expand_home,
     fingerprint_file,
     load_json,
@@ -48,6 +49,23 @@ def test_require_writable_leaves_no_files(tmp_path):
             require_writable(tmp_path / folder, "try another")
     with refused("/proc"):  # also for root
         require_writable(Path("/proc/runs"), "try another")
+
+
+@pytest.mark.parametrize("kind", ["text", "folder", "pipe", "link"])
+def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
+    path = tmp_path / "a"
+    if kind == "text":
+        path.write_text("x" * 5000 + MARK)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("missing")
+    with refused(str(path), "--out"):
+        require_writable(tmp_path, "--out", "b", "a")
+    (tmp_path / "b").write_text(f"# {MARK}")
+    require_writable(tmp_path, "--out", "b", "c")
 
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
