@@ -33,7 +33,7 @@ from tests.support import refused, start_test_record
         ("[]", "record"),
         ('{"schema_version": 1}', "version"),
         ('{"schema_version": 2, "status": "ok"}', "started_at"),
-        ('{"schema_version": 2,}', "Line 1"),
+        ('{"schema_version": 2,}', "JSON"),
     ],
 )
 def test_files_that_are_not_records_are_refused(text, word, tmp_path):
