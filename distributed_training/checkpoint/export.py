@@ -215,12 +215,10 @@ def write_card(folder: Path, r: Record) -> None:
         for entry in r.evaluations
         if entry["step"] in (0, steps)
     ]
-    # The card must not contain local paths.
-    runs = "runs" if folder.absolute().parents[1].name == "runs" else "path/to"
     settings = [(key, in_markdown(short_name(str(value)))) for key, value in r.work.items()]
     text = fill_template(
         "card.md.jinja", r=r,
-        folder=str(Path(runs, folder.parent.name, folder.name)),
+        folder=_local_name(folder),
         front=front_matter.to_yaml(), steps=steps, best=best_note, strategy=r.layout_name,
         processes=plural(r.world_size, "process"), short_name=short_name, quote=shlex.quote,
         in_markdown=in_markdown,
@@ -231,6 +229,11 @@ def write_card(folder: Path, r: Record) -> None:
         settings=tabulate(settings, ["key", "value"], "github", disable_numparse=True),
     )  # fmt: skip
     (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def _local_name(folder: Path) -> str:
+    """Return the name of an exported model in its card, which must not contain local paths."""
+    return f"path/to/{folder.absolute().parent.name}/{folder.name}"
 
 
 def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
@@ -253,8 +256,7 @@ def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
         if _MODEL_FILE.fullmatch(name) and path.is_file() and not path.is_symlink():
             files[name] = path
     if CARD in files:
-        local_name = re.compile(f'"[^"\n]*{re.escape(folder.parent.name)}/{folder.name}"')
-        files[CARD] = local_name.sub(f'"{repo_id}"', (folder / CARD).read_text()).encode()
+        files[CARD] = (folder / CARD).read_text().replace(_local_name(folder), repo_id).encode()
     disable_progress_bars()
     api = HfApi()
     try:

@@ -4,8 +4,6 @@ not import torch. saver.py writes checkpoints and documents the files in them.""
 import contextlib
 import json
 import logging
-import os
-import shlex
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,13 +56,10 @@ class Meta(BaseModel, strict=True):
 
 
 def resume_advice(checkpoint: Path) -> str:
-    """Return advice for a user whose checkpoint is damaged. If the run has other checkpoints, the
-    advice is to rename the damaged folder, because a renamed folder is not treated as a
-    checkpoint."""
+    """Return advice for a user whose checkpoint is damaged."""
     if len(list_checkpoints(checkpoint.parents[1])) < 2:
         return "the run has no other checkpoint, so train again without resume"
-    path = shlex.quote(str(checkpoint))
-    return f"to use the newest other checkpoint, run: mv {path} {path}.damaged"
+    return f"set resume to another folder in {checkpoint.parent}"
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
@@ -77,26 +72,18 @@ def read_meta(folder: Path) -> Meta:
     """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint in this
     format, if meta.json is damaged, or if meta.json belongs to another folder."""
     try:
-        values = json.loads((folder / META_FILE).read_bytes())
-        saved_format = values.get("format")
-    except (OSError, ValueError, AttributeError):
-        raise UserError(
-            f"{folder} is not a checkpoint of this suite", fix=resume_advice(folder)
-        ) from None
-    if isinstance(saved_format, int) and saved_format != FORMAT:
-        age = "an earlier" if saved_format < FORMAT else "a later"
-        formats = f"format {saved_format}, not {FORMAT}"
-        what = f"Checkpoint {folder} was written by {age} release ({formats})"
-        fix = "start a new run with weights=<run>/hf, or set resume to None"
-        raise UserError(what, fix=fix)
-    is_intact = values.pop(CHECKSUM, None) == crc32_of(values)
-    meta = None
-    if is_intact:
+        values = dict(json.loads((folder / META_FILE).read_bytes()))
+    except (OSError, TypeError, ValueError):
+        raise UserError(f"{folder} is not a checkpoint", fix=resume_advice(folder)) from None
+    if (saved_format := values.get("format")) != FORMAT:
+        what = f"Checkpoint {folder} has the format {saved_format} of another version, not {FORMAT}"
+        raise UserError(what, fix="start a new run with weights=<run>/hf, or set resume to None")
+    if values.pop(CHECKSUM, None) == crc32_of(values):
         meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", resume_advice(folder))
-    if meta is None or folder.name != checkpoint_name(meta.step):
-        why = f"{META_FILE} has changed since it was written, or the folder was renamed"
-        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
-    return meta
+        if folder.name == checkpoint_name(meta.step):
+            return meta
+    why = f"{META_FILE} has changed since it was written, or the folder was renamed"
+    raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
 
 
 def rank_file_name(rank: int) -> str:
@@ -125,12 +112,9 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
             rank_file_name(other) for other in range(first_rank, first_rank + plan.processes_here)
         ]
     if meta.hosts and (missing := find_missing()):
-        hosts = sorted({meta.hosts[name] for name in missing if name in meta.hosts})
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        hosts = ", ".join(sorted({meta.hosts[name] for name in missing if name in meta.hosts}))
         what = f"Checkpoint {folder} is not complete on {socket.gethostname()}"
-        why = f"it lacks {', '.join(missing[:3])}{more}"
-        if hosts:
-            why += f", which were written without a shared disk on {', '.join(hosts)}"
+        why = f"it lacks {len(missing)} files, such as {missing[0]}, of the nodes {hosts}"
         raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
     return names
 
@@ -191,7 +175,8 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     meta = read_meta(checkpoint)
     extended_keys = _find_extended_keys(meta, plan)
     if differences := _differences(meta, plan, extended_keys):
-        fix = f"restore these settings, or {_new_run_advice(checkpoint)}"
+        fix = "restore these settings, or start a new run from that run's weights: --weights "
+        fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
         what = f"Cannot resume {shown(resume)}, because that run used different settings"
@@ -199,67 +184,49 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     check_files(checkpoint, meta, plan)
     run = load_run_record(checkpoint, meta)
     for key in sorted(extended_keys):
-        change = f"{key} was {shown(meta.work.get(key))} and is now {shown(plan.work[key])}"
-        notes.append(
-            f"{change}. From step {meta.step} on, the learning rate follows the longer schedule"
-        )
+        change = f"{key} was {meta.work.get(key)} and is now {plan.work[key]}"
+        notes.append(f"{change}. The learning rate follows the new schedule from step {meta.step}")
     if run.status == "ok" and run.step > meta.step:
         steps = f"Steps {meta.step + 1} to {run.step}"
         notes.append(f"{checkpoint.parents[1].name} has finished. {steps} will be repeated.")
     return checkpoint, meta
 
 
-def _new_run_advice(checkpoint: Path) -> str:
-    """Return advice to start a new run from the weights of the run that saved `checkpoint`. If
-    these weights have not been exported yet, the advice ends with the command that exports them."""
-    run_dir = relative_path(checkpoint.parents[1])
-    if run_dir.startswith(".."):
-        run_dir = str(checkpoint.parents[1])
-    advice = f"start a new run from that run's weights with --weights {os.path.join(run_dir, LAST)}"
-    if Path(run_dir, LAST).is_dir():
-        return advice
-    command = shlex.join(["python", "real_model_example.py", "export", run_dir])
-    return f"{advice}. To export these weights first, run: {command}"
-
-
 def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    found = list[tuple[str, Path, Meta, Record]]()
+    found = list[tuple[tuple[bool, str, str], Path, Meta, Record]]()
+    obstacle = ""
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
-        for checkpoint in list_checkpoints(run_dir):
+        checkpoints = list_checkpoints(run_dir)
+        if checkpoints and (why := claims.find_foreign_file(run_dir)):
+            logger.warning("resume='auto' skips %s: %s", run_dir, why)
+            checkpoints = []
+        for checkpoint in checkpoints:
             with _skip_damaged(checkpoint):
                 meta = read_meta(checkpoint)
                 run = load_run_record(checkpoint, meta)
-                found.append((f"{run.started_at} {checkpoint.name}", checkpoint, meta, run))
-    usable = dict[Path, Meta]()
-    obstacle = f"no run in {shown(str(plan.output_dir))} has a checkpoint"
-    for _, checkpoint, meta, run in sorted(found, key=itemgetter(0)):
-        run_dir = checkpoint.parents[1]
-        why = claims.find_foreign_file(run_dir)
+                # Prefer runs with the same strategy, so that a user who compares strategies resumes
+                # each strategy's own run.
+                is_same = meta.spread.get("strategy") == plan.strategy.name
+                found.append(((is_same, run.started_at, checkpoint.name), checkpoint, meta, run))
+    for (is_same, *_), checkpoint, meta, run in sorted(found, key=itemgetter(0), reverse=True):
         if run.status == "ok":
-            why = "it has finished"
+            why = "has finished"
         elif differences := _differences(meta, plan):
-            command = f"restore these settings and use --resume {relative_path(run_dir)}"
-            why = f"it used different settings: {differences}. To continue that run, {command}"
-        elif _has_other_strategy(meta, plan) and claims.is_locked(run_dir):
-            why = "it is in use"
-        if not why:
-            usable[checkpoint] = meta
-            why = "its checkpoints are damaged"
-        obstacle = f"{run_dir.name} is the newest run with a checkpoint, and {why}"
-    # Prefer runs with the same strategy, so that a user who compares strategies resumes each
-    # strategy's own run.
-    newest_first = reversed(usable.items())
-    for checkpoint, meta in sorted(newest_first, key=lambda row: _has_other_strategy(row[1], plan)):
-        with _skip_damaged(checkpoint):
-            check_files(checkpoint, meta, plan)
-            return checkpoint, meta
+            command = f"--resume {relative_path(checkpoint.parents[1])}"
+            why = f"used different settings: {differences}. To continue that run, restore these "
+            why += f"settings and use {command}"
+        elif not is_same and claims.is_locked(checkpoint.parents[1]):
+            why = "is in use"
+        else:
+            why = "is damaged"
+            with _skip_damaged(checkpoint):
+                check_files(checkpoint, meta, plan)
+                return checkpoint, meta
+        obstacle = obstacle or f"{checkpoint.parents[1].name} {why}"
+    obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None
-
-
-def _has_other_strategy(meta: Meta, plan: Plan) -> bool:
-    return bool(meta.spread.get("strategy") != plan.strategy.name)
 
 
 @contextlib.contextmanager
@@ -302,23 +269,13 @@ def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    work = plan.work
-    keys = dict.fromkeys([*meta.work, *work])
-    differences = list[str]()
-    # The work of the two strategies may have different keys.
-    if _has_other_strategy(meta, plan) and meta.work.keys() != work.keys():
-        differences.append(
-            f"strategy was {meta.spread.get('strategy')} and is now {plan.strategy.name}"
-        )
-        keys = dict.fromkeys(key for key in work if key in meta.work)
-    changed_keys = [key for key in keys if meta.work.get(key) != work.get(key)]
+    old, new = meta.work, plan.work
     unchanged_files = _find_unchanged_keys(meta, plan)
-    for key in changed_keys:
-        if key not in unchanged_files and key not in allowed:
-            differences.append(
-                f"{key} was {shown(meta.work.get(key))} and is now {shown(work.get(key))}"
-            )
-    return ", ".join(differences)
+    return ", ".join(
+        f"{key} was {shown(old.get(key))} and is now {shown(new.get(key))}"
+        for key in old | new
+        if old.get(key) != new.get(key) and key not in unchanged_files and key not in allowed
+    )
 
 
 def _find_unchanged_keys(meta: Meta, plan: Plan) -> set[str]:

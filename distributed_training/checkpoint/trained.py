@@ -11,8 +11,7 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.models.initial_weights import Fingerprint, WeightSource, fill_parameters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan.plan import PLAN_FILE, Plan
-from distributed_training.settings.errors import UserError
+from distributed_training.plan.plan import Plan
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.settings.request import build_config
 
@@ -30,31 +29,6 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.files.read_whole(f"{WEIGHT_PREFIX}{name}")
-
-    def check(self, plan: Plan) -> None:
-        """Raise UserError if the names or shapes of the weights do not match the model in `plan`.
-        For example, the run's plan file may have changed since training."""
-        blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
-        matches = len(blocks) == plan.model.size.num_layers
-        # peft.adapters_from_state compares the shapes of adapters.
-        if matches and not plan.config.lora_rank:
-            try:
-                meta_model = plan.model.build_meta_model()
-                shapes = {name: part.shape for name, part in meta_model.named_parameters()}
-            except UserError:  # such as an error from a model family in the user's code
-                raise
-            except Exception:  # such as an error for a size of -1
-                shapes = {}
-            stored = self.files.stored_parts
-            matches = shapes == {
-                name: stored[f"{WEIGHT_PREFIX}{name}"][0].shape for name in self.names
-            }
-        if not matches:
-            what = (
-                f"{plan.run_dir / PLAN_FILE} describes a different model from the one in the "
-                "checkpoint"
-            )
-            raise UserError(what, fix="copy the run's folder again")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

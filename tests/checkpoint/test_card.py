@@ -41,8 +41,8 @@ def test_card_has_the_numbers_of_the_record(card):
         "The training data has 1,000 samples of 512 tokens.",
         "|      0 |            3.5000 |        33.12 |", "|     64 |            3.0000 |",
         "64 of 64 steps with 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
-        "| seed              | 42 ", 'from_pretrained("runs/20260101-dp/hf")',
-        "generate runs/20260101-dp/hf",
+        "| seed              | 42 ", 'from_pretrained("path/to/20260101-dp/hf")',
+        "generate path/to/20260101-dp/hf",
     ):  # fmt: skip
         assert words in text, words
 

@@ -249,13 +249,12 @@ def test_flipped_bits_in_meta_json_and_a_folder_of_another_step_are_detected(tmp
 
 def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
     folder = save(tmp_path, 1)
-    edit_meta(folder, format=FORMAT + 1)
-    with refused("by a later release", f"format {FORMAT + 1}, not {FORMAT}"):
-        read_meta(folder)
     for content, *message in (
-        (b'{"format": 3, "step": 1}', str(folder), "by an earlier release", "weights=<run>/hf"),
-        (b"[]", f"{folder} is not a checkpoint of this suite", "no other checkpoint"),
-        (b"\xff\xfe\x00", "is not a checkpoint"),
+        (b'{"format": 3, "step": 1}', str(folder), "format 3", str(FORMAT), "weights=<run>/hf"),
+        (b"{}", str(folder), "format None"),
+        (b"[]", str(folder), "format None"),
+        (b"1", str(folder), "not a checkpoint"),
+        (b"\xff\xfe\x00", str(folder), "not a checkpoint"),
     ):
         (folder / "meta.json").write_bytes(content)
         with refused(*message):
@@ -265,7 +264,7 @@ def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("step", "1"), ("format", [5]), ("work", None), ("sources", {"model": 1}), ("hosts", []),
+        ("step", "1"), ("work", None), ("sources", {"model": 1}), ("hosts", []),
         ("counters", {"steps": "x"}), ("files", {"../x.safetensors": 1}), ("files", {RANK_0: {}}),
         ("files", {"/proc/kmsg": 1}),
     ],
@@ -336,7 +335,7 @@ def test_user_files_next_to_checkpoints_are_neither_read_nor_removed(tmp_path):
         assert find_checkpoint(resume_value, tmp_path) == newest
     empty = newest.with_name("step-00000009")
     empty.mkdir()
-    with refused(f"{empty} is not a checkpoint", f"mv {empty} {empty}.damaged"):
+    with refused(f"{empty} is not a checkpoint", str(empty.parent)):
         find_checkpoint(str(run_dir), tmp_path)
     assert find_checkpoint("auto", tmp_path) == newest
     save(run_dir, 15, keep=1)
@@ -354,15 +353,8 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
         ({**WORK, "new": 1}, "new was None and is now 1"),
         ({}, "seed was 42 and is now None"),
     ):
-        with refused(
-            "because that run used different settings",
-            message,
-            f"run: python real_model_example.py export {run_dir}",
-        ):
+        with refused(message, f"--weights {run_dir}/hf"):
             find_checkpoint(str(run_dir), tmp_path, work)
-    (run_dir / "hf").mkdir()
-    with refused(f"from that run's weights with --weights {run_dir}/hf"):
-        find_checkpoint(str(run_dir), tmp_path, {})
 
 
 def test_resume_auto_takes_the_newest_run_by_its_record(tmp_path):

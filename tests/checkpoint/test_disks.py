@@ -116,7 +116,7 @@ def test_errors_on_one_node_are_reported_to_every_rank(two_nodes):
     assert first["nothing"] is None
     for case, words in {
         "one folder": "with another node",
-        "missing": "lacks rank-00001.safetensors, which were written without a shared disk on",
+        "missing": "such as rank-00001.safetensors, of the nodes",
         "damaged": "is damaged. rank-00001.safetensors has changed",
     }.items():
         assert words in first[case] == second[case]
