@@ -1,15 +1,14 @@
-"""Rank the layouts of all strategies for one CONFIG. Layouts that fit come first, sorted from
-fastest to slowest. This module does not import torch."""
+"""Rank the layouts of all strategies for one CONFIG. The simplest of the fastest layouts that fit
+comes first. `strategy=auto` uses this layout, and `plan` lists all. This module does not import
+torch."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import choose_model, lay_out
@@ -20,12 +19,11 @@ from distributed_training.planner.layouts import (
     all_meshes,
     format_settings,
 )
-from distributed_training.predict.predict import Cluster, Prediction, predict
+from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
-    Strategy,
     defaults_for,
     list_strategies,
     load_strategy,
@@ -38,33 +36,46 @@ TOLERANCE = 0.03
 TOLERANCE_ON_CPU = 0.2
 TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
 MAX_SLOWDOWN = 0.05  # maximum relative increase in step time for the layout with the least memory
+MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
+FIRST_BATCH_SIZE = 8  # batch size for which the strategy is chosen, if both are open
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
 MAX_MICROBATCH_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
 
 
-def rank_layouts(
-    build: Callable[[str], Request], cluster: Cluster, requested: str = AUTO, *, only: str = AUTO
-) -> list[Prediction]:
-    """Return predictions for all valid layouts, sorted from best to worst.
+def rank(request: Request, cluster: Cluster) -> list[Prediction]:
+    """Return predictions for all valid layouts: the first choice, then the others from best to
+    worst. If no layout fits, the first choice is the layout that needs the least memory. If the
+    user did not set activation_checkpointing, layouts that would not fit use as much of it as
+    necessary. `request` must have a batch size. Raises UserError if no layout is valid."""
+    choices = rank_layouts(request, cluster)
+    if not choices:
+        raise _explain_no_layout(request, cluster)
+    if cluster.machine.num_gpus and not request.is_set("activation_checkpointing"):
+        choices = [_with_checkpointing(choice, cluster) for choice in choices]
+        choices.sort(key=lambda choice: choice.sort_key)
+    first = _first_choice(choices)
+    if not first.fits:
+        first = min(choices, key=lambda choice: choice.memory.needed_bytes)
+    return [first, *(choice for choice in choices if choice is not first)]
 
-    `build` returns CONFIG for a strategy name. It raises UserError if CONFIG and the strategy are
-    incompatible. Strategies whose algorithm changes the training results are included only if
-    `requested` names them. On CPUs, strategies with CPU offload are included only if `requested`
-    names them or CONFIG names a DeepSpeed configuration. `only` is the single strategy to rank, or
-    "auto" for all."""
+
+def rank_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
+    """Return predictions for all valid layouts, sorted from best to worst. With strategy=auto,
+    strategies whose algorithm changes the training results are left out, and on CPUs also the
+    strategies with CPU offload, unless CONFIG names a DeepSpeed configuration."""
     choices: dict[object, Prediction] = {}
-    names = tuple(list_strategies()) if only == AUTO else (only,)
+    names = tuple(list_strategies()) if request.strategy == AUTO else (request.strategy,)
     for name in with_progress(names, "strategies"):
-        if name != requested and any(
+        if request.strategy == AUTO and any(
             key.work for key in read_keys(strategy_options(name)).values()
         ):
             continue
         with contextlib.suppress(UserError):
-            for plan in enumerate_plans(build(name), cluster):
+            for plan in enumerate_plans(with_strategy(request, name), cluster):
                 # Two strategies that give the same layout have the same key.
                 strategy = plan.strategy
-                is_requested = name == requested or plan.config.deepspeed_config
+                is_requested = name == request.strategy or plan.config.deepspeed_config
                 if strategy.steps_on_host and not is_requested and not cluster.machine.num_gpus:
                     continue
                 engine = name if strategy.traits.takes_json else strategy.engine
@@ -76,6 +87,42 @@ def rank_layouts(
                 ):
                     choices[key] = predict(plan, cluster.rates)
     return sorted(choices.values(), key=lambda choice: choice.sort_key)
+
+
+def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
+    """Return the error for a CONFIG without a valid layout. If planning a single strategy raises a
+    more specific error, raise that error."""
+    name = request.strategy
+    if name == AUTO:
+        is_split = request.tp not in (None, 1) or request.pp not in (None, 1)
+        name = "zero2" if request.deepspeed_config else "3d" if is_split else "dp"
+    request = with_strategy(request, name)
+    strategy = load_strategy(request)
+    config, model = choose_model(request, cluster.machine, cluster.num_processes, strategy, [])
+    lay_out(Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh), cluster)
+    what = f"no strategy can train {config.model} with this CONFIG"
+    return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
+
+
+def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
+    """Return the layout with the least activation checkpointing with which it fits best."""
+    for mode in MODES[1:]:
+        if choice.memory_fit == "yes":
+            break
+        with contextlib.suppress(UserError):
+            recomputed = predict(
+                lay_out(_candidate(choice.plan, activation_checkpointing=mode), cluster),
+                cluster.rates,
+            )
+            if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
+                choice = recomputed
+    return choice
+
+
+def _candidate(plan: Draft, **settings: object) -> Candidate:
+    """Return the plan's layout as a candidate, after changing settings of its request."""
+    request = plan.requested.model_copy(update=settings)
+    return Candidate(config=request, strategy=plan.strategy, model=plan.model, mesh=plan.mesh)
 
 
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:
@@ -154,6 +201,14 @@ def layout_settings(plan: Draft) -> dict[str, Any]:
     return settings
 
 
+def chosen_settings(plan: Draft) -> dict[str, Any]:
+    """Return the settings that produce the plan's layout, including activation checkpointing that
+    the planner chose."""
+    mode = plan.requested.activation_checkpointing
+    is_chosen = mode != "none" and not plan.requested.is_set("activation_checkpointing")
+    return layout_settings(plan) | ({"activation_checkpointing": mode} if is_chosen else {})
+
+
 def layout_name(plan: Draft) -> str:
     """Return a name such as "3d pp=4 tp=2 1f1b m8". The name contains the strategy, the axes unless
     the strategy implies them, the pipeline schedule and the number of micro-batches."""
@@ -168,13 +223,11 @@ def layout_name(plan: Draft) -> str:
 
 
 def with_strategy(config: Request, name: str) -> Request:
-    """Return CONFIG with the strategy `name` and its defaults. Keys that the user set are kept,
-    even if the strategy does not accept them. Raises UserError if the strategy's engine adds
-    options, because "auto" never chooses such a strategy."""
-    if strategy_options(name).model_fields:
-        raise UserError(f"strategy={name!r} is never chosen by auto", fix=f"set strategy to {name}")
-    defaults = {"engine_options": {}, **defaults_for(config, name)}
-    return with_values(config, strategy=name, **defaults)
+    """Return CONFIG with the strategy `name` and its defaults instead of strategy=auto. Keys that
+    the user set are kept, even if the strategy does not accept them."""
+    if name == config.strategy:
+        return config
+    return with_values(config, strategy=name, **defaults_for(config, name))
 
 
 def suggest_settings(plan: Draft, cluster: Cluster) -> list[str]:
@@ -182,16 +235,12 @@ def suggest_settings(plan: Draft, cluster: Cluster) -> list[str]:
     num_microbatches=8". Candidates are more micro-batches, recomputation, a quantized base model,
     another strategy and a smaller optimizer state."""
     config = plan.config
-    candidate = Candidate(
-        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
-    )
 
     def fits(**settings: object) -> bool:
         # Request `cuda_graphs` again, because the settings may decide whether graphs are possible.
         decided = config.to_key_values() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
-        request = plan.requested.model_copy(update=decided)
         with contextlib.suppress(UserError):
-            draft = lay_out(replace(candidate, config=request), cluster)
+            draft = lay_out(_candidate(plan, **decided), cluster)
             return predict(draft, None).memory_fit == "yes"
         return False
 
@@ -204,30 +253,18 @@ def suggest_settings(plan: Draft, cluster: Cluster) -> list[str]:
         suggestions.append({"activation_checkpointing": "full"})
     if config.lora_rank and config.base_dtype in (None, AUTO) and fits(base_dtype="nf4"):
         suggestions.append({"base_dtype": "nf4"})
-    open_settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO}
-    decided = {"model": config.model, "batch_size": config.batch_size}
-    request = plan.requested.model_copy(update=decided | open_settings)
-    best = best_layout(functools.partial(with_strategy, request), cluster)
-    if best and best.fits and best.plan.strategy.name != plan.strategy.name:
-        suggestions.append({"strategy": best.plan.strategy.name, **layout_settings(best.plan)})
+    open_settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "strategy": AUTO}
+    open_settings |= {"engine_options": {}, "model": config.model, "batch_size": config.batch_size}
+    with contextlib.suppress(UserError):
+        best = rank(plan.requested.model_copy(update=open_settings), cluster)[0]
+        if best.fits and best.plan.strategy.name != plan.strategy.name:
+            suggestions.append({"strategy": best.plan.strategy.name, **chosen_settings(best.plan)})
     if not suggestions and not config.lora_rank and fits(optimizer="adamw-bf16"):
         suggestions.append({"optimizer": "adamw-bf16"})
     return [f"set {format_settings(settings)}" for settings in suggestions]
 
 
-def best_layout(build: Callable[[str], Request], cluster: Cluster) -> Prediction | None:
-    """Return the simplest of the fastest layouts that fit into GPU memory. Return None if no layout
-    fits. For `build`, see `rank_layouts`."""
-    # Host memory is not considered here, because check_memory reports a lack of host memory.
-    choices = [
-        choice
-        for choice in rank_layouts(build, cluster)
-        if choice.gpu_memory_fit != "no" and choice.memory.needed_bytes < cluster.max_gpu_bytes
-    ]
-    return first_choice(choices) if choices else None
-
-
-def first_choice(choices: Sequence[Prediction]) -> Prediction:
+def _first_choice(choices: Sequence[Prediction]) -> Prediction:
     """Return the simplest of the layouts that are as fast as the best layout, within the prediction
     error."""
     best = choices[0]
@@ -236,19 +273,19 @@ def first_choice(choices: Sequence[Prediction]) -> Prediction:
     )
     if best.plan.machine.num_gpus == 0:
         tolerance = simple_tolerance = TOLERANCE_ON_CPU
-    near_best = _within(choices, best, tolerance)
+    near_best = within(choices, best, tolerance)
     fewest_settings = min(len(layout_settings(choice.plan)) for choice in near_best)
     simplest = [
         choice for choice in near_best if len(layout_settings(choice.plan)) == fewest_settings
     ]
     names = list(list_strategies())
     return min(
-        _within(simplest, simplest[0], simple_tolerance),
+        within(simplest, simplest[0], simple_tolerance),
         key=lambda choice: names.index(choice.plan.strategy.name),
     )
 
 
-def _within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -> list[Prediction]:
+def within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -> list[Prediction]:
     """Return the layouts that are as likely to fit into memory as `best` and slower by at most the
     fraction `tolerance`."""
     memory_fit, seconds = best.sort_key
@@ -257,66 +294,24 @@ def _within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -
     ]
 
 
-def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
-    """Return the recommended layouts from a ranking, each with labels such as "first, fastest"."""
-    best = choices[0]
-    safest = min(
-        _within(choices, best, MAX_SLOWDOWN), key=lambda choice: choice.memory.needed_bytes
-    )
-    labeled: dict[int, tuple[list[str], Prediction]] = {}
-    for label, choice in (("first", first_choice(choices)), ("fastest", best), ("safest", safest)):
-        labeled.setdefault(id(choice), ([], choice))[0].append(label)
-    return [(", ".join(labels), choice) for labels, choice in labeled.values()]
-
-
-def choose_strategy(
-    config: Request, cluster: Cluster, model: ModelSpec, notes: list[str]
-) -> tuple[Request, Strategy]:
-    """Choose the strategy and the mesh axes by predicted speed. Return CONFIG with the chosen
-    settings, and the chosen strategy. `model` is the model that CONFIG names. Raises UserError if
-    no strategy fits."""
-    batch_size = 8 if config.batch_size == AUTO else config.batch_size
-    build = functools.partial(with_strategy, config.model_copy(update={"batch_size": batch_size}))
-    best = best_layout(build, cluster)
-    if best is None:
-        # lay_out raises a more specific error. If it succeeds, memory is insufficient.
-        fallback_name = "dp"
-        if config.deepspeed_config:
-            fallback_name = "zero2"
-        elif config.tp not in (None, 1) or config.pp not in (None, 1):
-            fallback_name = "3d"
-        request = build(fallback_name)
-        strategy = load_strategy(request)
-        mesh = strategy.mesh
-        lay_out(Candidate(config=request, strategy=strategy, model=model, mesh=mesh), cluster)
-        what = (
-            f"no strategy can train {config.model} on {cluster.name} with batch_size={batch_size}"
-        )
-        raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
-    settings = layout_settings(best.plan)
-    choice_text = (
-        f"the planner chose {best.plan.strategy.name} {format_settings(settings)}".rstrip()
-    )
-    why = "the first strategy that fits"
-    if best.step is not None:
-        why = f"predicted {best.step.seconds:.3g} s per step"
-    notes.append(f"{choice_text} ({why})")
-    settings |= {"batch_size": config.batch_size}
-    config = best.plan.requested.model_copy(update=settings)
-    return config, load_strategy(config)
-
-
-def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) -> Candidate:
-    """Return the candidate with a batch size. Choose the smallest power of two that fits into
-    memory and reaches the fraction NEAR_BEST of the best predicted tokens/s. If the GPU's rates are
-    unknown, choose the largest power of two that fits. If none fits, choose 1."""
+def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> Request:
+    """Return CONFIG with a batch size. Choose the smallest power of two that fits into memory and
+    reaches the fraction NEAR_BEST of the best predicted tokens/s. If the GPU's rates are unknown,
+    choose the largest power of two that fits. If none fits, choose 1. With strategy=auto, use the
+    first choice for FIRST_BATCH_SIZE."""
+    config = request.model_copy(update={"batch_size": FIRST_BATCH_SIZE})
+    if request.strategy == AUTO:
+        candidate = _candidate(rank(config, cluster)[0].plan)
+    else:
+        strategy = load_strategy(config)
+        config, model = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
+        candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
     speeds: dict[int, float] = {}
     for size in with_progress([2**power for power in range(MAX_BATCH_POWER + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
-            draft = lay_out(_with_batch_size(candidate, size), cluster)
-            prediction = predict(draft, cluster.rates)
-            is_below = prediction.memory.needed_bytes < cluster.max_gpu_bytes
-            if prediction.memory_fit == "yes" and is_below:
+            sized = candidate.config.model_copy(update={"batch_size": size})
+            prediction = predict(lay_out(replace(candidate, config=sized), cluster), cluster.rates)
+            if prediction.memory_fit == "yes":
                 speeds[size] = prediction.tokens_per_s or size
     required_speed = NEAR_BEST * max(speeds.values(), default=0.0)
     size = next((size for size, speed in speeds.items() if speed >= required_speed), 1)
@@ -327,9 +322,4 @@ def choose_batch_size(candidate: Candidate, cluster: Cluster, notes: list[str]) 
     else:
         reason = f"the smallest value predicted to reach {NEAR_BEST:.0%} of the best tokens/s"
     notes.append(f"batch_size is {size}, {reason}")
-    return _with_batch_size(candidate, size)
-
-
-def _with_batch_size(candidate: Candidate, batch_size: int) -> Candidate:
-    config = candidate.config.model_copy(update={"batch_size": batch_size})
-    return replace(candidate, config=config)
+    return request.model_copy(update={"batch_size": size})

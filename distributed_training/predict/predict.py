@@ -1,6 +1,5 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ class Cluster:
     rates: Rates | None  # None for an unknown GPU
     name: str
     is_local: bool  # whether this machine is one of the nodes
-    # Layouts that "auto" chooses must need less GPU memory than this number of bytes
-    max_gpu_bytes: float = math.inf
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:

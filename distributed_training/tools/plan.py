@@ -17,15 +17,8 @@ from typing import Any
 
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import layout_name, rank_layouts, recommended_layouts
-from distributed_training.predict.predict import (
-    MEMORY_FITS,
-    Cluster,
-    Prediction,
-    local_cluster,
-    parse_cluster,
-)
+from distributed_training.planner.rank import choose_batch_size, rank, suggest_settings
+from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE_VARIABLE
@@ -38,7 +31,7 @@ from distributed_training.settings.files import (
     require_writable,
     shown,
 )
-from distributed_training.settings.machine import GIB, detect_machine
+from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.dry_run import FIRST_HOST_NOTE, launch_command
@@ -47,13 +40,12 @@ from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import build_batch_script, build_options
 from distributed_training.tools.plan_table import (
     describe_requested_work,
-    explain_first,
     legend,
+    recommended_layouts,
     table,
 )
 
 MAX_SHOWN = 10  # number of layouts that are listed without --all
-MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
 _COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -85,10 +77,6 @@ def run(
         job_file = Path(expand_home("--write", arguments.write))
         require_writable(job_file.parent, "name another file with --write", job_file.name)
 
-    def build(strategy: str | None) -> Request:
-        chosen = [] if strategy is None else [f"strategy={strategy}"]
-        return configure([*arguments.overrides, *chosen])
-
     cluster = _cluster(arguments)
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
@@ -110,27 +98,27 @@ def run(
         if outcome.exit_code != 0:
             raise UserError("measuring this machine failed", fix="see the messages above")
         cluster = _cluster(arguments)
-    requested = build(None)
-    strategy = named_strategy(requested)
+    request = configure(arguments.overrides)
     machine = cluster.machine
     notes = list[str]()
-    config, _ = choose_model(requested, machine, cluster.num_processes, strategy, notes)
-    typed_strategy = parse_overrides(arguments.overrides).get("strategy", AUTO)
-    config = _choose_batch(arguments, config, cluster)
+    strategy = named_strategy(request)
+    config, _ = choose_model(request, machine, cluster.num_processes, strategy, notes)
+    # CONFIG's strategy restricts the ranking only if it is typed or has keys of its own.
+    is_open = "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options
+    strategy_text = ["strategy=auto"] if is_open else []
+    request = configure([*arguments.overrides, *strategy_text])
+    if config.batch_size == AUTO or (machine.num_gpus and not config.is_set("batch_size")):
+        open_values = {"strategy": AUTO, "engine_options": {}, "batch_size": AUTO}
+        config = choose_batch_size(request.model_copy(update=open_values), cluster, [])
+        _override(arguments, batch_size=config.batch_size)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
-    choices = _rank(arguments, build, cluster, config, typed_strategy)
-    if not choices:
-        # Planning a single strategy raises an error that is more specific than "no strategy".
-        draft_plan(build("dp" if typed_strategy == AUTO else typed_strategy), cluster)
-        what = f"no strategy can train {config.model} with this CONFIG"
-        raise UserError(what, fix="to see the resolved CONFIG, use --dry-run without plan")
+    choices = rank(configure([*arguments.overrides, *strategy_text]), cluster)
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
-    fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")]
-    if not fitting:
-        raise _fits_nowhere(choices, cluster, typed_strategy)
+    check_memory(choices[0], lambda plan: suggest_settings(plan, cluster))
+    fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
     labels = {id(choice): label for label, choice in picks}
     listed = [choice for _, choice in picks]
@@ -153,10 +141,7 @@ def run(
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
     first = picks[0][1]
-    lines = [
-        legend(listed, cluster, gbit, all_columns=arguments.all),
-        explain_first(first, fitting),
-    ]
+    lines = [legend(listed, cluster, gbit, all_columns=arguments.all)]
     price = arguments.price
     lines += [describe_requested_work(label, choice, price, notes) for label, choice in picks]
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
@@ -195,57 +180,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return local_cluster(machine, count, count, gpu)
 
 
-def _fits_nowhere(
-    choices: Sequence[Prediction], cluster: Cluster, typed_strategy: str
-) -> UserError:
-    """Return an error that names the layout with the lowest memory requirement and says how much
-    memory this layout needs. If only the RAM is too small, raise a UserError about the RAM
-    instead."""
-    if fit_on_gpu := [choice for choice in choices if choice.gpu_memory_fit != "no"]:
-        smallest = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
-        check_memory(smallest, lambda _: [])  # raises an error if only the RAM is too small
-    smallest = min(choices, key=lambda choice: choice.memory.needed_bytes)
-    gib = smallest.memory.needed_bytes / GIB
-    what = f"{smallest.plan.config.model} does not fit on {cluster.name} under any layout"
-    why = f"even {smallest.plan.strategy.name}, which needs the least memory, needs {gib:.1f} GiB "
-    why += "per process"
-    fix = "set activation_checkpointing to full, or use a smaller batch_size, max_length or model"
-    if cluster.machine.num_gpus:
-        fix = f"use GPUs with at least {math.ceil(gib)} GiB, use more GPUs, {fix}"
-    if typed_strategy != AUTO:
-        what += f" of strategy={smallest.plan.strategy.name!r}"
-        why = f"its smallest layout needs {gib:.1f} GiB per process"
-        fix = f"leave out --strategy, {fix}"
-    return UserError(what, why, fix)
-
-
 def _override(arguments: argparse.Namespace, **values: Any) -> None:
     """Set values as if the user had typed them."""
     arguments.overrides[:] = format_overrides(parse_overrides(arguments.overrides) | values)
-
-
-def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
-    """Choose the batch size if it is "auto". On GPUs, also choose the batch size if the user did
-    not set it. If no layout fits, choose the batch size for training with activation
-    checkpointing."""
-    is_open = config.batch_size == AUTO
-    is_open |= cluster.machine.num_gpus > 0 and not config.is_set("batch_size")
-    if not is_open:
-        return config
-    is_set = config.is_set("activation_checkpointing")
-    modes: Sequence[str] = [config.activation_checkpointing] if is_set else MODES
-    for mode in modes:
-        open_values = {"strategy": AUTO, "batch_size": AUTO, "activation_checkpointing": mode}
-        request = config.model_copy(update=open_values)
-        try:
-            batch_size = draft_plan(request, cluster).config.batch_size
-        except UserError:
-            if mode == modes[-1] and config.batch_size == AUTO:
-                raise
-            continue
-        _override(arguments, batch_size=batch_size)
-        return config.model_copy(update={"batch_size": batch_size})
-    return config
 
 
 def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
@@ -264,37 +201,6 @@ def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster
     sequences_per_step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
     max_steps = math.ceil(tokens / (sequences_per_step * config.max_length))
     _override(arguments, max_steps=max_steps)
-
-
-def _rank(
-    arguments: argparse.Namespace,
-    build: Callable[[str | None], Request],
-    cluster: Cluster,
-    config: Request,
-    typed_strategy: str,
-) -> list[Prediction]:
-    """Return all layouts, best first. If the user did not set activation_checkpointing, layouts
-    that do not fit in memory use as much activation checkpointing as necessary."""
-    choices = rank_layouts(build, cluster, config.strategy, only=typed_strategy)
-    if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
-        return choices
-    for mode in MODES[1:]:
-        too_large = {layout_name(c.plan): c for c in choices if c.memory_fit != "yes"}
-        if not too_large:
-            break
-
-        def build_with_mode(name: str, mode: str = mode) -> Request:
-            return build(name).model_copy(update={"activation_checkpointing": mode})
-
-        recomputed = rank_layouts(build_with_mode, cluster, config.strategy, only=typed_strategy)
-        improved = {
-            name: choice
-            for choice in recomputed
-            if (name := layout_name(choice.plan)) in too_large
-            and MEMORY_FITS.index(choice.memory_fit) < MEMORY_FITS.index(too_large[name].memory_fit)
-        }
-        choices = [improved.get(layout_name(choice.plan), choice) for choice in choices]
-    return sorted(choices, key=lambda choice: choice.sort_key)
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:

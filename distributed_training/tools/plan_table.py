@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
-from distributed_training.planner.rank import MAX_SLOWDOWN, layout_name
+from distributed_training.planner.rank import MAX_SLOWDOWN, layout_name, within
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import bottleneck_name
@@ -13,6 +13,18 @@ from distributed_training.tools.jobs import num_steps
 
 _CELLS = DataRow("", " ", "")
 ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
+
+
+def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
+    """Return the recommended layouts from a ranking, each with labels such as "first, fastest"."""
+    fastest = min(choices, key=lambda choice: choice.sort_key)
+    safest = min(
+        within(choices, fastest, MAX_SLOWDOWN), key=lambda choice: choice.memory.needed_bytes
+    )
+    labeled: dict[int, tuple[list[str], Prediction]] = {}
+    for label, choice in (("first", choices[0]), ("fastest", fastest), ("safest", safest)):
+        labeled.setdefault(id(choice), ([], choice))[0].append(label)
+    return [(", ".join(labels), choice) for labels, choice in labeled.values()]
 
 
 def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, all_columns: bool) -> str:
@@ -135,30 +147,6 @@ def describe_requested_work(
             else f", and cost {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
         )
     return f"{text}."
-
-
-def explain_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
-    """Explain why `first` is the first choice, and compare it with the fastest layout. If `first`
-    is the fastest layout, compare it with the fastest layout of another strategy."""
-    name = layout_name(first.plan)
-    if first.step is None:
-        return f"{name} needs the least memory. Its speed is unknown without the GPU's rates."
-    best = fitting[0]
-    if best is not first and best.step is not None:
-        speedup = 1 - best.step.seconds / first.step.seconds
-        text = f"{name} comes first because it is simpler. {layout_name(best.plan)} is predicted "
-        return f"{text}to be {speedup:.1%} faster, which is within the error of such predictions."
-    text = f"{name} is the fastest layout that fits. A step takes {first.step.seconds:.3f} s, "
-    text += f"limited mainly by {bottleneck_name(first.step.bound_by)}."
-    for other in fitting:
-        if other.plan.strategy.name != first.plan.strategy.name and other.step:
-            time_ratio = other.step.seconds / first.step.seconds
-            comparison = f"{time_ratio - 1:.1%} longer"
-            if time_ratio > 2:
-                comparison = f"{time_ratio:.1f} times as long"
-            comparison = "the same time" if time_ratio < 1.0005 else comparison
-            return f"{text} {layout_name(other.plan)} takes {comparison}."
-    return text
 
 
 def format_long_duration(seconds: float) -> str:

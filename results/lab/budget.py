@@ -18,7 +18,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import checkout
 from tabulate import tabulate
@@ -185,10 +184,7 @@ def fastest_layouts(
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
                 values["batch_size"] = draft_plan(config, cluster).config.batch_size
 
-            def build_model(strategy: str, values: dict[str, Any] = values) -> Request:
-                return with_values(build(strategy), **values)
-
-            choices = rank_layouts(build_model, cluster)
+            choices = rank_layouts(with_values(build(AUTO), **values), cluster)
             if choices and choices[0].fits:
                 fastest.append(choices[0])
     if not fastest:

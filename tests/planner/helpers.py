@@ -1,7 +1,5 @@
 """Build plans and layouts from a few CONFIG values."""
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +57,6 @@ def plan_for(
     *,
     here: int | None = None,
     checked: bool = True,
-    max_gpu_bytes: float = math.inf,
     **config: Any,
 ) -> Plan:
     """Return a plan, by default for gpt2-tiny. If `checked` is False, return a draft. `here` is the
@@ -67,4 +64,4 @@ def plan_for(
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
     cluster = local_cluster(machine, num_processes, here or num_processes)
-    return make(merged(values), dataclasses.replace(cluster, max_gpu_bytes=max_gpu_bytes))
+    return make(merged(values), cluster)

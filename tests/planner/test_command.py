@@ -9,7 +9,7 @@ import pytest
 
 from distributed_training.cli import main
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import local_cluster, parse_cluster
+from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
 from distributed_training.tools import plan as command
@@ -175,7 +175,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
          ["The model has 1024 positions"]),
         (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
-          "--model", "gpt2-xl"], ["does not fit on", "Even infinity, which needs", "GPUs with"]),
+          "--model", "gpt2-xl"], ["gpt2-xl", "infinity", "0.5 GiB", "--force"]),
     ],
 )  # fmt: skip
 def test_bad_input_gives_a_one_line_error(arguments, messages):
@@ -201,8 +201,8 @@ def test_too_little_ram_is_distinguished_from_too_small_gpus(monkeypatch, capsys
     monkeypatch.setattr(command, "detect_machine", lambda: poor)
     assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
     error_text = capsys.readouterr().err
-    assert "of RAM. Only 1.0 GiB is available" in error_text
-    assert "GPUs with" not in error_text
+    assert "1.0 GiB" in error_text
+    assert "RAM" in error_text
 
 
 def test_strategy_auto_takes_the_planners_choice_with_a_note(tmp_path):
@@ -223,6 +223,23 @@ def test_strategy_auto_takes_the_planners_choice_with_a_note(tmp_path):
         machine = dataclasses.replace(GPU_MACHINE, **changes)
         planned = draft_plan(merged(config), local_cluster(machine, 1, 1), notes)
         assert f"batch_size is {planned.config.batch_size}, {reason}" in notes
-    with refused("no strategy can train gpt2-xl"):
+    with refused("gpt2-xl", "1.0 GiB", "--force"):
         small = dataclasses.replace(GPU_MACHINE, gpu_memory_bytes=2**30)
-        plan_for(tmp_path, small, 1, checked=False, strategy=AUTO, model="gpt2-xl")
+        plan_for(tmp_path, small, 1, strategy=AUTO, model="gpt2-xl")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
+@pytest.mark.parametrize("batch_size", ["1", "32", "auto"])
+@pytest.mark.parametrize(
+    "name", ["H200", "4xH100-80GB", "2x4xA100-80GB", "2xRTX-4090", "T4", "2x1xL4"]
+)
+def test_strategy_auto_uses_the_first_layout_of_plan(monkeypatch, capsys, model, batch_size, name):
+    options = "--cluster", name, "--model", model, "--batch_size", batch_size
+    assert plan(monkeypatch, *options, "--json") == 0
+    first, *_ = json.loads(capsys.readouterr().out)
+    cluster = parse_cluster(name)
+    texts = [f"model={model}", f"batch_size={batch_size}"]
+    planned = draft_plan(merged(CONFIG, *texts), cluster)
+    prediction = predict(planned, cluster.rates)
+    assert json.loads(json.dumps(command.as_dict(prediction))) == first
+    assert prediction.fits

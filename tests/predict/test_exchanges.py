@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import best_layout, rank_layouts, with_strategy
+from distributed_training.planner.rank import rank_layouts
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import (
     checkpoint_copy_bytes,
@@ -13,6 +13,7 @@ from distributed_training.predict.memory import (
     estimate_state,
 )
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
+from distributed_training.settings.config import AUTO
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
@@ -118,16 +119,14 @@ def build(name, **values):
 
 
 def test_another_algorithm_is_ranked_only_when_asked_for():
-    def names(asked):
-        return {choice.plan.strategy.name for choice in rank_layouts(build, H200, asked)}
+    def ranked(strategy, **values):
+        return rank_layouts(build(strategy, **values), H200)
 
-    assert names("local_sgd") - names("dp") == {"local_sgd"}
-    ranked = rank_layouts(build, H200, "local_sgd")
-    own = [choice.plan for choice in ranked if choice.plan.strategy.name == "local_sgd"]
+    assert "local_sgd" not in {choice.plan.strategy.name for choice in ranked(AUTO)}
+    own = [choice.plan for choice in ranked("local_sgd")]
+    assert {plan.strategy.name for plan in own} == {"local_sgd"}
     assert {plan.mesh["dp_replicate"] for plan in own} == {8}
-    assert best_layout(build, H200).plan.strategy.name != "local_sgd"
-    assert with_strategy(build("local_sgd"), "dp").engine_options == {}
-    compressed = rank_layouts(lambda name: build(name, gradient_compression="bf16"), H200)
+    compressed = ranked(AUTO, gradient_compression="bf16")
     assert {choice.plan.mesh["dp_replicate"] for choice in compressed} == {8}
-    skips = rank_layouts(lambda name: build(name, on_nonfinite="skip"), H200)
+    skips = ranked(AUTO, on_nonfinite="skip")
     assert {choice.plan.strategy.engine for choice in skips} == {"native"}

@@ -15,6 +15,7 @@ from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
 from distributed_training.predict.speed import estimate_step
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS
@@ -150,7 +151,7 @@ def layout_of(plan):
 
 
 def ranked(cluster, **config):
-    return rank_layouts(lambda name: build(name, **config), parse_cluster(cluster))
+    return rank_layouts(build(AUTO, **config), parse_cluster(cluster))
 
 
 def test_rankings_for_one_gpu_and_for_a_thousand():
