@@ -132,22 +132,15 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():
         return []
-    used_files = {file for source in corpus.values() for file in source.files}
-    ignored_names = (
-        METADATA_FILES
-        if any(suffix_of(file) not in TEXT_SUFFIXES for file in used_files)
-        else METADATA_FILES - {CARD}
-    )
-    unread_files = [
-        file
-        for file in folder.rglob("*")
-        if file not in used_files and file.is_file() and file.name not in ignored_names
-    ]
-    # A link may point to a used file under another name. Resolving many paths is slow, so only
-    # unread files are resolved.
-    resolved = {file.resolve() for file in used_files} if unread_files else set()
+    # A link may lead to a used file under another name.
+    used_files = {file.resolve() for source in corpus.values() for file in source.files}
+    ignored_names = METADATA_FILES
+    if all(suffix_of(file) in TEXT_SUFFIXES for file in used_files):
+        ignored_names = METADATA_FILES - {CARD}  # The card is a text like the others.
     names = sorted(
-        file.relative_to(folder) for file in unread_files if file.resolve() not in resolved
+        file.relative_to(folder)
+        for file in folder.rglob("*")
+        if file.is_file() and file.name not in ignored_names and file.resolve() not in used_files
     )
     return [
         name.as_posix()

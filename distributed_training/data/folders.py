@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from distributed_training.data.files import COMPRESSIONS, RECORD_SUFFIXES, TEXT_SUFFIXES, suffix_of
 from distributed_training.settings.errors import UserError, describe, nearest
-from distributed_training.settings.files import one_of
+from distributed_training.settings.files import one_of, shown
 
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 CARD = "README.md"
@@ -77,20 +78,38 @@ def _has_samples(file: Path, folder: Path) -> bool:
     return suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
 
 
+def read_card(card: Path, what: str) -> Any:
+    """Return the configurations in a dataset's card as MetadataConfigs. Raises UserError if a
+    configuration refers to files elsewhere, because the datasets library would connect to any
+    server and search any folder that a card names."""
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
+    for config in configs.values():
+        patterns = [config.get("data_dir") or ""]
+        if config.get("data_files"):
+            patterns += itertools.chain(*sanitize_patterns(config["data_files"]).values())
+        for pattern in patterns:
+            # A colon occurs in ftp://host/file and in zip://file::archive.
+            if ":" in pattern or os.path.isabs(pattern) or ".." in Path(pattern).parts:
+                why = "a dataset may only refer to its own files"
+                raise UserError(f"{what}: {card.name} refers to {shown(pattern)}", why)
+    return configs
+
+
 def _find_splits_by_convention(folder: Path, what: str) -> Splits:
     """Return the files of each split as `datasets.load_dataset(folder)` would find them. Raises
     UserError if the search fails, or if a file is outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
-    from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
 
     patterns = None
     base = folder.resolve()
     card = folder / CARD
     try:
         if card.is_file():
-            data = DatasetCard.load(card).data
-            configs = MetadataConfigs.from_dataset_card_data(data)
+            configs = read_card(card, what)
             if configs:
                 name = configs.get_default_config_name()
                 if name is None:
@@ -101,7 +120,7 @@ def _find_splits_by_convention(folder: Path, what: str) -> Splits:
                     )
                     raise UserError(what, "none of them is the default", f"{fix}default: true")
                 chosen_config = configs[name]
-                base = (base / chosen_config.get("data_dir", "")).resolve()
+                base = (base / (chosen_config.get("data_dir") or "")).resolve()
                 if chosen_config.get("data_files"):
                     patterns = sanitize_patterns(chosen_config["data_files"])
         patterns = patterns or get_data_patterns(str(base))

@@ -162,14 +162,7 @@ class Tokenizer:
     def _backend(self) -> Any:
         """Object from the `tokenizers` library that computes the ids, or None if Python code
         computes them."""
-        from transformers import PreTrainedTokenizerFast as Fast
-
-        cls = type(self._hf_tokenizer)
-        overrides_encoding = any(
-            getattr(cls, name, None) is not getattr(Fast, name, None)
-            for name in ("__call__", "_encode_plus", "_batch_encode_plus")
-        )
-        if not self._hf_tokenizer.is_fast or overrides_encoding:
+        if not self._hf_tokenizer.is_fast:
             return None
         backend = self._hf_tokenizer.backend_tokenizer
         # transformers resets these settings at each call and ignores their values in the file.
@@ -318,20 +311,19 @@ class Tokenizer:
         encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         for add_special_tokens in (False, True):
             plain = list[int]()  # indices of pieces that are entirely in the loss
-            spanned = list[int]()
             for index, piece in enumerate(batch):
-                if (not piece.templated and piece.begins and piece.ends) == add_special_tokens:
-                    (plain if piece.spans is None else spanned).append(index)
+                is_whole = not piece.templated and piece.begins and piece.ends
+                if is_whole != add_special_tokens:
+                    continue
+                if piece.spans is None:
+                    plain.append(index)
+                else:
+                    encoded[index] = self._encode_spans(piece, add_special_tokens)
+            if not plain:
+                continue
             texts = [batch[index].text for index in plain]
-            ids_of_texts = (
-                self.encode_texts(texts, add_special_tokens=add_special_tokens) if texts else []
-            )
-            for index, ids in zip(plain, ids_of_texts, strict=True):
-                encoded[index] = ids, None
-            for index in spanned:
-                encoded[index] = self._encode_spans(
-                    batch[index], add_special_tokens=add_special_tokens
-                )
+            ids_of_texts = self.encode_texts(texts, add_special_tokens=add_special_tokens)
+            encoded |= {i: (ids, None) for i, ids in zip(plain, ids_of_texts, strict=True)}
         rows = []
         prefix, suffix = self.added_ids
         for index, piece in enumerate(batch):
@@ -342,7 +334,7 @@ class Tokenizer:
         return rows
 
     def _encode_spans(
-        self, piece: Piece, *, add_special_tokens: bool
+        self, piece: Piece, add_special_tokens: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask) for a piece with spans. Only the spans are in the loss.
 

@@ -58,9 +58,21 @@ def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
     card += "  - split: train\n    path: {}\n---\n"
     (tmp_path / "README.md").write_text(card.format("a/two.jsonl"))
     assert splits_of(tmp_path) == {"train": ["two"]}
-    (tmp_path / "README.md").write_text(card.format("../*.jsonl"))
-    write(tmp_path.parent / "outside.jsonl", "outside")
-    with refused("outside.jsonl"):
+
+
+@pytest.mark.parametrize("key", ["data_files", "data_dir"])
+@pytest.mark.parametrize(
+    "pattern", ["ftp://127.0.0.1:1/x", "zip://a.jsonl::b.zip", "/**", "../*.jsonl", "a/../../b"]
+)
+def test_a_card_that_refers_to_files_elsewhere_is_refused_before_they_are_searched(
+    pattern, key, tmp_path, monkeypatch
+):
+    write(tmp_path / "a.jsonl", "one")
+    for name in ("url_to_fs", "resolve_pattern"):  # all searches begin with these
+        monkeypatch.setattr(f"datasets.data_files.{name}", None)
+    card = f"---\nconfigs:\n- config_name: default\n  {key}: {pattern!r}\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    with refused("README.md", repr(pattern)):
         find_corpus(str(tmp_path))
 
 

@@ -58,6 +58,7 @@ def own_dataset():
         "cards/resolve/main/README.md": f"---\n{json.dumps({'configs': configs})}\n---\n".encode(),
         "cards/resolve/main/a.jsonl": "\n".join(cards).encode(),
         "cards/resolve/main/b.jsonl": "\n".join(cards[:50]).encode(),
+        "outside/resolve/main/README.md": b"---\nconfigs: [{data_files: /etc/*}]\n---",
     }
     return {f"datasets/me/{name}": text for name, text in content.items()}
 
@@ -187,3 +188,4 @@ def test_one_config_of_a_hub_dataset_is_loaded(own_dataset, run, tmp_path):
         assert_refused(ask("me/cards"), "dataset='me/cards'", "config", "a", "b")
         assert_refused(ask("me/cards:c"), "'c'")
         assert_refused(ask("me/none"), "'me/none'", "load_dataset('me/none')")
+        assert_refused(ask("me/outside"), "'me/outside'", "README.md", "'/etc/*'")
