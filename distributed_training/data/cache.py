@@ -39,10 +39,9 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural, publish
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 14
+_VERSION = 15
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
-_CHECKSUM_FILE = "sha256"  # checksums of all other files
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
 _NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
 _READ_BYTES = 16 * 2**20  # bytes read at a time
@@ -99,7 +98,7 @@ def token_cache_dir() -> Path:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a complete folder: the form of the text, facts about the tokenizer
-    and, for each split, the array dtypes and the `Counts`."""
+    and, for each split, the array dtypes and the `Counts`, and the SHA-256 of the tokens."""
     return json.loads((folder / _META_FILE).read_bytes())
 
 
@@ -110,44 +109,38 @@ def load_bytes(folder: Path) -> np.ndarray:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether a cache folder is complete and unchanged. This function reads all tokens."""
+    """Return whether a cache folder is complete and its tokens are unchanged. This function reads
+    all tokens."""
     try:
-        return (folder / _CHECKSUM_FILE).read_bytes() == _checksum(folder)
-    except OSError:
+        return read_tokens_digest(folder) == _digest(folder)
+    except (OSError, ValueError, KeyError):  # a file is missing, or meta.json is damaged
         return False
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a cache folder has all its files, and the arrays have the right lengths.
-    `is_intact` checks the tokens themselves, but takes seconds per gigabyte on every rank."""
+    """Return whether a cache folder has all its files at their full sizes. Unlike `is_intact`, this
+    function does not read the tokens, which takes seconds per gigabyte."""
     try:
         _, splits = load_tokens(folder)
     except (OSError, ValueError):  # a missing file, or a file that is cut within a number
         return False
-    return (folder / _CHECKSUM_FILE).is_file() and all(
-        split["starts"][-1:].tolist() == [len(split["ids"])]
-        and len(split.get("loss_mask", split["ids"])) == len(split["ids"])
-        for split in splits
-    )
+    return all(split["starts"][-1:].tolist() == [len(split["ids"])] for split in splits)
 
 
 def read_tokens_digest(folder: Path) -> str:
     """Return the SHA-256 of the tokens in a complete folder, including their division into
     splits."""
-    return (folder / _CHECKSUM_FILE).read_text().splitlines()[0]
+    return str(read_meta(folder)["sha256"])
 
 
-def _checksum(folder: Path) -> bytes:
-    """Return two lines: the SHA-256 of the tokens, and the SHA-256 of meta.json and bytes.npy."""
-    tokens = hashlib.sha256()
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
     for file in sorted(folder.glob("*.bin")):
-        tokens.update(f"{file.name} {file.stat().st_size} ".encode())
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
         with open(file, "rb") as stream:
             while chunk := stream.read(_READ_BYTES):
-                tokens.update(chunk)
-    metadata = hashlib.sha256((folder / _META_FILE).read_bytes())
-    metadata.update((folder / _BYTES_FILE).read_bytes())
-    return f"{tokens.hexdigest()}\n{metadata.hexdigest()}\n".encode()
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
@@ -210,10 +203,10 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     meta = {
         "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
         "counts": {split: split_counts.as_dict() for split, split_counts in counts.items()},
+        "sha256": _digest(partial_folder),
     }  # fmt: skip
     (partial_folder / _META_FILE).write_text(json.dumps(meta))
     np.save(partial_folder / _BYTES_FILE, tokenizer.count_bytes())
-    (partial_folder / _CHECKSUM_FILE).write_bytes(_checksum(partial_folder))
     publish(partial_folder, folder)  # This replaces a damaged folder.
 
 

@@ -57,10 +57,6 @@ def find_splits(path: Path, what: str) -> Splits:
         files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
     except OSError as error:  # for example if the folder changes meanwhile, as /proc does
         raise UserError(f"{what} cannot be read", str(error)) from None
-    for file in files:
-        if not file.is_file():
-            fix = "remove it, or use a folder without it"
-            raise UserError(f"{what} contains {file}, which is not a regular file", fix=fix)
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]

@@ -192,21 +192,15 @@ def cut_samples(
         num_train = len(train) - num_held_out(len(train))
         validation = train.take(num_train, len(train))
         train = train.take(0, num_train)
-    why = f"the run would have {len(train):,} training and {len(validation):,} validation samples "
-    why += f"of {seq_len} tokens"
     if len(train) == 0 or len(validation) == 0:
-        validation_name = config.validation_dataset if len(train) else None
+        why = f"the run would have {len(train):,} training and {len(validation):,} validation "
+        why += f"samples of {seq_len} tokens"
         what = f"dataset={config.dataset!r}"
-        if validation_name:
-            what = f"validation_dataset={validation_name!r}"
+        if len(train) and config.validation_dataset:
+            what = f"validation_dataset={config.validation_dataset!r}"
         fix = "use more text or a smaller max_length"
-        if form != RUNNING and len(splits[0]["starts"]) == 2:  # the start of a record, and the end
-            why = "a run needs at least one training sample and one validation sample"
-            raise UserError(f"{what} has only 1 record", why, "use more records")
         if form in ANSWERS:
-            what += " has too few records whose answer fits within max_length"
             fix = "use more records, or set a larger max_length if prompts fill it"
-            raise UserError(what, why, fix)
         raise UserError(f"{what} is too short", why, fix)
     num_samples = min(AUTO_NUM_SAMPLES, len(train))
     if config.num_samples != "auto":

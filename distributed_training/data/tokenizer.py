@@ -413,9 +413,6 @@ class Tokenizer:
         except ValueError as error:
             what = f"tokenizer {self.folder} has no default chat template"
             raise UserError(what, str(error)) from None
-        if not isinstance(plain, str) or not isinstance(with_tools, str):
-            what = f"the chat template of tokenizer {self.folder} is not a string"
-            raise UserError(what, f"the template is {shown(plain)}")
         return plain, with_tools
 
     @cached_property

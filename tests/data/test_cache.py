@@ -22,8 +22,7 @@ from tests.support import refused, small_text
 def test_an_incomplete_cache_of_a_killed_process_is_rebuilt(tokenizer, tmp_path, monkeypatch):
     expected = all_rows(prepare(tmp_path / "whole", tokenizer).train)
     with monkeypatch.context() as patch:
-        # The checksum is written after all other files.
-        patch.setattr(cache, "_checksum", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(cache, "_digest", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "cache", tokenizer)
     (partial,) = cache_folders(tmp_path / "cache")
@@ -36,16 +35,13 @@ def test_an_incomplete_cache_of_a_killed_process_is_rebuilt(tokenizer, tmp_path,
     assert not (folder / "of an earlier release").exists()
 
 
-@pytest.mark.parametrize("name", ["sha256", "meta.json", "train-ids.bin", "train-starts.bin"])
+@pytest.mark.parametrize("name", ["meta.json", "train-ids.bin", "train-starts.bin"])
 def test_a_truncated_cache_is_not_complete(name, tokenizer, tmp_path):
     prepare(tmp_path, tokenizer)
     (folder,) = cache_folders(tmp_path)
     assert cache.is_complete(folder)
     file = folder / name
-    if name == "sha256":  # is only read by `is_intact`
-        file.unlink()
-    else:
-        os.truncate(file, file.stat().st_size - 16)
+    os.truncate(file, file.stat().st_size - 16)
     assert not cache.is_complete(folder)
 
 
@@ -96,8 +92,8 @@ def test_fingerprint_depends_only_on_the_tokens(tokenizer, tmp_path):
     ids = (renamed_folder / "train-ids.bin").read_bytes()
     (renamed_folder / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
     assert not cache.is_intact(renamed_folder)
-    # Simulate another user who has replaced the tokens and the checksum.
-    (renamed_folder / "sha256").write_bytes(cache._checksum(renamed_folder))
+    meta = {**cache.read_meta(renamed_folder), "sha256": cache._digest(renamed_folder)}
+    (renamed_folder / "meta.json").write_text(json.dumps(meta))
     assert cache.is_intact(renamed_folder)
     assert cut_samples(renamed_folder, tokenizer, config).fingerprint != first.fingerprint
 

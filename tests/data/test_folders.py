@@ -101,7 +101,7 @@ def test_a_pipe_in_a_folder_is_refused(tmp_path):
     write(tmp_path / "a.jsonl", "one")
     os.mkfifo(tmp_path / "b.jsonl")
     with refused("b.jsonl"):
-        find_corpus(str(tmp_path))
+        splits_of(tmp_path)
 
 
 def test_files_that_are_not_read_are_named(tmp_path):

@@ -142,8 +142,8 @@ def test_columns_are_renamed():
     assert shape.read_pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
     with refused("--columns", "'a'"):
         Shape({"q": "2+2="}, "here", columns)
-    with refused("'c0', ", "'c19' and 4,980"):
-        Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
+    with refused("'c0', 'c1'"):
+        Shape({"c0": 1, "c1": 1}, "here", {})
 
 
 def test_form_of_a_record_is_recognized():
@@ -264,7 +264,7 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     source = find_corpus(str(file))["train"]
     assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 3
     assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 1
-    assert counts.notes[f"{prepare.IGNORED_COLUMNS} 'label'"] == 3
+    assert counts.notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == 3
     for text in ("2+2= 4", "Long document: 2+2="):  # without the document, without the answer
         texts[2] = text
         counts = prepare.Counts()

@@ -172,7 +172,7 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
         prepare(tmp_path / "cache", tokenizer, in_memory(train, validation), pack=pack)
     unseen = [{"prompt": "so long " * 50, "completion": " yes"}] * 9
     (tmp_path / "rows").mkdir()
-    with refused("too few records", "have 0 training", "a larger max_length"):
+    with refused("'made'", " 0 training ", "max_length"):
         prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path / "rows", unseen), pack=False)
 
 

@@ -19,6 +19,7 @@ from tests.e2e.support import assert_refused
 from tests.pool import free_port
 from tests.support import small_text
 
+OUTSIDE = "---\nconfigs: [{config_name: a, data_files: /etc/*}]\n---"
 AUTO_LIMIT_S = 60  # three seconds per probe of the Hub, with a margin for a busy machine
 PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"
 TRAIN_2 = functools.partial(train, num_processes=2)
@@ -58,7 +59,7 @@ def own_dataset():
         "cards/resolve/main/README.md": f"---\n{json.dumps({'configs': configs})}\n---\n".encode(),
         "cards/resolve/main/a.jsonl": "\n".join(cards).encode(),
         "cards/resolve/main/b.jsonl": "\n".join(cards[:50]).encode(),
-        "outside/resolve/main/README.md": b"---\nconfigs: [{data_files: /etc/*}]\n---",
+        "outside/resolve/main/README.md": OUTSIDE.encode(),
     }
     return {f"datasets/me/{name}": text for name, text in content.items()}
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts
-from distributed_training.data.chats.records import list_names
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.settings.files import shown
 
 SPECIAL = "records contain text that matches special tokens and is tokenized as special tokens"
 UNKNOWN = "records contain characters that are missing from the tokenizer's vocabulary and are lost"
@@ -89,7 +89,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
         counts.records += 1
         counts.notes[COPIED] += shape.has_copy
         if shape.unread:
-            counts.notes[f"{IGNORED_COLUMNS} {list_names(shape.unread)}"] += 1
+            counts.notes[f"{IGNORED_COLUMNS} {shown(shape.unread)}"] += 1
         if is_chat_form:
             drop_nulls = (
                 has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False

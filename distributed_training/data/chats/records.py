@@ -51,13 +51,6 @@ _CONTEXT_COLUMNS = ("system", "history", "tools", "documents")
 Notes = Counter[str]  # number of records or messages, by note
 
 
-def list_names(columns: Iterable[str]) -> str:
-    """Return the first 20 column names as a string for a message."""
-    names = [shown(name) for name in columns]
-    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
-    return ", ".join(names[:20]) + more or "no columns"
-
-
 class Shape:
     """Shape of the records in a dataset, recognized from the first record.
 
@@ -75,7 +68,7 @@ class Shape:
         missing = [name for name in columns.values() if name not in record]
         if missing:
             what = f"--columns names {shown(missing[0])}, but {where} has no such column"
-            raise UserError(what, f"the columns are {list_names(record)}", "choose one of these")
+            raise UserError(what, f"the columns are {shown(list(record))}", "choose one of these")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _COLUMN_PAIRS if set(pair) <= fields.keys()), None)
         messages_column = next(
@@ -107,7 +100,7 @@ class Shape:
                 fix = f"add the column of the answers: --columns prompt={columns[PROMPT]},"
                 fix += "completion=ANSWER"
             raise UserError(
-                f'{where} has no "{column}" string', f"it has {list_names(record)}", fix
+                f'{where} has no "{column}" string', f"it has {shown(list(record))}", fix
             )
         self.unread = self._find_unread(fields, names or record)
 
