@@ -52,9 +52,9 @@ def validation_loss(run: Run) -> float:
     """Return the loss in nats per token over the validation samples. All ranks must call this
     function."""
     samples = run.data.validation
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
     for indices in run.sampler.eval_indices(len(samples)):
-        total += run.engine.eval_step(*samples.batch(indices)).double().cpu()
+        total += run.engine.eval_step(*samples.batch(indices)).double()
     dist.all_reduce(total)
     return float(total) / int(samples.num_targets.sum())
 

@@ -4,12 +4,15 @@ After the deadline, the programs start no more runs and list the remaining ones.
 the index of the first remaining run to `--first`."""
 
 import argparse
+import json
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.plan.layout import Batch
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
@@ -22,6 +25,7 @@ from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import build_config
 from results.lab import checkout
+from results.lab.corpus.records import write_records
 from results.lab.pages.columns import table
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
@@ -70,9 +74,32 @@ def print_layouts(arguments: argparse.Namespace) -> None:
     """Print the layout of each run in a plan. The layout is planned for the record's machine if the
     plan is a run's record, and for this machine otherwise."""
     plan = load_json(arguments.plan, "plan")
-    for name, values in runs_of(plan, arguments).items():
-        draft = draft_of(values, cluster_of(plan))
-        print(f"{name}: {layout_name(draft)}, {draft.batch.describe()}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, values in runs_of(plan, arguments).items():
+            draft = draft_of(write_inputs(values, Path(folder, name)), cluster_of(plan))
+            print(f"{name}: {layout_name(draft)}, {draft.batch.describe()}")
+
+
+def write_inputs(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a run's values after writing the inputs that CONFIG does not know to `folder`: a
+    config.json given as `model`, which then runs transformers' code; the config.json of a model
+    with fewer `layers`; and "functions" as `dataset`, one record per function of Python's standard
+    library."""
+    values = dict(values)
+    document = values["model"]
+    prefix = HUB_PREFIX
+    if layers := values.pop("layers", None):
+        spec = find_model(document)
+        document = {**spec.code.to_config(spec.size, 0), "num_hidden_layers": layers}
+        prefix = ""
+    folder.mkdir(parents=True)
+    if isinstance(document, dict):
+        (folder / "config.json").write_text(json.dumps(document))
+        values["model"] = f"{prefix}{folder}"
+    if values.get("dataset") == "functions":
+        values["dataset"] = str(folder / "functions.jsonl")
+        write_records(folder / "functions.jsonl")
+    return values
 
 
 def cluster_of(plan: Mapping[str, Any]) -> Cluster:

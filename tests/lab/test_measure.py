@@ -1,0 +1,46 @@
+"""Test results/lab/measure.py on a CPU, and that its published plans are accepted."""
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, assert_ok, heavy_pool, run_command
+from tests.support import small_text
+
+PROGRAM = ROOT / "results/lab/measure.py"
+RUNS = {
+    "dp": {},
+    "one block": {"layers": 1, "model": "tests/models/grouped"},
+    "refused": {"batch_size": "auto", "grad_accum_steps": 0},
+}
+
+
+@pytest.mark.parametrize("what", ["speed", "loss", "peak"])
+def test_each_run_of_a_plan_is_measured(what, tmp_path):
+    common = {
+        "model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "batch_size": 2,
+        "max_length": 32, "num_samples": 64, "eval_samples": 8, "learning_rate": 1e-3,
+        "compile": False, "weights": "random", "tokenizer": "embedded",
+    }  # fmt: skip
+    plan = tmp_path / "tiny.json"
+    plan.write_text(json.dumps({"measure": what, "steps": 4, "common": common, "runs": RUNS}))
+    assert_ok(heavy_pool().script([plan, tmp_path / "out"], script=PROGRAM))
+    cases = json.loads((tmp_path / "out/tiny.json").read_text())["cases"]
+    assert "grad_accum_steps" in cases.pop("refused")
+    for case in cases.values():
+        assert isinstance(case, dict), case
+        if what == "peak":  # without a GPU, only the prediction
+            assert case["predicted_bytes"] > 0
+        else:
+            assert case["losses"][-1] < case["losses"][0] + 0.5
+            assert case["ms"] > 0
+    assert list(cases) == ["dp", "one block"]
+
+
+@pytest.mark.parametrize(
+    "name", ["hub", "loss-chunks", "low-bits-base", "low-bits-optimizers", "packing", "peaks-x1"]
+)
+def test_published_plans_are_accepted(name, tmp_path):
+    plan = ROOT / f"results/plans/h100-{name}.json"
+    assert_ok(run_command([sys.executable, PROGRAM, plan, tmp_path, "--dry-run"]))
