@@ -33,11 +33,6 @@ GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
-# cgroup version -> (file with the limit, file with the usage)
-_MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    2: ("memory.max", "memory.current"),
-}
 NIC_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
 Positive = Annotated[float, Field(gt=0)]
 GPU_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
@@ -140,17 +135,13 @@ def available_ram_bytes() -> int:
     """Return the number of bytes that can be allocated before the kernel or a cgroup kills
     processes."""
     available = psutil.virtual_memory().available
-    for group, version in _control_groups("memory"):
-        limit_file, used_file = _MEMORY_FILES[version]
-        limit = _read_numbers(group / limit_file)
-        used = _read_numbers(group / used_file)
+    for group in _control_groups():
+        limit = _read_numbers(group / "memory.max")
+        used = _read_numbers(group / "memory.current")
         if limit and used:
             fields = _read_fields(group / "memory.stat")
-            # The page cache counts as used, but the kernel frees it on demand. In version 1, only
-            # the fields with the prefix total_ include child groups.
-            prefix = "total_" if "total_active_file" in fields else ""
-            names = (f"{prefix}active_file", f"{prefix}inactive_file")
-            cache = sum(fields.get(name, 0) for name in names)
+            # The page cache counts as used, but the kernel frees it on demand.
+            cache = fields.get("active_file", 0) + fields.get("inactive_file", 0)
             available = min(available, max(limit[0] - used[0] + cache, 0))
     return available
 
@@ -159,33 +150,24 @@ def available_cpus() -> int:
     """Return the number of cores that this process may use, at least 1. CPU affinity and the CPU
     quota of a container limit the number."""
     cpus = len(os.sched_getaffinity(0))
-    for group, version in _control_groups("cpu"):
-        if version == 1:
-            quota = _read_numbers(group / "cpu.cfs_quota_us")
-            quota += _read_numbers(group / "cpu.cfs_period_us")
-        else:
-            quota = _read_numbers(group / "cpu.max")
+    for group in _control_groups():
+        quota = _read_numbers(group / "cpu.max")
         if len(quota) == 2 and min(quota) > 0:
             cpus = min(cpus, max(1, quota[0] // quota[1]))
     return cpus
 
 
-def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield (folder, version) for each cgroup that contains this process, including parent groups,
-    because any of them may limit a job. In a container, the process's cgroup path may be valid only
-    on the host. The root of the cgroup file system then stands for the container's group."""
-    lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = _CGROUPS / controller if controllers else _CGROUPS
-        if not root.is_dir():  # for example, cpu,cpuacct exists without the usual link named cpu
-            root = _CGROUPS / controllers
-        folder = root / path.lstrip("/")
+def _control_groups() -> Iterator[Path]:
+    """Yield the folder of each cgroup (version 2) that contains this process, including parent
+    groups, because any of them may limit a job. In a container, the process's cgroup path may be
+    valid only on the host. The root of the cgroup file system then stands for the container's
+    group."""
+    text = _OWN_CGROUPS.read_text() if _OWN_CGROUPS.exists() else ""
+    if match := re.search(r"^0::/(.*)$", text, re.M):
+        folder = _CGROUPS / match[1]
         while True:
-            yield folder, 1 if controllers else 2
-            if folder in (root, folder.parent):
+            yield folder
+            if folder in (_CGROUPS, folder.parent):
                 break
             folder = folder.parent
 

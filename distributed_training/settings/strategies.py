@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Request, RunConfig
-from distributed_training.settings.errors import UserError, nearest
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
@@ -297,8 +297,12 @@ def load_strategy(config: RunConfig) -> Strategy:
             what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
             reason = "a pipeline needs unsharded gradients until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
+        own = parsed
         if user_json is not None:
-            _check_form(strategy_file, _describe_form(parsed), document, source)
+            own = _read_json(strategy_file._path, strategy_file.deepspeed)[2]
+        if (form := _describe_form(parsed)) != (own_form := _describe_form(own)):
+            what = f"{source} describes {form}, but {setting} needs {own_form}"
+            raise UserError(what, fix="change the JSON, or set strategy to auto")
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
     traits, options = _find_engine(strategy_file)
     engine = f"{strategy_file._path}: engine={strategy_file.engine!r}"
@@ -365,33 +369,6 @@ def _describe_form(parsed: _DeepSpeed) -> str:
         if device in devices:
             return f"state kept {_OFFLOAD_LOCATIONS[device]}"
     return f"ZeRO stage {zero.stage}"
-
-
-def _check_form(
-    strategy_file: _StrategyFile, form: str, document: Mapping[str, Any], source: Path
-) -> None:
-    """Raise UserError if the `form` of the user's DeepSpeed configuration differs from the form of
-    the strategy's own configuration. `document` is the content of the user's configuration, and
-    `source` is its file."""
-    forms = {
-        name: _describe_form(_read_json(other._path, other.deepspeed)[2])
-        for name, other in list_strategies().items()
-        if other.deepspeed is not None
-    }
-    if form != forms[strategy_file.name]:
-        sections = ("zero_optimization", "pipeline")
-        for name in document:  # a misspelled section
-            if name not in sections and nearest(name, sections, cutoff=0.85):
-                what = f"{source}: neither DeepSpeed nor this suite reads {name}"
-                raise UserError(what, typed=name, known=sections)
-        matching_names = [name for name in forms if forms[name] == form]
-        fix = (
-            f"set strategy to {matching_names[0]}, or change the JSON"
-            if matching_names
-            else "change the JSON"
-        )
-        requirement = f"strategy={strategy_file.name!r} needs {forms[strategy_file.name]}"
-        raise UserError(f"{source} describes {form}, but {requirement}", fix=fix)
 
 
 def _find_strategy(name: str) -> _StrategyFile:

@@ -174,8 +174,6 @@ def check_extensions(machine: Machine) -> Iterator[Finding]:
             plan = draft_plan(build_config({"strategy": name}), local_cluster(machine, 1, 1))
             checks.check_packages(plan)
             checks.check_extensions(plan)
-            for extension in checks.required_extensions(plan.strategy):
-                checks.check_stale_lock(extension)
             yield ok(name, "DeepSpeed's extensions are compiled, or can be")
         except UserError as error:
             yield warn(name, str(error).removesuffix(error.command), f"\n{error.command}")

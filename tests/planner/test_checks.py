@@ -4,9 +4,7 @@ boundary."""
 import dataclasses
 import importlib.util
 import os
-import resource
 import shutil
-import subprocess
 import sysconfig
 import time
 from types import SimpleNamespace
@@ -48,18 +46,6 @@ def check_fit(plan):
 
 def with_gpus(**changes):
     return dataclasses.replace(GPU_MACHINE, **changes)
-
-
-@pytest.mark.parametrize(("limit", "fits"), [(32, False), (63, False), (64, True), (-1, True)])
-def test_a_run_that_exceeds_the_limit_on_open_files_is_refused(limit, fits, tmp_path, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    plan = draft(tmp_path, "dp")
-    here = local_cluster(plan.machine, plan.num_processes, plan.processes_here)
-    if fits:
-        checks.check_run(predict(plan, None), here, [])
-        return
-    with refused(f"at most {limit} files", "may open up to 64 files", "ulimit -n 4096"):
-        checks.check_run(predict(plan, None), here, [])
 
 
 SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
@@ -195,20 +181,6 @@ def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
         assert str(tmp_path) in notes[0]
 
 
-def test_space_needed_on_one_disk_is_added_up(tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "offload").mkdir()
-    here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
-    notes: list[str] = []
-    free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
-    checks.check_disk(here, notes)
-    assert not notes
-    free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)
-    checks.check_disk(here, notes)
-    assert len(notes) == 1
-    assert all(str(tmp_path / name) in notes[0] for name in ("runs", "offload"))
-
-
 def test_each_strategy_names_the_extensions_it_builds():
     """The extensions of each strategy have the names of DeepSpeed's op builders."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
@@ -233,28 +205,17 @@ def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):
         checks.check_extensions(draft(tmp_path, "offload"))
 
 
-def make_lock(folder):
-    """Create a lock file that is ten minutes old."""
-    folder.mkdir(parents=True)
-    lock = folder / "lock"
-    lock.write_text("")
-    os.utime(lock, (time.time() - 600,) * 2)
-
-
-def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, monkeypatch):
+def test_an_old_lock_is_found_in_torchs_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     version = sysconfig.get_python_version().replace(".", "")
-    cache = tmp_path / ".cache" / "torch_extensions"
-    make_lock(cache / "py27_cpu" / "cpu_adam")  # a lock for another Python version is ignored
-    checks.check_extensions(draft(tmp_path, "offload"))
-    folder = cache / f"py{version}_cpu" / "cpu_adam"
-    make_lock(folder)
-    build = subprocess.Popen(["sleep", "60"], cwd=folder)
-    try:
+    old = time.time() - checks.STALE_LOCK_S - 1
+    for python, age in (("py27", old), (f"py{version}", time.time())):
+        lock = tmp_path / ".cache" / "torch_extensions" / f"{python}_cpu" / "cpu_adam" / "lock"
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        os.utime(lock, (age, age))
         checks.check_extensions(draft(tmp_path, "offload"))
-    finally:
-        build.kill()
-        build.wait()
-    with refused(str(folder / "lock"), "no process on this machine is building"):
+    os.utime(lock, (old, old))
+    with refused(f"rm {lock}"):
         checks.check_extensions(draft(tmp_path, "offload"))

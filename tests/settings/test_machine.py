@@ -93,34 +93,22 @@ def test_a_gpu_that_does_not_report_its_memory(nvidia_smi, monkeypatch):
             },
             450, 2,
         ),
-        # In cgroup version 1, a container sees the host's paths but finds its limits at the root.
+        # A container sees the host's path but finds its limits at the root.
         (
-            "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
+            "0::/docker/abc",
             {
-                "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
-                "memory/memory.stat": "active_file 1\ninactive_file 1\n"
-                "total_active_file 20\ntotal_inactive_file 30",
-                "cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000",
+                "memory.max": "1000", "memory.current": "900",
+                "memory.stat": "active_file 20\ninactive_file 30",
+                "cpu.max": "50000 100000",
             },
             150, 1,
         ),
+        # memory.stat is missing, and version 1 is ignored
         (
-            "5:memory:/\n4:cpu,cpuacct:/",
+            "5:memory:/x\n0::/",
             {
-                "memory/memory.limit_in_bytes": str(2**63 - 4096),
-                "memory/memory.usage_in_bytes": "900",
-                "memory/memory.stat": "total_active_file 20\ntotal_inactive_file 30",
-                "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
-            },
-            10**6, 8,
-        ),
-        # memory.stat and the link "cpu" are missing
-        (
-            "5:memory:/\n4:cpu,cpuacct:/",
-            {
-                "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
-                "cpu,cpuacct/cpu.cfs_quota_us": "300000",
-                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+                "memory.max": "1000", "memory.current": "900", "cpu.max": "300000 100000",
+                "x/memory.max": "10", "x/memory.current": "9",
             },
             100, 3,
         ),
