@@ -165,6 +165,18 @@ def _build_data(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[s
     return replace(data, counts={**counts, "unread": unread})
 
 
+def count_steps(draft: Draft, num_samples: int) -> int:
+    """Return the number of optimizer steps for this number of training samples or blocks."""
+    config = draft.config
+    num_steps = config.epochs * math.ceil(num_samples / draft.batch.global_batch_size)
+    if config.max_steps == -1:
+        return num_steps
+    # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small dataset
+    # may have fewer steps.
+    is_limit = not draft.requested.is_set("max_steps")
+    return min(num_steps, config.max_steps) if is_limit else config.max_steps
+
+
 def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> DataValues:
     """Return the numbers of samples and steps, and shorten the warm-up if it is too long for the
     run. Raises UserError if the run has too few steps for `profile`."""
@@ -192,19 +204,15 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> DataValue
         note += f"{plural(batch_size, unit)} is larger than the dataset "
         notes.append(f"{note}({plural(len(train), unit)}). Consider a smaller batch_size")
     steps_per_epoch = math.ceil(len(train) / batch_size)
-    num_steps = config.epochs * steps_per_epoch
-    # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small dataset
-    # may have fewer steps.
-    is_limit = not draft.requested.is_set("max_steps")
-    if config.max_steps > num_steps and not is_limit:
-        passes = math.ceil(config.max_steps / steps_per_epoch)
-        note = f"max_steps={config.max_steps} makes {passes} passes over the data and overrides "
+    steps_in_epochs = config.epochs * steps_per_epoch
+    num_steps = count_steps(draft, len(train))
+    if num_steps > steps_in_epochs:
+        passes = math.ceil(num_steps / steps_per_epoch)
+        note = f"max_steps={num_steps} makes {passes} passes over the data and overrides "
         notes.append(f"{note}epochs={config.epochs}")
-    if is_limit and 0 < config.max_steps < num_steps:
-        epoch = math.ceil(config.max_steps / steps_per_epoch)
-        notes.append(f"max_steps={config.max_steps} ends the run in epoch {epoch}")
-    if config.max_steps != -1:
-        num_steps = min(num_steps, config.max_steps) if is_limit else config.max_steps
+    elif num_steps < steps_in_epochs and not draft.requested.is_set("max_steps"):
+        epoch = math.ceil(num_steps / steps_per_epoch)
+        notes.append(f"max_steps={num_steps} ends the run in epoch {epoch}")
     if config.profile >= num_steps:
         what = f"profile={config.profile} is too large for a run of {plural(num_steps, 'step')}"
         why = "the first step is never traced"

@@ -11,7 +11,12 @@ from distributed_training.data.corpus import BUILT_IN, EMBEDDED, PROSE, WIKITEXT
 from distributed_training.data.samples import AUTO_NUM_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.data import find_sources, peek_data, resolve_data_values
+from distributed_training.planner.data import (
+    count_steps,
+    find_sources,
+    peek_data,
+    resolve_data_values,
+)
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, PATHS, Request
@@ -90,32 +95,26 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
 def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
     """Return the number of optimizer steps that CONFIG requests. If the dataset is a file or folder
     on this machine, tokenize the dataset unless it is large, and add notes about it to `notes`.
-    Return None if the number depends on a dataset that was not tokenized. If choose_model set
-    max_steps, the value is only a limit."""
+    Return None if the number depends on a dataset that was not tokenized."""
     config = plan.config
     notes = [] if notes is None else notes
-    limit = None if config.max_steps == -1 else config.max_steps
-    if limit is not None and plan.requested.is_set("max_steps"):
-        return limit
+    is_open = config.max_steps == -1 or not plan.requested.is_set("max_steps")
     reason = "plan did not read the dataset"
-    if Path(config.dataset).exists():
-        data_notes = list[str]()
+    if is_open and Path(config.dataset).exists():
         try:
             if data := peek_data(plan, find_sources(plan, [])):
-                steps = resolve_data_values(plan, data, data_notes).num_steps
-                notes += data_notes
-                return steps
+                return resolve_data_values(plan, data, notes).num_steps
         except (UserError, OSError) as error:
             reason = f"the dataset cannot be used here: {first_line(error)}"
-    if config.num_samples == -1:
-        if limit is None:
-            notes.append(f"the number of steps is unknown, because {reason}")
-        return limit
+    if is_open and config.num_samples == -1:
+        if config.max_steps != -1:
+            return config.max_steps
+        notes.append(f"the number of steps is unknown, because {reason}")
+        return None
     samples = AUTO_NUM_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
-    if config.dataset not in BUILT_IN:
+    if is_open and config.dataset not in BUILT_IN:
         notes.append(f"the number of steps is for {samples:,} training samples, because {reason}")
-    steps = config.epochs * math.ceil(samples / plan.batch.global_batch_size)
-    return steps if limit is None else min(limit, steps)
+    return count_steps(plan, samples)
 
 
 def build_batch_script(

@@ -141,7 +141,7 @@ def run(
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
     first = picks[0][1]
-    lines = [legend(listed, cluster, gbit, all_columns=arguments.all)]
+    lines = [legend(cluster, gbit)]
     price = arguments.price
     lines += [describe_requested_work(label, choice, price, notes) for label, choice in picks]
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]

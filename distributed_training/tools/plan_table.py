@@ -78,50 +78,26 @@ def _layout_and_mode(choice: Prediction) -> str:
     return name if mode == "none" else f"{name} +{mode}"
 
 
-def legend(
-    choices: Sequence[Prediction], cluster: Cluster, gbit: float | None, *, all_columns: bool
-) -> str:
+def legend(cluster: Cluster, gbit: float | None) -> str:
     """Return an explanation of the columns and words in the table. `gbit` is the network speed in
     Gbit/s per GPU. It is None if the layouts do not use a network."""
-    lines = [
-        "first: the simplest layout that is as fast as the fastest, within the error of predictions"
-    ]
-    lines.append(
-        f"safest: the layout that needs the least memory and is at most "
-        f"{100 * MAX_SLOWDOWN:.0f}% slower than the fastest"
-    )
-    if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
-        lines.append("m2, m4, ...: 2, 4, ... micro-batches per replica and step")
-    if any(choice.plan.mesh["pp"] > 1 for choice in choices):
-        lines.append("1f1b, gpipe, interleaved, zb-...: pipeline schedules")
-    if any("+" in _layout_and_mode(choice) for choice in choices):
-        lines.append("+selective, +full: the layout fits only with this activation_checkpointing")
-    lines.append("GiB: memory of the process with the highest memory use")
-    if all_columns:
-        lines.append("acts: activations and logits. other: copies, buffers and the CUDA context")
-    if any(choice.memory_fit == "tight" for choice in choices):
-        lines.append("tight: predicted to fit, but similar runs have run out of memory")
-    if any(choice.memory_fit == "unlikely" for choice in choices):
-        lines.append("unlikely: predicted to need more memory than the GPU has")
-    lines.append(
-        "error: range of the measured times of similar runs, relative to their predictions"
-    )
-    if any(choice.mfu is not None for choice in choices):
-        lines.append("MFU: share of the GPUs' peak FLOP/s that the model's matrix products use")
-    if any(not choice.validated for choice in choices):
-        lines.append("not validated: we have no measurements for this node count, GPU or model")
     rates = cluster.rates
     if rates is None:
-        lines.append("This GPU is not in the planner's table. Describe it with --gpu.")
+        source = "This GPU is not in the planner's table. Describe it with --gpu."
     elif rates.measured_at:
-        lines.append(f"Times use measurements of this machine from {rates.measured_at[:10]}.")
+        source = f"Times use measurements of this machine from {rates.measured_at[:10]}."
     elif cluster.machine.num_gpus == 0:
-        lines.append("Times are rough estimates for a CPU.")
+        source = "Times are rough estimates for a CPU."
     else:
-        lines.append("Times are estimated from datasheets.")
+        source = "Times are estimated from datasheets."
     if gbit is not None:
-        lines.append(f"The network is assumed to have {gbit:g} Gbit/s per GPU (--network_gbit).")
-    return "\n".join(lines)
+        source += f" The network is assumed to have {gbit:g} Gbit/s per GPU (--network_gbit)."
+    return f"""\
+first: the simplest of the fastest layouts; safest: least memory within {MAX_SLOWDOWN:.0%}
+m2, m4: micro-batches per replica; +full: activation_checkpointing=full
+GiB: memory of the fullest process; tight, unlikely: may not fit
+MFU: share of the peak FLOP/s; error: measured times relative to predictions
+not validated: never measured. {source}"""
 
 
 def describe_requested_work(
