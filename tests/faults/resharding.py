@@ -39,6 +39,7 @@ NUM_STEPS = 6  # each run is saved after half of these steps
 PAIRS_PER_JOB = 40  # approximate number of pairs per job; the pairs in a job share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
+_1F1B = {"pipeline_schedule": "1f1b"}
 _ZB_V = {"pipeline_schedule": "zb-v"}
 # Name -> CONFIG. A name ends in the number of processes.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -52,11 +53,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         for count in ((1, 2, 4) if has_libaio() else ())
     },
     **{f"tp x {count}": {**mesh(tp=count), **micro_batches(1)} for count in (2, 4)},
-    **{f"pp-1f1b x {count}": {**mesh(pp=count), **micro_batches(4)} for count in (2, 4)},
+    **{f"pp-1f1b x {count}": {**mesh(pp=count), **micro_batches(4), **_1F1B} for count in (2, 4)},
     **{f"pp-zb-v x {count}": {**mesh(pp=count), **micro_batches(8), **_ZB_V} for count in (2, 4)},
     **{f"hybrid x {count}": {"strategy": "hybrid", **micro_batches(2)} for count in (2, 4)},
     "hsdp x 4": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(1)},
-    "3d-tp-pp x 4": {**mesh(tp=2, pp=2), **micro_batches(4)},
+    "3d-tp-pp x 4": {**mesh(tp=2, pp=2), **micro_batches(4), **_1F1B},
     "3d-shard-tp x 4": {**mesh(dp_shard=2, tp=2), **micro_batches(1)},
     "3d-shard-pp-zb-v x 4": {**mesh(dp_shard=2, pp=2), **micro_batches(4), **_ZB_V},
 }
