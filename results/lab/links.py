@@ -5,8 +5,8 @@
 Each size is the size of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is
 `size / seconds`. The bus bandwidth is `sent bytes / seconds`. Sent bytes are the bytes that each
 process sends in a ring. The fit is `seconds = latency + sent bytes / bandwidth`. The fit minimizes
-relative errors, so small messages count as much as large messages. Rank 0 prints a table and writes
-FOLDER/links.json.
+relative errors, so small messages count as much as large messages. Rank 0 prints the fits and
+writes FOLDER/links.json.
 """
 
 import math
@@ -18,7 +18,6 @@ from typing import Any
 import checkout
 import numpy as np
 import torch
-from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed_training.plan.layout import format_axes
@@ -30,7 +29,6 @@ from distributed_training.settings.keys import at_least
 from distributed_training.tools.links import BUDGET_S, open_group, time_group
 
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
-HEADERS = ("operation", "latency (us)", "GB/s", "fit error", "algorithm", "bus")
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -99,19 +97,6 @@ def mesh_of(options: Any, world_size: int) -> dict[str, int]:
     return {**axes, "dp_replicate": world_size // fixed}
 
 
-def print_group(axis: str, group: dict[str, Any]) -> None:
-    """Print the fit of each operation, and its bandwidths for the largest tensor."""
-    rows = []
-    for operation, row in group["operations"].items():
-        last = row["points"][-1]
-        rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-        rate, *largest_rates = (f"{value / 1e9:.2f}" for value in rates)
-        fit_cells = (f"{1e6 * row['latency_s']:.0f}", rate, f"{row['fit_error']:.0%}")
-        rows.append([operation, *fit_cells, *largest_rates])
-    text = tabulate(rows, HEADERS, disable_numparse=True, stralign="right")
-    print(f"{axis}, {group['members']} processes\n\n{text}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every group of the mesh. Return the exit code. All ranks must call this function."""
     parser = checkout.Parser(
@@ -156,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(options.out / "links.json", record)
     for axis, axis_group in groups.items():
-        print_group(axis, axis_group)
+        for operation, row in axis_group["operations"].items():
+            fit = f"{1e6 * row['latency_s']:.0f} us, {row['bytes_per_s'] / 1e9:.2f} GB/s"
+            print(f"{axis} {operation}: {fit}, fit error {row['fit_error']:.0%}")
     return 0
 
 

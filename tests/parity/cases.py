@@ -6,6 +6,7 @@ which results/lab/harness.py builds."""
 
 import functools
 import hashlib
+import itertools
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +25,7 @@ from distributed_training.checkpoint.saver import (
     load_rank_local_parts,
     rank_local_parts,
 )
-from distributed_training.data.samples import StepBatch
+from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import attention, decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size
@@ -38,7 +40,6 @@ from distributed_training.start.ranks import current_process
 from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
 from results.lab.harness import Run, each_accepted_run, open_group
-from results.lab.unpack import unpack_rows
 from tests.support import save_now, start_test_record
 
 # Name -> (vocabulary size, number of blocks, width) of small models. The models are deep enough for
@@ -101,6 +102,21 @@ def train_unpacked(arguments: dict[str, Any]) -> dict[str, Any]:
     return all_cases(
         arguments, lambda run: _train(run, arguments["steps"], transform=_separate_records)
     )
+
+
+def unpack_rows(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
+    """Return the inputs and targets of the documents in packed blocks as an int64 array of shape
+    [2, documents, seq_len]. Each document is padded to the length of a block. `micro_batch` comes
+    from `Samples.batch`."""
+    inputs, targets, _, ends = micro_batch
+    rows = []
+    for *block, bounds in zip(inputs, targets, ends, strict=True):
+        for start, end in itertools.pairwise([0, *np.unique(bounds).tolist()]):
+            row = np.full((2, len(block[0])), IGNORE_INDEX)
+            row[0] = padding_id
+            row[:, : end - start] = [tokens[start:end] for tokens in block]
+            rows.append(row)
+    return np.stack(rows, axis=1)
 
 
 def _separate_records(run: Run, batch: StepBatch) -> StepBatch:

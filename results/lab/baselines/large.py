@@ -2,11 +2,11 @@
 
     python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
 
-Each measurement runs in separate processes. Our suite runs as users run it: `real_model_example.py`
-with the row's CONFIG. The run's record contains the prediction that was made before the first step.
-The Trainer's model has the same configuration, with random weights created on the GPU. The Trainer
-uses bf16, Liger kernels, fused AdamW and PEFT adapters. Rows without "trainer" measure only our
-suite. --tiny is a smoke test for CPUs.
+The rows are in results/plans/large.json. Each measurement runs in separate processes. Our suite
+runs as users run it: `real_model_example.py` with the row's CONFIG. The run's record contains the
+prediction that was made before the first step. The Trainer's model has the same configuration, with
+random weights created on the GPU. The Trainer uses bf16, Liger kernels, fused AdamW and PEFT
+adapters. Rows without "trainer" measure only our suite. --tiny is a smoke test for CPUs.
 """
 
 import json
@@ -24,137 +24,13 @@ import torch
 
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.files import ROOT, load_json
 from results.lab import checkout
 from results.lab.corpus.records import write_records
 
-LORA = {"lora_rank": 16, "lora_alpha": 32.0}
-LLAMA_8B = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
-LLAMA_1B = {"model": "meta-llama/Llama-3.2-1B"}
+PLAN = load_json(ROOT / "results/plans/large.json", "plan")
+ROWS: dict[str, dict[str, Any]] = PLAN["runs"]
 RECORDS = "records.jsonl"  # written by train_with_suite into the folder of the run
-ROWS: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B LoRA 1 x 4096, selective": {
-        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
-        "activation_checkpointing": "selective", "trainer": {"checkpointing": True},
-    },
-    "Llama-3.1-8B LoRA 1 x 4096, full": {
-        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
-        "activation_checkpointing": "full",
-    },
-    "Llama-3.1-8B LoRA 4 x 1024, selective": {
-        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 4, "max_length": 1024,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.1-8B LoRA 2 x 8192, full": {
-        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 2, "max_length": 8192,
-        "activation_checkpointing": "full",
-    },
-    "Llama-3.1-8B LoRA 1 x 4096, selective, packed records": {
-        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
-        "activation_checkpointing": "selective", "dataset": RECORDS,
-    },
-    "Llama-3.1-8B 2 x 2048, full": {  # needs an H200
-        **LLAMA_8B, "gpus": 1, "batch_size": 2, "max_length": 2048,
-        "activation_checkpointing": "full",
-    },
-    "Llama-3.1-8B fsdp 2 x 2048, selective, 8-bit state": {
-        **LLAMA_8B, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
-        "activation_checkpointing": "selective", "optimizer": "adamw-8bit",
-    },
-    "Llama-3.1-8B LoRA 1 x 4096, full, nf4": {
-        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
-        "activation_checkpointing": "full", "base_dtype": "nf4",
-    },
-    "Qwen3-8B LoRA 1 x 1024, full": {
-        "model": "Qwen/Qwen3-8B", **LORA, "batch_size": 1, "max_length": 1024,
-        "activation_checkpointing": "full", "trainer": {"checkpointing": True},
-    },
-    "Qwen3-8B LoRA 1 x 1024, full, nf4": {
-        "model": "Qwen/Qwen3-8B", **LORA, "batch_size": 1, "max_length": 1024,
-        "activation_checkpointing": "full", "base_dtype": "nf4",
-    },
-    "Qwen3-4B LoRA 4 x 1024, selective": {
-        "model": "Qwen/Qwen3-4B", **LORA, "batch_size": 4, "max_length": 1024,
-        "activation_checkpointing": "selective",
-    },
-    "Qwen3-4B LoRA 2 x 4096, full": {
-        "model": "Qwen/Qwen3-4B", **LORA, "batch_size": 2, "max_length": 4096,
-        "activation_checkpointing": "full",
-    },
-    "Mistral-7B LoRA 2 x 2048, selective": {
-        "model": "mistralai/Mistral-7B-v0.3", **LORA, "batch_size": 2, "max_length": 2048,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.2-1B 4 x 2048": {**LLAMA_1B, "batch_size": 4, "max_length": 2048, "trainer": {}},
-    "Llama-3.1-8B fsdp 2 x 2048, selective": {
-        **LLAMA_8B, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.1-8B tp 2 x 2048, selective": {
-        **LLAMA_8B, "strategy": "tp", "batch_size": 1, "max_length": 2048,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.1-8B pp 8 x 1024, selective": {
-        **LLAMA_8B, "strategy": "pp", "batch_size": 4, "max_length": 1024,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.2-1B fsdp 4 x 2048": {
-        **LLAMA_1B, "gpus": 2, "strategy": "fsdp", "batch_size": 4, "max_length": 2048,
-        "trainer": {"fsdp": True},
-    },
-    "Qwen3-4B fsdp 2 x 2048, full": {
-        "model": "Qwen/Qwen3-4B", "optimizer": "adamw-bf16", "gpus": 2, "strategy": "fsdp",
-        "batch_size": 2, "max_length": 2048, "activation_checkpointing": "full",
-    },
-    "Llama-3.2-1B tp 8 x 2048, selective": {
-        **LLAMA_1B, "gpus": 2, "strategy": "tp", "batch_size": 4, "max_length": 2048,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.2-1B tp 2 x 16384, full": {
-        **LLAMA_1B, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
-        "max_length": 16384, "activation_checkpointing": "full",
-    },
-    "Llama-3.2-1B tp 2 x 32768, full": {
-        **LLAMA_1B, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
-        "activation_checkpointing": "full",
-    },
-    "Qwen2.5-7B LoRA 2 x 2048, selective": {
-        "model": "Qwen/Qwen2.5-7B", **LORA, "batch_size": 2, "max_length": 2048,
-        "activation_checkpointing": "selective",
-    },
-    "Llama-3.2-3B LoRA 4 x 2048, full": {
-        "model": "meta-llama/Llama-3.2-3B", **LORA, "batch_size": 4, "max_length": 2048,
-        "activation_checkpointing": "full",
-    },
-    "Qwen3-1.7B 2 x 2048, selective": {
-        "model": "Qwen/Qwen3-1.7B", "batch_size": 2, "max_length": 2048,
-        "activation_checkpointing": "selective",
-    },
-    "Mistral-7B LoRA 1 x 8192, full, nf4": {
-        "model": "mistralai/Mistral-7B-v0.3", **LORA, "batch_size": 1, "max_length": 8192,
-        "activation_checkpointing": "full", "base_dtype": "nf4",
-    },
-    "Llama-3.2-3B fsdp 4 x 2048, selective": {
-        "model": "meta-llama/Llama-3.2-3B", "gpus": 2, "strategy": "fsdp", "batch_size": 4,
-        "max_length": 2048, "activation_checkpointing": "selective",
-    },
-    "Qwen3-1.7B tp 8 x 2048, selective": {
-        "model": "Qwen/Qwen3-1.7B", "gpus": 2, "strategy": "tp", "batch_size": 4,
-        "max_length": 2048, "activation_checkpointing": "selective",
-    },
-    "Llama-3.2-3B pp 16 x 2048, full": {
-        "model": "meta-llama/Llama-3.2-3B", "gpus": 2, "strategy": "pp", "batch_size": 8,
-        "max_length": 2048, "activation_checkpointing": "full",
-    },
-    "Qwen2.5-7B LoRA fsdp 4 x 2048, selective": {
-        "model": "Qwen/Qwen2.5-7B", **LORA, "gpus": 2, "strategy": "fsdp", "batch_size": 4,
-        "max_length": 2048, "activation_checkpointing": "selective",
-    },
-}  # fmt: skip
-COMMON = {
-    "strategy": "dp", "precision": "bf16", "weights": "random", "dataset": "embedded",
-    "tokenizer": "embedded", "num_samples": -1, "epochs": 1000, "learning_rate": 1e-4,
-    "checkpoint_every": 0, "export": False, "generate": None, "eval_samples": 8,
-}  # fmt: skip
 TINY = {"model": "tests/models/grouped", "batch_size": 2, "max_length": 32, "precision": "fp32"}
 MAX_STEPS = 32
 TRAINER_WARMUP = 8
@@ -166,7 +42,7 @@ def train_with_suite(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run real_model_example.py with a row's CONFIG. Return the run's record, with its wall time in
     seconds as `wall_s`."""
     settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
-    config = {**COMMON, **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
+    config = {**PLAN["common"], **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
     if config["dataset"] == RECORDS:
         config["dataset"] = folder / RECORDS
         write_records(config["dataset"])
