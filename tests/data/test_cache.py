@@ -55,7 +55,9 @@ def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024  # of this program alone
 
-tokenizer, before = Tokenizer(EMBEDDED_DIR), peak()
+tokenizer = Tokenizer(EMBEDDED_DIR)
+tokenizer.facts  # imports transformers and torch, whose CUDA build takes 500 MiB by itself
+before = peak()
 data = prepare(Path(sys.argv[2]), tokenizer, find_corpus(sys.argv[1]))
 print(before, peak(), len(data.train.tokens))
 """
