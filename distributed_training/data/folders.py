@@ -53,10 +53,7 @@ def find_splits(path: Path, what: str) -> Splits:
     check_dataset_exists(path, what)
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _read_saved_splits(path, what)
-    try:
-        files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
-    except OSError as error:  # for example if the folder changes meanwhile, as /proc does
-        raise UserError(f"{what} cannot be read", str(error)) from None
+    files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]

@@ -147,9 +147,7 @@ class Tokenizer:
         # transformers explains in warnings why it cannot read a tokenizer.model file.
         transformers_logging.set_verbosity_warning()
         try:
-            return AutoTokenizer.from_pretrained(
-                self.folder, trust_remote_code=False, local_files_only=True
-            )
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as error:  # transformers can raise any error here.
             why = f"{type(error).__name__}: {error}"
             if "trust_remote_code" in why:
