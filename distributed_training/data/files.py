@@ -92,12 +92,6 @@ def column_names(path: Path) -> list[str]:
     return list(pyarrow.parquet.read_schema(path).names)
 
 
-def has_added_nulls(path: Path) -> bool:
-    """Return whether a file is a Parquet or Arrow table. Such a table adds nulls to a nested record
-    for members that occur only in other records."""
-    return suffix_of(path) in (".parquet", ".arrow")
-
-
 def _parse(text: str) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON and for an unpaired surrogate, such as half of
     an emoji, which cannot be encoded."""
@@ -194,10 +188,19 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
                     for row in batch.slice(first, _BATCH_ROWS).to_pylist():
                         number += 1
-                        yield f"{path} row {number}", row
+                        record = {name: _drop_nulls(value) for name, value in row.items()}
+                        yield f"{path} row {number}", record
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = first_line(error)
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Remove null members from a nested record. A table adds them for members that occur only in
+    other rows, and templates would render them as None."""
+    if isinstance(value, dict):
+        return {key: _drop_nulls(member) for key, member in value.items() if member is not None}
+    return [_drop_nulls(member) for member in value] if isinstance(value, list) else value
 
 
 def open_file(path: Path) -> IO[bytes]:

@@ -191,6 +191,17 @@ def test_arrow_tables_are_read_from_files_and_from_streams(tmp_path):
         assert [row["text"] for _, row in read_records(tmp_path / name)] == ["one", "two"] * 2
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_nulls_that_tables_add_to_nested_records_are_removed(name, tmp_path):
+    rows = [{"call": {"x": 1}, "system": None}, {"call": {"y": [{"z": 2}, {}]}, "system": "s"}]
+    table = pyarrow.Table.from_pylist(rows)
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        write_arrow(tmp_path / name, table.to_batches()[0])
+    assert [row for _, row in read_records(tmp_path / name)] == rows
+
+
 def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
     path = tmp_path / "a.arrow"
     write_arrow(path, pyarrow.record_batch({"text": ["hello " * 20] * 2}))

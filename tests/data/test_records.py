@@ -31,13 +31,13 @@ ANSWER = {"role": "assistant", "content": "4"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
-def conversation_of(record, columns=(), **options):
+def conversation_of(record, columns=()):
     """Return a record's messages, the indices of the messages that are not in the loss, and the
     notes with their counts."""
     notes = Counter()
     shape = Shape(record, "here", dict(columns))
     assert shape.form in ("messages", "prompt")
-    conversation = shape.read_conversation(record, "here", notes, **options)
+    conversation = shape.read_conversation(record, "here", notes)
     return conversation.messages, conversation.skip, dict(notes)
 
 
@@ -122,18 +122,6 @@ def test_messages_that_are_not_trained_on():
     assert conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2] == {
         "messages have the unknown role 'critic'": 1
     }
-
-
-def test_nulls_added_by_tables_are_removed():
-    call = {"name": "f", "arguments": {"x": 1, "y": None}}
-    message = {"role": "assistant", "content": "", "tool_calls": [call], "name": None}
-    expected = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"name": "f", "arguments": {"x": 1}}],
-    }
-    assert conversation_of({"messages": [message]}, drop_nulls=True)[0] == [expected]
-    assert conversation_of({"messages": [message]})[0] == [message]
 
 
 def test_columns_are_renamed():

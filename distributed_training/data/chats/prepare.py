@@ -6,14 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
-from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.files import shown
@@ -91,12 +89,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
         if shape.unread:
             counts.notes[f"{IGNORED_COLUMNS} {shown(shape.unread)}"] += 1
         if is_chat_form:
-            drop_nulls = (
-                has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
-            )
-            conversation = shape.read_conversation(
-                record, where, counts.notes, drop_nulls=drop_nulls
-            )
+            conversation = shape.read_conversation(record, where, counts.notes)
             roles = [message["role"] for message in conversation.messages]
             answers = {index for index, role in enumerate(roles) if role == pieces.ASSISTANT}
             if answers.issubset(conversation.skip):

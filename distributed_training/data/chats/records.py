@@ -137,18 +137,13 @@ class Shape:
         prompt, completion = self._read_strings(record, where)
         return prompt, completion
 
-    def read_conversation(
-        self, record: Any, where: str, notes: Notes, *, drop_nulls: bool = False
-    ) -> Conversation:
+    def read_conversation(self, record: Any, where: str, notes: Notes) -> Conversation:
         """Return the conversation from a record, which must contain either messages or a question
         with its answer.
 
-        Messages with unknown roles are counted in `notes`. If `drop_nulls` is set, null members are
-        removed, because Arrow tables add such members. Raises UserError if the record does not
+        Messages with unknown roles are counted in `notes`. Raises UserError if the record does not
         contain a valid conversation."""
         fields = self._check_record(record, where)
-        if drop_nulls:
-            fields = _drop_nulls(fields)
         skip: list[int] = []
         if len(self.names) == 1:
             raw_messages = _parse(fields.get(self.names[0]))
@@ -320,13 +315,4 @@ def _parse(value: Any) -> Any:
             return json.loads(value)
         except ValueError:
             return value
-    return value
-
-
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        members = ((key, member) for key, member in value.items() if member is not None)
-        return {key: _drop_nulls(member) for key, member in members}
-    if isinstance(value, list):
-        return [_drop_nulls(member) for member in value]
     return value
