@@ -265,12 +265,7 @@ def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
         api.create_commit(repo_id, operations, commit_message="Trained model")
     except Exception as error:  # the exception type depends on the library's HTTP client
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        fix = f"run: python real_model_example.py push {short_path(folder)} {repo_id}"
-        if status in (401, 403):
-            fix = (
-                "log in with a token that has write access to the "
-                f"repository (hf auth login), then {fix}"
-            )
+        command = f"python real_model_example.py push {short_path(folder)} {repo_id}"
+        fix = f"check the token's write access (hf auth login), then run: {command}"
         raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
     return url

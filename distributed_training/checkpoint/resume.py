@@ -57,9 +57,7 @@ class Meta(BaseModel, strict=True):
 
 def resume_advice(checkpoint: Path) -> str:
     """Return advice for a user whose checkpoint is damaged."""
-    if len(list_checkpoints(checkpoint.parents[1])) < 2:
-        return "the run has no other checkpoint, so train again without resume"
-    return f"set resume to another folder in {checkpoint.parent}"
+    return f"set resume to another folder in {checkpoint.parent}, or train again without resume"
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
@@ -263,9 +261,10 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
 def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
     """Return the keys among "max_steps" and "epochs" that the user set to a new value. Return an
     empty set if the run would not train beyond the checkpoint."""
+    if plan.num_steps is not None and plan.num_steps <= meta.step:
+        return set()
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
-    keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
-    return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
+    return {key for key in keys if meta.work.get(key) != plan.work.get(key)}
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:

@@ -46,7 +46,7 @@ from distributed_training.records.folder import (
     remove_unfinished,
 )
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
@@ -212,34 +212,25 @@ def load_checkpoint(
 ) -> int:
     """Restore the engine from a checkpoint and return the checkpoint's step. If the layout is
     unchanged, also restore the random number generators; otherwise seed them. Raises UserError if
-    the checkpoint cannot be loaded, or if its run used different tokens or base weights. All ranks
-    must call this function."""
+    the checkpoint's run used different tokens or base weights. All ranks must call this
+    function."""
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data.fingerprint:
         what = f"The dataset differs from the one used to train {folder}"
-        why = (
-            "the dataset's files have changed, or this Python "
-            "version has a different embedded corpus"
-        )
+        why = "its files, or the Python version with the embedded corpus, have changed"
         raise UserError(what, why, "restore the dataset, or set resume to None")
     if meta.base_fingerprint != engine.base_fingerprint:
         what = f"The adapters in {folder} do not match the weights {plan.config.weights}"
         why = "these weights have changed since the checkpoint was saved"
         raise UserError(what, why, "restore the weights, or set resume to None")
-    try:
-        names = resume.files_to_read(folder, meta, plan, topology.rank)
-        saved = TensorFiles(folder / name for name in names)
-        engine.load(saved, meta.counters)
-        if meta.spread == plan.layout_fingerprint:
-            load_rank_local_parts(engine, saved, topology)
-        # Under another layout, seed dropout so that the run draws masks that it has not drawn
-        # before.
-        else:
-            seed_dropout(plan, topology, meta.step)
-    except Exception as error:  # each library raises different errors
-        what = f"Checkpoint {folder} cannot be loaded"
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(what, why, resume.resume_advice(folder)) from error
+    names = resume.files_to_read(folder, meta, plan, topology.rank)
+    saved = TensorFiles(folder / name for name in names)
+    engine.load(saved, meta.counters)
+    if meta.spread == plan.layout_fingerprint:
+        load_rank_local_parts(engine, saved, topology)
+    # Under another layout, seed dropout so that the run draws masks that it has not drawn before.
+    else:
+        seed_dropout(plan, topology, meta.step)
     return meta.step
 
 

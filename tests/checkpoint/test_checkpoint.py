@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from distributed_training.checkpoint import resume
 from distributed_training.checkpoint import saver as saver_module
@@ -70,7 +71,7 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
         config=config, requested=Request(), run_dir=run_dir, work=work, layout_fingerprint=spread,
         checkpoint=None,
         processes_here=1, strategy=strategy, notes=[], has_node_local_files=False,
-        sources={}, data_fingerprint="", run_id="",
+        sources={}, data_fingerprint="", run_id="", num_steps=None,
     )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def test_a_pickle_is_never_loaded(tmp_path):
     """A pickle in place of a tensor file is rejected, because loading a pickle can execute code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
-    with refused(str(folder), "cannot be loaded", "no other checkpoint"):
+    with pytest.raises(SafetensorError):
         load(folder)
 
 
@@ -225,7 +226,7 @@ def test_a_flipped_bit_and_a_missing_file_are_detected(tmp_path):
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    with refused(str(folder), "is damaged", f"{RANK_0} has changed", "no other checkpoint"):
+    with refused(str(folder), "is damaged", f"{RANK_0} has changed", str(folder.parent)):
         check_files(folder, read_meta(folder))
     (folder / RANK_0).unlink()
     with refused("is damaged", f"{RANK_0} is missing"):
@@ -273,7 +274,7 @@ def test_invalid_values_in_meta_json_are_refused_despite_a_valid_checksum(key, v
     folder = save(tmp_path, 1)
     values = {**read_meta(folder).model_dump(), key: value}
     (folder / "meta.json").write_text(json.dumps({**values, "checksum": crc32_of(values)}))
-    with refused(f"Checkpoint {folder}: meta.json: {key}", "no other checkpoint"):
+    with refused(f"Checkpoint {folder}: meta.json: {key}", str(folder.parent)):
         read_meta(folder)
 
 
