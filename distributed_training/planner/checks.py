@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from distributed_training.data.hub import check_push
@@ -32,7 +32,7 @@ def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> Non
         check_packages(plan)
     check_gpus(plan)
     check_swapping(plan)
-    check_memory(prediction, lambda plan: suggest_settings(plan, cluster))
+    check_memory(prediction, cluster)
     if cluster.is_local:
         check_disk(plan, notes)
         check_extensions(plan)
@@ -89,9 +89,9 @@ def check_swapping(plan: Draft) -> None:
         raise UserError(what, why, "set model to gpt2-tiny for a smoke test")
 
 
-def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) -> None:
+def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     """Raise UserError if a step does not fit into host memory or, without `--force`, into GPU
-    memory. `suggest` returns settings with which the run would fit."""
+    memory. The error suggests settings with which the run would fit."""
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
@@ -100,8 +100,8 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         needs = f"{needed / GIB:.1f} GiB per GPU"
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        suggestions = suggest(plan) or ["use more GPUs, or a smaller model"]
-        raise UserError(what, why, ", or ".join([*suggestions, "add --force to try anyway"]))
+        fix = f"{suggest_settings(plan, cluster)}, or add --force to try anyway"
+        raise UserError(what, why, fix)
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         num_processes = plan.processes_here

@@ -3,15 +3,14 @@ module does not import torch.
 
     world_size == pp * dp_replicate * dp_shard * tp
 
-The product must equal world_size exactly. Every layout that an error message suggests has passed
-all checks in this module. Each pipeline stage has consecutive blocks. The first stage also has the
-embeddings. The last stage also has the final norm and the output layer. If the embedding is tied,
-the output layer uses a copy of the embedding. Under every strategy, a step processes batch_size x
-grad_accum_steps x world_size sequences, which are divided into micro-batches:
+The product must equal world_size exactly. Each pipeline stage has consecutive blocks. The first
+stage also has the embeddings. The last stage also has the final norm and the output layer. If the
+embedding is tied, the output layer uses a copy of the embedding. Under every strategy, a step
+processes batch_size x grad_accum_steps x world_size sequences, which are divided into
+micro-batches:
 
     global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,24 +21,18 @@ from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
-from distributed_training.settings.config import AUTO, Request, RunConfig
+from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value that overrides the user's value
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
-# If CONFIG has these values, only the sizes of the mesh axes can make a layout invalid.
-RELAXED_SETTINGS: Settings = {
-    "sequence_parallel": False,
-    "activation_checkpointing": "none",
-    "pipeline_cut": None,
-    **OPEN_BATCH,
-}
-# With these settings, fsdp works with any number of processes.
+# Values that leave the layout to the planner
 OPEN_SETTINGS: Settings = (
     dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 )
+LAYOUT_ADVICE = "set strategy to auto, or list the layouts that fit with the command plan"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,51 +73,20 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     UserError if the mesh does not fit the number of processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
-    fixed_size, open_axis = _fixed_size_and_open_axis(strategy)
+    open_axis = next((axis for axis, size in axes.items() if size == -1), None)
+    fixed_size = math.prod(size for size in axes.values() if size != -1)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
         what = f"mesh {format_axes(axes)} is not accepted"
         fix = "use whole numbers of 1 or more; at most one axis may be -1"
         raise UserError(what, fix=fix)
     if open_axis and world_size % fixed_size == 0:
         axes[open_axis] = world_size // fixed_size
-    try:
-        if math.prod(axes.values()) != world_size:
-            number = f"a multiple of {fixed_size}" if open_axis else fixed_size
-            what = f"mesh {format_axes(axes)} of strategy {strategy.name} needs {number} processes"
-            raise UserError(f"{what}, but the run has {world_size}")
-        _check_divisible(replace(candidate, mesh=axes))
-    except UserError as error:
-        alternatives = nearest_layouts(candidate, world_size)[:3]
-        fix = "set " + ", or ".join(map(format_settings, alternatives))
-        if not alternatives:
-            changes = _changed_settings(candidate.config, OPEN_SETTINGS)
-            fix = f"set {format_settings({'strategy': 'fsdp', **changes})}"
-        raise UserError(str(error), fix=fix) from None
+    if math.prod(axes.values()) != world_size:
+        number = f"a multiple of {fixed_size}" if open_axis else fixed_size
+        what = f"mesh {format_axes(axes)} of strategy {strategy.name} needs {number} processes, "
+        raise UserError(f"{what}but the run has {world_size}", fix=LAYOUT_ADVICE)
+    _check_divisible(replace(candidate, mesh=axes))
     return axes
-
-
-def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
-    """Return alternative settings, each of which gives a valid layout for `world_size` processes
-    under the strategy. The alternatives are sorted by the number of settings, then by the distance
-    from the strategy's mesh. The distance is the sum of `abs(log(size / strategy_size))` over the
-    axes."""
-    target = dict(candidate.strategy.mesh)
-    fixed_size, open_axis = _fixed_size_and_open_axis(candidate.strategy)
-    if open_axis:
-        target[open_axis] = max(1, world_size // fixed_size)
-    # A data-parallel axis of size -1 gets the remaining processes without a setting.
-    set_axes = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
-    ranked = []
-    for axes in all_meshes(candidate.strategy, world_size):
-        needed = _needed_settings(replace(candidate, mesh=axes))
-        if needed is not None:
-            settings = {axis: axes[axis] for axis in set_axes if axes[axis] != target[axis]}
-            settings |= needed
-            distance = sum(abs(math.log(axes[axis] / target[axis])) for axis in set_axes)
-            # If two distances are equal, prefer the layout with fewer shards. Distances are
-            # rounded, because equal sums may differ in their last digit.
-            ranked.append(((len(settings), round(distance, 6), axes["dp_shard"]), settings))
-    return [settings for _, settings in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
@@ -151,32 +113,6 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
         is_possible = not remainder and (shards == 1 or "dp_shard" in supported_axes)
         if is_possible and all(axes[axis] > 1 for axis in required_axes):
             yield axes
-
-
-def _fixed_size_and_open_axis(strategy: Strategy) -> tuple[int, str | None]:
-    """Return the product of the known sizes in the strategy's mesh, and the axis of size -1 (None
-    if there is none)."""
-    open_axis = next((axis for axis, size in strategy.mesh.items() if size == -1), None)
-    return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
-
-
-def _changed_settings(config: RunConfig, settings: Settings) -> Settings:
-    """Return the entries of `settings` that differ from CONFIG."""
-    return {key: value for key, value in settings.items() if getattr(config, key) != value}
-
-
-def _needed_settings(candidate: Candidate) -> Settings | None:
-    """Return the settings from RELAXED_SETTINGS with which the candidate's layout is valid. Try no
-    settings first, then each setting alone, then all settings. Return None if the layout is
-    rejected even with all settings."""
-    changes = _changed_settings(candidate.config, RELAXED_SETTINGS)
-    for settings in ({}, *({key: value} for key, value in changes.items()), changes):
-        relaxed = replace(candidate, config=candidate.config.model_copy(update=settings))
-        with contextlib.suppress(UserError):
-            build_layout(relaxed)
-            split_batch(relaxed)
-            return settings
-    return None
 
 
 def build_layout(candidate: Candidate) -> Layout:
@@ -227,16 +163,15 @@ def _check_divisible(candidate: Candidate) -> None:
         (size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
     ):  # fmt: skip
         if (count or tp) % tp:
-            raise UserError(f"tp={tp} does not divide {description}", why)
+            raise UserError(f"tp={tp} does not divide {description}", why, LAYOUT_ADVICE)
     _check_splits(candidate)
     stages_per_rank = candidate.schedule.stages_per_rank
     if pp * stages_per_rank > size.num_layers:
         what = (
             f"pp={pp} needs {pp * stages_per_rank} stages, but {label} has {size.num_layers} blocks"
         )
-        raise UserError(
-            what, f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process"
-        )
+        why = f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process"
+        raise UserError(what, why, LAYOUT_ADVICE)
 
 
 def _check_splits(candidate: Candidate) -> None:
@@ -337,23 +272,15 @@ def split_batch(candidate: Candidate) -> Batch:
 
 
 def _micro_batch_error(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
-    """Return the error for an impossible number or size of micro-batches. The error suggests the
-    nearest possible numbers. At least one number is possible, because every schedule accepts
-    micro-batches of one sequence."""
+    """Return the error for an impossible number or size of micro-batches, with the possible
+    numbers."""
     config = candidate.config
-    pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")
-    requested = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
-    requested_count = requested.get("num_microbatches") or sequences / requested["micro_batch_size"]
-    nearest_counts = sorted(counts, key=lambda count: abs(math.log(count / requested_count)))[:3]
-    alternatives = [
-        f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest_counts)
-    ]
-    what = f"{' with '.join(f'{key}={value}' for key, value in requested.items())} does not fit: a "
-    what += f"replica has {sequences} sequences per step (batch_size {config.batch_size} x "
-    what += f"grad_accum_steps {config.grad_accum_steps} x the number of processes per replica)"
-    why = f"micro_batch_size x num_microbatches must be {sequences}"
-    if pp > 1:
-        why += f", and {candidate.schedule_name} over pp={pp} must support num_microbatches"
-    alternatives.append("set micro_batch_size and num_microbatches to auto")
-    return UserError(what, why, f"set {', or '.join(alternatives)}")
+    requested = [f"{key}={getattr(config, key)}" for key in keys if getattr(config, key) != AUTO]
+    what = f"{' with '.join(requested)} does not fit: a replica has {sequences} sequences per step "
+    what += f"(batch_size {config.batch_size} x grad_accum_steps {config.grad_accum_steps} x the "
+    what += "number of processes per replica)"
+    possible = ", ".join(map(str, counts))
+    why = f"with {candidate.schedule_name} over pp={candidate.mesh['pp']}, num_microbatches must "
+    why += f"be one of {possible}, and micro_batch_size {sequences} divided by it"
+    return UserError(what, why, "set micro_batch_size and num_microbatches to auto")

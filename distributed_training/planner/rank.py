@@ -230,38 +230,20 @@ def with_strategy(config: Request, name: str) -> Request:
     return with_values(config, strategy=name, **defaults_for(config, name))
 
 
-def suggest_settings(plan: Draft, cluster: Cluster) -> list[str]:
-    """Suggest settings with which a plan fits into the cluster's memory, such as "set
-    num_microbatches=8". Candidates are more micro-batches, recomputation, a quantized base model,
-    another strategy and a smaller optimizer state."""
-    config = plan.config
-
-    def fits(**settings: object) -> bool:
-        # Request `cuda_graphs` again, because the settings may decide whether graphs are possible.
-        decided = config.to_key_values() | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
+def suggest_settings(plan: Draft, cluster: Cluster) -> str:
+    """Suggest settings with which a plan fits into the cluster's memory: the first layout of the
+    same strategy or, if none fits, of any strategy."""
+    open_settings: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO}
+    open_settings |= {"model": plan.config.model, "batch_size": plan.config.batch_size}
+    other: Settings = {"strategy": AUTO, "engine_options": {}}
+    for changes in ({"strategy": plan.strategy.name}, other):
         with contextlib.suppress(UserError):
-            draft = lay_out(_candidate(plan, **decided), cluster)
-            return predict(draft, None).memory_fit == "yes"
-        return False
-
-    suggestions: list[Settings] = []
-    for count in _more_microbatches(plan):
-        if fits(num_microbatches=count, micro_batch_size=AUTO):
-            suggestions.append({"num_microbatches": count})
-            break
-    if config.activation_checkpointing == "none" and fits(activation_checkpointing="full"):
-        suggestions.append({"activation_checkpointing": "full"})
-    if config.lora_rank and config.base_dtype in (None, AUTO) and fits(base_dtype="nf4"):
-        suggestions.append({"base_dtype": "nf4"})
-    open_settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "strategy": AUTO}
-    open_settings |= {"engine_options": {}, "model": config.model, "batch_size": config.batch_size}
-    with contextlib.suppress(UserError):
-        best = rank(plan.requested.model_copy(update=open_settings), cluster)[0]
-        if best.fits and best.plan.strategy.name != plan.strategy.name:
-            suggestions.append({"strategy": best.plan.strategy.name, **chosen_settings(best.plan)})
-    if not suggestions and not config.lora_rank and fits(optimizer="adamw-bf16"):
-        suggestions.append({"optimizer": "adamw-bf16"})
-    return [f"set {format_settings(settings)}" for settings in suggestions]
+            request = plan.requested.model_copy(update=open_settings | changes)
+            best = rank(request, cluster)[0]
+            if best.fits:
+                settings = {"strategy": best.plan.strategy.name, **chosen_settings(best.plan)}
+                return f"set {format_settings(settings)}"
+    return "use more GPUs, a smaller model, optimizer=adamw-bf16, or LoRA with base_dtype=nf4"
 
 
 def _first_choice(choices: Sequence[Prediction]) -> Prediction:

@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.rank import choose_batch_size, rank, suggest_settings
+from distributed_training.planner.rank import choose_batch_size, rank
 from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
@@ -117,7 +117,7 @@ def run(
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
-    check_memory(choices[0], lambda plan: suggest_settings(plan, cluster))
+    check_memory(choices[0], cluster)
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
     labels = {id(choice): label for label, choice in picks}
