@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from distributed_training.planner import checks
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.predict import local_cluster
-from distributed_training.records.display import WIDTH
+from distributed_training.records.display import fold
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, plural
 from distributed_training.settings.machine import (
@@ -220,18 +219,14 @@ def main(output_dir: Path) -> int:
     with ThreadPoolExecutor() as pool:  # several checks wait for programs or the network
         findings: list[Finding] = list(itertools.chain(*pool.map(list, checks_to_run)))
     width = max(len(finding.topic) for finding in findings)
-    indent = " " * (7 + width)
-    # Paths are printed whole, so that they can be copied.
-    wrap = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    indent = 7 + width
     for level, topic, text, fix in findings:
-        print(wrap.fill(f"{level:<4} {topic:<{width}}  {text}"))
+        print(fold(f"{level:<4} {topic:<{width}}  {text}", indent=indent))
         advice, *commands = fix.split("\n")
         if advice:
-            print(wrap.fill(f"{indent}{advice}"))
+            print(fold(f"{' ' * indent}{advice}", indent=indent))
         for command in commands:
-            print(f"{indent}  {command}")
+            print(f"{' ' * indent}  {command}")
     levels = Counter(finding.level for finding in findings)
     counts = f"{levels['fail']} failed, {plural(levels['warn'], 'warning')}, {levels['ok']} ok"
     print(f"\n{counts}" if levels["fail"] else f"\n{counts}. This machine can train.")
