@@ -128,8 +128,9 @@ WALK = {
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", ""),
     ],
     "push": [
-        ("{named_in_plan} a/b", "was not pushed"),  # this error loads no code
-        ("{named_in_record} a/b", NOT_RUN),
+        # These two errors load no code.
+        ("{named_in_plan} a/b", "was not pushed"),
+        ("{named_in_record} a/b", "was not pushed"),
         ("{adapter} a/b", NOT_RUN),
     ],
     "doctor": [], "calibrate": [],  # none of these commands reads such files
