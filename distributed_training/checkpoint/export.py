@@ -160,10 +160,11 @@ def save_full_model(
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield the path of a temporary folder that the `with` block must create. If the block raises
-    no error, rename this folder to `folder`."""
+    """Yield a new temporary folder. If the `with` block raises no error, rename this folder to
+    `folder`."""
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)  # raises if a link has this name
     try:
         yield unfinished
     except RunError as error:

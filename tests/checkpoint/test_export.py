@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distributed_training.checkpoint.export import generate_ids
+from distributed_training.checkpoint.export import atomic_folder, generate_ids
 from distributed_training.plan.plan import load_plan
 from distributed_training.planner.data import load_planned_data
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
@@ -197,6 +197,16 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     assert_refused(command("export", tmp_path), "is not a folder with a checkpoint", "runs/latest")
     shutil.rmtree(killed / "checkpoints")
     assert_refused(command("export", killed, "--merge"), "already contains the whole model")
+
+
+def test_an_export_does_not_write_through_a_link(tmp_path):
+    """The export command writes to a run's folder without claiming it."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / ".writing-hf").symlink_to(outside)
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "hf"):
+        pass
+    assert list(outside.iterdir()) == []
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
