@@ -240,22 +240,14 @@ def _skip_damaged(checkpoint: Path) -> Iterator[None]:
 
 
 def load_run_record(checkpoint: Path, meta: Meta) -> Record:
-    """Return the record of the checkpoint's run. If that record is damaged or missing, return the
-    copy in the checkpoint. Raises FilesOnOtherNodesError if the record is on another node, and
-    UserError if neither record can be read."""
+    """Return the record of the checkpoint's run. Raises FilesOnOtherNodesError if the record is on
+    another node, and UserError if it cannot be read."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
-        first_host = meta.hosts.get(rank_file_name(0))
-        raise FilesOnOtherNodesError(
-            what, f"it is on the run's first node, {first_host}", MERGE_ADVICE
-        )
-    try:
-        return load_record(run_dir)
-    except UserError:
-        if (checkpoint / RECORD_FILE).is_file():
-            return load_record(checkpoint)
-        raise
+        why = f"it is on the run's first node, {meta.hosts.get(rank_file_name(0))}"
+        raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
+    return load_record(run_dir)
 
 
 def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:

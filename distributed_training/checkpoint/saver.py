@@ -2,7 +2,6 @@
 
     <run>/checkpoints/step-00000120/
         meta.json               step, work, layout, checksums of all files
-        record.json             the run's record at this step
         rank-00000.safetensors  one rank's shards of weights and Adam moments, named as in the
                                 model, and that rank's random number generator states
 
@@ -45,7 +44,6 @@ from distributed_training.records.folder import (
     list_checkpoints,
     remove_unfinished,
 )
-from distributed_training.records.record import RECORD_FILE
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 from distributed_training.settings.machine import available_ram_bytes
@@ -200,9 +198,6 @@ class Saver:
 
 
 def _publish(partial_folder: Path, final_folder: Path, meta: resume.Meta) -> None:
-    record = final_folder.parents[1] / RECORD_FILE
-    if record.is_file():  # only rank 0's disk has the record
-        shutil.copy(record, partial_folder)
     resume.write_meta(partial_folder, meta)
     publish(partial_folder, final_folder)
 

@@ -375,9 +375,8 @@ def test_resume_auto_follows_links_to_runs_and_skips_what_it_cannot_read(tmp_pat
     (runs / "d").mkdir()
     os.mkfifo(runs / "pipe")
     damaged = make_run(runs, "e", 5)
-    for file in (damaged / "record.json", list_checkpoints(damaged)[0] / "record.json"):
-        file.unlink()
-        os.mkfifo(file)
+    (damaged / "record.json").unlink()
+    os.mkfifo(damaged / "record.json")
     assert find_checkpoint("auto", runs) == moved / "checkpoints" / "step-00000003"
     os.mkfifo(moved / "metrics.jsonl")
     assert find_checkpoint("auto", runs) == runs / "a" / "checkpoints" / "step-00000001"
@@ -402,22 +401,13 @@ def test_resume_identifies_input_files_by_their_contents(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])
-def test_a_damaged_record_is_restored_from_the_checkpoint(content, tmp_path, caplog):
+def test_a_run_without_a_readable_record_is_skipped_or_refused(content, tmp_path, caplog):
     run_dir = make_run(tmp_path, "20260101-a", 1)
-    (folder,) = list_checkpoints(run_dir)
-    intact = (run_dir / "record.json").read_bytes()
     (run_dir / "record.json").unlink()
     if content:
         (run_dir / "record.json").write_bytes(content)
-    for resume_value in ("auto", str(run_dir), str(folder)):
-        assert find_checkpoint(resume_value, tmp_path) == folder
-    assert (
-        resume.load_run_record(folder, read_meta(folder)).started_at
-        == json.loads(intact)["started_at"]
-    )
-    (folder / "record.json").unlink()
-    assert find_checkpoint("auto", tmp_path)
-    assert f"skips {folder}" in caplog.records[-1].getMessage()
+    assert isinstance(find_checkpoint("auto", tmp_path), list)
+    assert f"skips {run_dir}" in caplog.records[-1].getMessage()
     with refused(f"{run_dir}/record.json"):
         find_checkpoint(str(run_dir), tmp_path)
 
