@@ -19,38 +19,6 @@ def gone(tmp_path, monkeypatch):
     folder.rmdir()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "accepted"),
-    [
-        ("TORCH_FR_BUFFER_SIZE", "evil", ["2000", "0", " 5 "]),
-        ("TORCH_FR_BUFFER_SIZE", "", []),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "99999999999", ["2000"]),
-        ("TORCH_FR_CPP_STACK", "evil", ["0", "True"]),
-        ("GLOO_DEVICE_TRANSPORT", "tcp", ["TCP"]),
-        ("HF_HUB_DOWNLOAD_TIMEOUT", "abc", ["30"]),
-    ],
-)
-def test_environment_values_that_a_library_rejects_later_are_refused(
-    name, value, accepted, monkeypatch
-):
-    for good in accepted:
-        monkeypatch.setenv(name, good)
-        system.require_system()
-    monkeypatch.setenv(name, value)
-    with refused(f"{name}={value!r}"):
-        system.require_system()
-
-
-def test_an_unusable_system_is_refused(monkeypatch):
-    monkeypatch.setattr(system, "_PROC_FILES", ("/proc/stat", "/proc/none"))
-    with refused("/proc/none"):
-        system.require_system()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (10**9, -1))
-    monkeypatch.setattr(system, "_PROC_FILES", ())
-    with refused("1.00 GB", "ulimit -v"):
-        system.require_system()
-
-
 def test_a_folder_that_is_removed_before_or_during_a_command_is_named(gone, capsys):
     with refused("current folder"):
         system.require_system()
