@@ -32,8 +32,7 @@ from distributed_training.supervise.process import (
     Startup,
     handle_signals,
 )
-from distributed_training.train.build import build_topology
-from distributed_training.train.run import push, train
+from distributed_training.train.run import build_topology, push, train
 
 DAY_S = 86400.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends

@@ -1,10 +1,10 @@
 """Run the training loop. The loop calls an `Engine` and does not depend on the strategy."""
 
+import functools
 import math
-import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,25 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.checkpoint import export, saver
+from distributed_training.checkpoint import export
+from distributed_training.checkpoint.saver import Saver
 from distributed_training.data.samples import Data, Sampler
-from distributed_training.engines.base import Engine, StepResult
+from distributed_training.engines.base import Engine
+from distributed_training.parallel.agree import broadcast_from_rank_0
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, describe_evaluation, short_path
+from distributed_training.records.display import Display, short_path
 from distributed_training.settings.config import RunConfig
+from distributed_training.settings.errors import UserError
 from distributed_training.supervise.process import STOP_SIGNALS, Startup, handle_signals
-from distributed_training.train.nonfinite import (
-    NonFiniteError,
-    NonFiniteHandler,
-    has_nonfinite_gradients,
-)
-from distributed_training.train.profiling import Profile, steps_to_trace
-from distributed_training.train.sample import generate_sample
+from distributed_training.train.callbacks import Callback, Checkpoints
+from distributed_training.train.results import NonFiniteError, StepResults
 
-FLUSH_EVERY_S = 1.0
 IGNORE_SIGNALS_S = 10.0  # Signals within this time after the first one are ignored.
 
 
@@ -47,12 +44,37 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
 
 
+class StopSignal:
+    """First signal that asks this process to stop."""
+
+    def __init__(self, display: Display) -> None:
+        self.number = 0  # 0 until a signal arrives
+        self.previous_handlers: dict[signal.Signals, Any] = {}
+        self._display = display
+        self._received_at = 0.0
+
+    def handle(self, signum: int, _frame: Any) -> None:
+        """Remember the first signal. If another signal arrives more than IGNORE_SIGNALS_S seconds
+        later, leave it to the handler that was set before training.
+
+        Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore, only a later signal
+        means that the user does not want to wait."""
+        now = time.monotonic()
+        if not self.number:
+            self.number = signum
+            self._received_at = now
+            self._display.say(f"received {signal.Signals(signum).name}; stopping")
+        elif now - self._received_at > IGNORE_SIGNALS_S:
+            signal.signal(signum, self.previous_handlers[signal.Signals(signum)])
+            signal.raise_signal(signum)
+
+
 @dataclass
 class Trainer:
-    """Training loop with evaluation, logging and checkpoints between the steps of the engine.
+    """Training loop with evaluations and checkpoints between the steps of the engine.
 
-    The history is the same on every rank, except for times. Rank 0 also writes the history to the
-    record, prints it and sends it to the tracker."""
+    The history is the same on every rank, except for times. Callbacks record, print and track
+    it. All ranks must call each method that is not a property."""
 
     engine: Engine
     plan: Plan
@@ -60,153 +82,103 @@ class Trainer:
     data: Data
     sampler: Sampler
     display: Display
+    callbacks: Sequence[Callback] = ()
     history: records.History = field(default_factory=records.History)
-    record: records.RunRecord | None = None  # on rank 0 only
-    tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
-    # Function that reports the current activity (start/progress.py)
+    # Function that publishes the current activity (start/progress.py)
     set_activity: Callable[..., None] = lambda activity, **_: None
     startup: Startup = field(default_factory=Startup)
+    sample: str | None = None  # text that the trained model generated
+    stop_signum: int = 0  # number of the signal that stops all ranks, or 0
 
     def __post_init__(self) -> None:
         assert self.plan.num_steps is not None, "the launching process counts the steps"
         self.num_steps = self.plan.num_steps
-        self.timer = metrics.StepTimer(self.topology.device)
         self.peak_memory = metrics.PeakMemory(self.topology.device)
-        # (step, seconds) of each step that this process ran
-        self.step_times: list[tuple[int, float]] = []
-        # Bytes read and written during training; empty if they are not counted
-        self.disk_traffic: dict[str, int] = {}
-        self.sample: str | None = None  # text that the trained model generated
-        self.profile: Profile | None = None
-        self.saver = saver.Saver(self.plan, self.topology)
-        # Steps whose losses are still on the device
-        self._pending: list[tuple[dict[str, Any], StepResult]] = []
-        self._signum = 0  # number of the first signal, or 0
-        self._signaled_at = 0.0
-        self._previous_handlers: dict[signal.Signals, Any] = {}
-        self._first_step = 0  # first step of this process, which includes compilation
-        # True if the save in progress is the last save of the run and should be reported
-        self._reports_save = False
-        self._noted_waiting = False
-        self._saved_step = 0  # step of the last checkpoint that was saved or loaded
-        self._num_bytes: int | None = None  # size of the validation text; None until counted
-        self.nonfinite = NonFiniteHandler(self.plan, self.history, self.engine)
+        self.checkpoints = Checkpoints(Saver(self.plan, self.topology))
+        self.results = StepResults(self.plan, self.history, self.engine, self.topology.device)
+        self.stop_signal = StopSignal(self.display)
 
     @property
     def step(self) -> int:
         """Number of completed optimizer steps."""
         return self.history.step
 
-    def run(self) -> int:
-        """Train to the end or until a signal arrives. Return the number of the signal that stopped
-        the run, or 0 if there is none. All ranks must call this method."""
-        if self.step == 0:
-            sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
-            self.history.sample_before = sample
-        bytes_before = metrics.disk_bytes()
-        stop_signum = 0
-        if self.plan.config.profile:
-            if steps := steps_to_trace(self.plan, self.step):
-                self.profile = Profile(self.plan, self.topology, self.step, steps)
-            else:
-                self.display.note(
-                    "profile traces no steps, because the first step is never traced and no other "
-                    "step remains"
-                )
-        try:
-            with handle_signals(
-                dict.fromkeys(STOP_SIGNALS, self._handle_signal)
-            ) as self._previous_handlers:
-                # Before the first step, and where the resumed run was killed before it evaluated
-                self._evaluate_if_due()
-                self.startup.end("sample")
-                self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
-                self._begin_measuring()
-                while self.step < self.num_steps and not stop_signum:
-                    try:
-                        stop_signum = self._train_one_step()
-                    except NonFiniteError as error:
-                        self._roll_back(error)
-                self.peak_memory.end()
-                bytes_after = metrics.disk_bytes()
-                self.disk_traffic = {
-                    name: total - bytes_before[name] for name, total in bytes_after.items()
-                }
-                if self.step == self.num_steps:
-                    self._export_and_sample()
-                self._finish_saving()
-        finally:
-            self.display.stop()
-        if self.profile is not None:
-            self.profile.stop()
-        return stop_signum if self.step < self.num_steps else 0
-
-    def _train_one_step(self) -> int:
-        """Run one step, then perform the tasks that are due: save a checkpoint, evaluate and end
-        the epoch. Return the number of the signal that stops the run, or 0 if there is none. All
-        ranks return the same number. All ranks must call this method."""
-        config = self.plan.config
-        if self.step + 1 == self.nonfinite.skipped_step:
-            self._flush()
-            self.peak_memory.end()
-            self.history.step += 1
-            self.history.skipped_steps.append(self.step)
-            self._say("skipped")
-            self._begin_measuring()
-        else:
-            self._run_step()
-        stop_signum, flush = self._agree_on_stop_and_flush()
-        last = self.step == self.num_steps
-        evaluate = self._is_evaluation_due
-        save_interval = config.checkpoint_every
-        save = bool(stop_signum) and save_interval != 0
-        if save_interval is None:
-            save = save or self._epoch_ends
-        elif isinstance(save_interval, int) and save_interval > 0:
-            save = save or last or self.step % save_interval == 0
-        if flush or stop_signum or evaluate or save:
-            self._flush()
-        if evaluate or save:
-            self.peak_memory.end()
-            # Save before evaluating, so that a run that is killed in the evaluation loses no step.
-            if save:
-                if not (evaluate or stop_signum or last):
-                    self._say("saving")
-                self._save(reports_save=bool(stop_signum) or last)
-            if last or not stop_signum:  # a resumed run evaluates first
-                self._evaluate_if_due()
-            if stop_signum:
-                self._finish_saving()
-            self._begin_measuring()
-        return stop_signum
-
     @property
-    def _epoch_ends(self) -> bool:
+    def epoch_ends(self) -> bool:
+        """Whether the latest step was the last one of an epoch or of the run."""
         return self.step == self.num_steps or self.step % self.sampler.steps_per_epoch == 0
 
     @property
-    def _is_evaluation_due(self) -> bool:
+    def evaluation_is_due(self) -> bool:
         eval_every = self.plan.config.eval_every
-        is_due = self._epoch_ends or (eval_every > 0 and self.step % eval_every == 0)
+        is_due = self.epoch_ends or (eval_every > 0 and self.step % eval_every == 0)
         return is_due and self.step not in [row["step"] for row in self.history.evaluations]
 
-    def _evaluate_if_due(self) -> None:
-        """Evaluate the model if an evaluation is due at this step and not yet in the history. If
-        the loss has stopped falling, end the run at this step and save a checkpoint. All ranks must
-        call this method."""
-        config = self.plan.config
-        if self._is_evaluation_due:
-            self._evaluate()
-        # The run may also have been killed after its last evaluation, such as during the export.
-        lowest = self.history.describe_plateau(config.stop_after)
-        stops = self.step < self.num_steps and lowest != ""
-        stops = stops and self.history.evaluations[-1]["step"] == self.step
-        if stops:
-            why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
-            self._say(f"stopping early: {why} on the loss of {lowest}")
-            self.num_steps = self.step
-        if stops and self._saved_step != self.step and config.checkpoint_every != 0:
-            self._save(reports_save=True)
+    @functools.cached_property
+    def num_validation_bytes(self) -> int:
+        """Size of the validation text."""
+        return self.data.validation.count_bytes(self.data.bytes_per_token)
+
+    def run(self) -> int:
+        """Train to the end or until a signal arrives. Return the number of the signal that stopped
+        the run, or 0 if there is none."""
+        if self.step == 0:
+            sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
+            self.history.sample_before = sample
+        is_done = False
+        try:
+            with handle_signals(
+                dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
+            ) as self.stop_signal.previous_handlers:
+                self.call("before_training")
+                # Before the first step, and where the resumed run was killed before it evaluated
+                if self.evaluation_is_due:
+                    self._evaluate()
+                self.startup.end("sample")
+                self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
+                self._begin_measuring()
+                while self.step < self.num_steps and not self.stop_signum:
+                    try:
+                        self._train_one_step()
+                    except NonFiniteError as error:
+                        self._roll_back(error)
+                self.peak_memory.end()
+                self.call("after_training")
+                if self.step == self.num_steps:
+                    is_done = self._export_and_sample()
+                self.checkpoints.finish(self)
+        finally:
+            self.display.stop()
+        return 0 if is_done else self.stop_signum
+
+    def _train_one_step(self) -> None:
+        """Run one step, then perform the tasks that are due: save a checkpoint and evaluate."""
+        if self.step + 1 == self.results.skipped_step:  # the batch that made a rollback necessary
+            self._flush()
+            self.history.step += 1
+            self.history.skipped_steps.append(self.step)
+            self.say("skipped")
+        else:
+            self._run_step()
+        # Only rank 0's clock decides when to flush. If a save has ended on any rank, all finish it.
+        write = self.checkpoints.saver.pending_write
+        flush_is_due, save_has_ended = self._vote(
+            self.topology.rank == 0 and self.results.flush_is_due,
+            write is not None and write.done(),
+        )
+        if save_has_ended:
+            self.checkpoints.finish(self)
+        save_is_due = self.checkpoints.is_due(self)
+        if flush_is_due or self.stop_signum or save_is_due or self.evaluation_is_due:
+            self._flush()  # first, so that no bad step is saved or evaluated
+        if save_is_due or self.evaluation_is_due:
+            self.peak_memory.end()
+            # Save before evaluating, so that a run that is killed in the evaluation loses no step.
+            self.checkpoints.save_if_due(self)
+            if self.evaluation_is_due:
+                self._evaluate()
+            self.checkpoints.save_if_due(self)  # if a signal arrived, or the run stops early
+            self._begin_measuring()
 
     def _run_step(self) -> None:
         """Run one optimizer step. The results of the step stay on the device until `_flush`."""
@@ -214,169 +186,91 @@ class Trainer:
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
-        row = {"epoch": self.step // self.sampler.steps_per_epoch, "learning_rate": rate}
-        row |= {"num_tokens": batch.num_tokens, "num_targets": batch.num_targets}
-        self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
-        self.timer.mark()
-        if self.profile is not None:
-            self.profile.on_step_end()
+        row = {
+            "step": self.step + 1,
+            "epoch": self.step // self.sampler.steps_per_epoch,
+            "learning_rate": rate,
+            "num_tokens": batch.num_tokens,
+            "num_targets": batch.num_targets,
+        }
+        self.results.add(row, self.engine.train_step(batch))
         self.history.step += 1
-        if not self._first_step:
-            self._first_step = self.step
+        self.call("after_step")
+        if "first_step" not in self.startup.seconds:
             self.startup.end("first_step")
-            self.saver.preallocate(self.engine)
+            self.checkpoints.saver.preallocate(self.engine)
 
-    def _agree_on_stop_and_flush(self) -> tuple[int, bool]:
-        """Agree with the other ranks after a step. Return the number of the signal that stops the
-        run (0 if there is none), and whether to call `_flush`.
-
-        Signals may reach ranks at different steps, and only rank 0's clock decides when to flush.
-        The exchanged integers are on the CPU, so GPUs do not wait for the exchange. If a save has
-        ended on any rank, all ranks finish the save. All ranks must call this method."""
-        waited_s = time.monotonic() - self._flushed_at
-        flush_due = self.topology.rank == 0 and (
-            self.step == self._first_step or waited_s >= FLUSH_EVERY_S
-        )
-        save_ended = self.saver.pending_write is not None and self.saver.pending_write.done()
-        votes = torch.tensor([self._signum, int(flush_due), int(save_ended)])
+    def _vote(self, *flags: bool) -> list[bool]:
+        """Agree with the other ranks on `stop_signum`, because signals may reach ranks at different
+        steps. Return for each flag whether it is set on any rank. The exchanged integers are on the
+        CPU, so GPUs do not wait for the exchange."""
+        votes = torch.tensor([self.stop_signal.number, *map(int, flags)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        if votes[2]:
-            self._finish_saving()
-        return int(votes[0]), bool(votes[1])
+        self.stop_signum, *agreed = votes.tolist()
+        return [flag > 0 for flag in agreed]
+
+    def _should_stop(self) -> bool:
+        """Agree with the other ranks whether a signal stops the run. After the last step, a run
+        without checkpoints does not stop, because it could not be continued."""
+        if self.step == self.num_steps and self.plan.config.checkpoint_every == 0:
+            return False
+        self._vote()
+        return self.stop_signum > 0
 
     def _flush(self) -> None:
-        """Sum the pending losses over the ranks, and write, print and track the results. All ranks
-        must call this method.
+        """Collect the results of the pending steps, and pass them to the callbacks.
 
         Raises NonFiniteError on all ranks at the first step with a non-finite loss or gradient,
-        unless `on_nonfinite` allows the step to be skipped. This method is called before
-        each evaluation and each save, so that no bad step is evaluated or saved."""
-        self._flushed_at = time.monotonic()
-        config = self.plan.config
-        pending = self._pending
-        self._pending = []
-        if not pending:
-            return
-        losses = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
-        nonfinite = torch.tensor([has_nonfinite_gradients(result, config) for _, result in pending])
-        sums = torch.stack([losses, nonfinite.double()])
-        dist.all_reduce(sums)
-        rows = []
-        error = None
-        for (row, result), (loss_sum, num_nonfinite), seconds in zip(
-            pending, sums.T.tolist(), self.timer.durations_s(), strict=True
-        ):
-            engine_skipped = bool(result.skipped)
-            grad_norm = None if engine_skipped else result.grad_norm
-            row |= {
-                "skipped": engine_skipped or bool(num_nonfinite and config.on_nonfinite == "skip"),
-                "loss": loss_sum / row["num_targets"],
-                "grad_norm": None if grad_norm is None else float(grad_norm),
-                "step_time_s": seconds,
-                # The clock of a virtual machine may not advance between two readings.
-                "tokens_per_s": row["num_tokens"] / seconds if seconds > 0 else None,
-            }
-            if row["skipped"]:
-                self.history.skipped_steps.append(row["step"])
-            if num_nonfinite or not math.isfinite(loss_sum):
-                what = self.nonfinite.describe(row["step"], result)
-                if what is not None:
-                    self._finish_saving()
-                    error = self.nonfinite.build_error(row["step"], what)
-            rows.append(row)
-            self.history.loss_curve.append((row["step"], row["loss"]))
-            self.step_times.append((row["step"], seconds))
-            self.tracker.log_step(row)
-            if error is not None:
-                break  # The later steps ran on corrupted weights.
-        if self.record is not None:
-            records.append_metrics(self.plan.run_dir, rows)
-        if error is not None:
-            self.history.truncate(error.step)
-            self.write_record()
-            raise error
-        self.display.progress(rows, self._first_step)
+        unless `on_nonfinite` allows the step to be skipped."""
+        rows, fault = self.results.flush()
+        if rows:
+            self.call("on_metrics", rows)
+        if fault is not None:
+            step = rows[-1]["step"]
+            self.checkpoints.finish(self)
+            self.history.truncate(step)
+            self.call("on_history")
+            raise self.results.build_error(step, fault)
 
     def _evaluate(self) -> None:
-        """Compute loss, perplexity and bits per byte on the validation samples, and print the
-        results on one line. With `keep_best`, export the model if its loss is the lowest so far.
-        All ranks must call this method."""
+        """Compute loss, perplexity and bits per byte on the validation samples. If a signal arrives
+        meanwhile, return at once: a resumed run evaluates first."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
+            if self._should_stop():
+                return
             self.set_activity(f"the evaluation after step {self.step}")
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
-        if self._num_bytes is None:
-            self._num_bytes = samples.count_bytes(self.data.bytes_per_token)
         num_targets = int(samples.num_targets.sum())
-        row = {"step": self.step, **metrics.evaluation(float(total), num_targets, self._num_bytes)}
-        loss = row["loss"]
-        suffix = "; saving" if self.step and self.saver.step == self.step else ""
-        self._say(f"validation {describe_evaluation(row)}{suffix}")
-        self.tracker.log_evaluation(row, self.peak_memory.as_dict())
-        lowest = self.history.best["loss"] if self.history.best else math.inf
-        if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN
-            self._finish_saving()
-            self.set_activity(f"the export after step {self.step}")
-            if export_future := self._export(self.plan.run_dir / records.BEST, {}):
-                export_future.result()
-            self.history.best = row
-        # A run that is killed during the export evaluates again when it is resumed.
+        values = metrics.evaluation(float(total), num_targets, self.num_validation_bytes)
+        row = {"step": self.step, **values}
         self.history.evaluations.append(row)
+        self.call("on_evaluation", row)
 
-    def _save(self, *, reports_save: bool) -> None:
-        """Wait for the previous save, then begin to save a checkpoint. If `reports_save` is set,
-        print a line when the new save has ended. All ranks must call this method."""
-        self._finish_saving()
-        self._reports_save = reports_save
-        self.set_activity(f"the save after step {self.step}")
-        # The checkpoint stores the record, so the record must be complete before the save begins.
-        self.write_record()
-        self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
-        self._saved_step = self.step
-        if self.saver.memory is None:
-            self._finish_saving()
-
-    def _finish_saving(self) -> None:
-        """Wait for the save in progress, if there is one, and add the save to the history. If the
-        save failed, raise an error with the cause. All ranks must call this method."""
-        if self.saver.pending_write is None:
-            return
-        self.set_activity("the end of a save")
-        try:
-            folder, row = self.saver.finish()
-        except FloatingPointError as error:
-            step = self.saver.step
-            what = f"step {step} was not saved: {error}"
-            raise self.nonfinite.build_error(step, what) from None
-        self.history.saves.append(row)
-        self.write_record()
-        if self._reports_save:
-            self.display.say(f"saved {folder.parent.name}/{folder.name}")
-        if not (row["copied"] or self._noted_waiting):
-            self._noted_waiting = True
-            self.display.note(
-                "training waits during saves, because a copy of the state does not fit in RAM"
-            )
-
-    def _export_and_sample(self) -> None:
-        """Export the model while the last checkpoint is being written, and generate a sample. All
-        ranks must call this method."""
+    def _export_and_sample(self) -> bool:
+        """Export the model while the last checkpoint is being written, and generate a sample.
+        Return False if a signal arrived before the export. A later signal only ends the sample."""
+        if self._should_stop():
+            return False
         self.set_activity("the export")
         last = self.plan.run_dir / records.LAST
         export_future: Future[None] | None = None
         if self.plan.config.export:
-            export_future = self._export(last, self.saver.weights(self.step))
-        self.sample = generate_sample(self.engine, self.plan, self.data, self.display, "after")
+            export_future = self.export(last, self.checkpoints.saver.weights(self.step))
+        self.sample = generate_sample(
+            self.engine, self.plan, self.data, self.display, "after", self._should_stop
+        )
         if export_future is not None:
             export_future.result()
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
+        return True
 
-    def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
+    def export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
         """Begin to write the model to `folder` in a thread. If `weights` is empty, gather the
-        weights first. Return a future for the thread, or None on ranks that have nothing to write.
-        All ranks must call this method."""
+        weights first. Return a future for the thread, or None on ranks that have nothing to
+        write."""
         state = weights or self.engine.full_state()
         if state is None:  # Only rank 0 holds the weights.
             return None
@@ -385,58 +279,76 @@ class Trainer:
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.
-        Raises `error` if a rollback is not possible. All ranks must call this method."""
-        checkpoint = self.nonfinite.choose_rollback_checkpoint(error)
-        self._pending = []  # If a save found non-finite values, later steps may be pending.
+        Raises `error` if a rollback is not possible."""
+        checkpoint = self.results.choose_rollback_checkpoint(error)
         self.peak_memory.end()
-        self.restore(checkpoint)
+        self.checkpoints.restore(self, checkpoint)
         self.display.note(
             f"{error.what}. Training returned to step {self.step} and will skip that batch"
         )
         self._begin_measuring()
 
-    def restore(self, folder: Path) -> None:
-        """Restore the run from a checkpoint: engine, random numbers, history, record and metrics.
-        All ranks must call this method."""
-        started_at = time.monotonic()
-        step = saver.load_checkpoint(folder, self.engine, self.plan, self.topology, self.data)
-        self._saved_step = step
-        self.history.truncate(step)
-        self.history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
-        # Write the record now, so that it contains this resumption even if the run is killed before
-        # the next save.
-        self.write_record()
-        if self.topology.rank == 0:
-            records.truncate_metrics(self.plan.run_dir, step)
-            if self.history.best is None:  # best/ may contain the model from a later step.
-                shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
-
     def _begin_measuring(self) -> None:
         self.peak_memory.begin()
-        self.timer.restart()
-        self._flushed_at = time.monotonic()
+        self.results.restart()
 
-    def _handle_signal(self, signum: int, _frame: Any) -> None:
-        """Remember the first signal. If another signal arrives more than IGNORE_SIGNALS_S seconds
-        later, leave it to the handler that was set before training.
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call the method `event` of each callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
 
-        Launchers forward Ctrl-C and then send SIGTERM immediately. Therefore, only a later signal
-        means that the user does not want to wait."""
-        now = time.monotonic()
-        if not self._signum:
-            self._signum = signum
-            self._signaled_at = now
-            at_end = self.step >= self.num_steps
-            when = "once the model is written" if at_end else "after this step"
-            self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
-        elif now - self._signaled_at > IGNORE_SIGNALS_S:
-            signal.signal(signum, self._previous_handlers[signal.Signals(signum)])
-            signal.raise_signal(signum)
-
-    def write_record(self) -> None:
-        """On rank 0, write the history to the record."""
-        if self.record is not None:
-            self.record.update(**vars(self.history), startup_s=self.startup.seconds)
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line that begins with the step."""
         self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
+
+
+def generate_sample(
+    engine: Engine,
+    plan: Plan,
+    data: Data,
+    display: Display,
+    when: str,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """Generate, print and return text that continues the prompt in CONFIG's key `generate`. Return
+    None if there is no prompt, if the chat template rejects the prompt, or if `should_stop` returns
+    True, which is called before each token. If the model is trained on conversations, the prompt is
+    a user message. All ranks must call this function."""
+    config = plan.config
+    if config.generate is None:
+        return None
+    tokenizer = data.tokenizer
+    topology = engine.topology
+    # Only rank 0 tokenizes, because many tokenizers import transformers.
+    encoded: tuple[list[int], list[int]] | None = None
+    if topology.rank == 0:
+        try:
+            if data.is_chat:
+                prompt_ids = tokenizer.encode_chat_prompt(
+                    [{"role": "user", "content": config.generate}]
+                )
+            else:
+                prompt_ids = tokenizer.encode_prompt(config.generate)
+            encoded = prompt_ids, export.find_stop_ids(tokenizer, data.is_chat, plan.weights_dir)
+        except UserError as error:  # Some chat templates require a system message.
+            display.note(f"no sample is generated: {error}")
+    encoded = broadcast_from_rank_0(encoded)
+    if encoded is None:
+        return None
+    prompt, eos_ids = encoded
+    # Sequence parallelism pads the context to a multiple of tp, and padding needs positions.
+    context = plan.size.num_positions // topology.tp * topology.tp
+    # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
+    # with sharded parameters gather them from all ranks.
+    ids = []
+    for token_id in export.generate_ids(
+        engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
+        past=engine.new_kv_cache(), broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
+    ):  # fmt: skip
+        if should_stop():
+            return None
+        ids.append(token_id)
+    text = tokenizer.decode([*prompt, *ids]) if topology.rank == 0 else ""
+    sample = str(broadcast_from_rank_0(text))
+    display.sample(f"sample {when} training:", sample)
+    return sample

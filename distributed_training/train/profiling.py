@@ -5,7 +5,10 @@ Traces are Chrome JSON files, which you can open at ui.perfetto.dev and analyze 
 results/lab/overlap.py. You can open memory snapshots at pytorch.org/memory_viz. The first steps are
 not traced, because they compile, allocate memory and capture graphs."""
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +18,10 @@ from distributed_training.parallel.private import dump_memory_history, record_me
 from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import MEMORY_FILE, TRACE_FILE
+from distributed_training.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from distributed_training.train.loop import Trainer
 
 SILENT_LOG_LEVEL = "6"  # log level at which Kineto prints nothing
 
@@ -36,9 +43,8 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
     return range(last_step + first, last_step + min(first + config.profile, num_remaining + 1))
 
 
-class Profile:
-    """Profiler that traces `steps` in a run that continues after `last_step`. Call `on_step_end`
-    after each step and `stop` at the end."""
+class Profile(Callback):
+    """Profiler that traces `steps` in a run that continues after `last_step`."""
 
     def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
         self.record: dict[str, object] | None = None  # traced steps and written files
@@ -62,18 +68,20 @@ class Profile:
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(steps), repeat=1),
             on_trace_ready=self._write,
         )
+
+    def before_training(self, trainer: Trainer) -> None:
         self._profiler.start()
 
-    def on_step_end(self) -> None:
+    def after_step(self, trainer: Trainer) -> None:
         """Tell the profiler that a step has ended. After the last traced step, write the files."""
         self._last_done_step += 1
         if self._on_gpu and self._last_done_step == self._steps[0] - 1:
             record_memory_history()
         self._profiler.step()
 
-    def stop(self) -> None:
-        """Stop the profiler and write the steps traced so far. Do not call this method after a rank
-        has failed, because the profilers of the other ranks could wait for that rank forever."""
+    def after_training(self, trainer: Trainer) -> None:
+        """Stop the profiler and write the steps traced so far. After a rank has failed, the
+        profilers of the other ranks could wait for that rank forever."""
         self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:

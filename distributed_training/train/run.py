@@ -1,8 +1,10 @@
-"""Execute a training run on one rank, from loading the data to the finished record."""
+"""Execute a training run on one rank, from loading the data to the finished record. `train` builds
+the parts of the run with the functions below it."""
 
 import shutil
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,17 @@ import torch.distributed as dist
 
 from distributed_training.checkpoint import resume
 from distributed_training.checkpoint.export import push_folder, write_card
+from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
+from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.models import peft
+from distributed_training.models.decoder import Decoder
+from distributed_training.models.initial_weights import Fingerprint, InitialWeights
 from distributed_training.parallel import agree
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
+from distributed_training.planner.checks import required_extensions
 from distributed_training.planner.data import load_planned_data
 from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
@@ -23,8 +32,8 @@ from distributed_training.records.display import Display, header_rows, pasteable
 from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims, commands
-from distributed_training.supervise.process import END_ACTIVITY, Startup
-from distributed_training.train.build import build_engine, build_extensions, build_sampler
+from distributed_training.supervise.process import END_ACTIVITY, Process, Startup
+from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
 
 
@@ -69,6 +78,19 @@ def train(
     if record is not None:
         record.update(dtypes=engine.describe_dtypes())
         display.table(header_rows(records.Record.model_validate(record.values)))
+    profile = None
+    if plan.config.profile:
+        from distributed_training.train.profiling import Profile, steps_to_trace
+
+        if steps := steps_to_trace(plan, history.step):
+            profile = Profile(plan, topology, history.step, steps)
+        else:
+            display.note(
+                "profile traces no steps, because the first step is never traced and no other step "
+                "remains"
+            )
+    recorder = Recorder(record, tracker, profile)
+    callbacks = [recorder, KeepBest(), EarlyStopping()]
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -76,19 +98,18 @@ def train(
         data=data,
         sampler=sampler,
         display=display,
+        callbacks=callbacks if profile is None else [profile, *callbacks],
         history=history,
-        record=record,
-        tracker=tracker,
         set_activity=set_activity,
         startup=startup,
     )
     if plan.checkpoint is not None:
-        trainer.restore(plan.checkpoint)
+        trainer.checkpoints.restore(trainer, plan.checkpoint)
         display.say(f"resumed from {short_path(plan.checkpoint)}")
     startup.end("model")
     signum = trainer.run()
     set_activity(END_ACTIVITY)
-    results = collect_results(trainer)
+    results = recorder.collect_results(trainer)
     if record is not None:
         claims.check(plan.run_dir, plan.run_id)
         status = "interrupted" if signum else "ok"
@@ -102,13 +123,12 @@ def train(
                 write_card(folder, finished_record)
         tracker.close(finished_record)
     if signum:
-        saves_checkpoints = plan.config.checkpoint_every != 0
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
-        if saves_checkpoints:
+        if trainer.checkpoints.saved_step:
             sentence, command = commands.build_continue_command(plan)
             display.say(f"{what} {sentence}\n{pasteable(command)}")
         else:
-            display.say(f"{what} Nothing was saved, because checkpoint_every=0.")
+            display.say(f"{what} Nothing was saved.")
     engine.close()
     dist.barrier()
     if is_rank_0:
@@ -116,6 +136,97 @@ def train(
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     return 128 + signum if signum else 0
+
+
+def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
+    """Return this process's position in the plan's mesh."""
+    return Topology(
+        world_size=process.world_size,
+        rank=process.rank,
+        local_rank=process.local_rank,
+        **plan.mesh,
+        device_type=device.type,
+    )
+
+
+def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
+    """Return a sampler that selects this rank's training samples for each step."""
+    return Sampler(
+        num_samples=len(data.train),
+        **plan.batch.model_dump(),
+        replica=topology.dp_rank,
+        seed=plan.config.seed,
+    )
+
+
+def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
+    """Compile and load the DeepSpeed extensions that the plan's strategy requires, in one process
+    per machine. Print how long each extension takes to load. All ranks must call this function."""
+    # Import the engine now. Otherwise, other ranks would import it only after local rank 0 has
+    # built the extensions.
+    plan.strategy.load_engine()
+    names = required_extensions(plan.strategy) if topology.local_rank == 0 else ()
+    for name in names:
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        started_at = time.monotonic()
+        display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
+        ALL_OPS[name].load(verbose=False)
+        display.say(f"loaded DeepSpeed extension {name} in {time.monotonic() - started_at:.1f} s")
+    dist.barrier()
+
+
+def build_engine(plan: Plan, topology: Topology) -> Engine:
+    """Build the plan's engine and seed dropout. The initial weights are the same under every
+    strategy. All ranks must call this function. Raises UserError if adapters do not fit the
+    weights."""
+    config = plan.config
+    model, weights, fingerprint = build_model(plan, topology)
+    initial_adapters = None
+    if plan.adapters_dir is not None:
+        initial_adapters = peft.read_initial(plan.model, plan.adapters_dir)
+        weights = replace(weights, adapters=initial_adapters.tensors)
+    engine = plan.strategy.load_engine()(model, weights, plan, topology)
+    if config.lora_rank:
+        engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
+        if initial_adapters is not None:
+            peft.check_base(
+                engine.base_fingerprint, initial_adapters.base_fingerprint, plan.adapters_dir
+            )
+    seed_dropout(plan, topology, 0)
+    return engine
+
+
+def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, Fingerprint]:
+    """Return the model on the meta device, its initial weights and a fingerprint of its frozen
+    weights. Without LoRA, no weights are frozen and the fingerprint is empty.
+
+    With an NF4 base, this rank's device already holds the whole base model. All weights are rounded
+    to the compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
+    matrices of blocks), and trained weights are stored in fp32."""
+    config = plan.config
+    compute_dtype = COMPUTE_DTYPES[config.precision]
+    model = plan.model.build_meta_model(dropout=config.dropout, seed=config.seed)
+    if config.lora_rank and compute_dtype is not None:
+        model.to(compute_dtype)
+    model.compute_dtype = compute_dtype
+    if plan.packing:
+        model.max_documents = plan.packing.max_documents
+    if plan.weights_dir is not None:
+        source = plan.model.weights_source(plan.weights_dir)
+    else:
+        on_gpu = topology.device_type == "cuda"
+        source = model.random_source(config.seed, topology.device, hashed=on_gpu)
+    fingerprint = Fingerprint(model)
+    if config.lora_rank:
+        source = fingerprint.watch(source)
+    weights = InitialWeights(source=source, round_to=compute_dtype)
+    if config.base_dtype == "nf4":
+        from distributed_training.models.nf4 import quantize_matrices
+
+        quantize_matrices(model, source, topology.device)
+        weights.fill(model, topology.device)
+    return model, weights, fingerprint
 
 
 def push(run_dir: Path, name: str) -> int:
@@ -177,43 +288,4 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
             "steps_per_epoch": sampler.steps_per_epoch,
         },
         "num_steps": plan.num_steps,
-    }
-
-
-def collect_results(trainer: Trainer) -> dict[str, Any]:
-    """Return the values that are added to a record at the end of a run: history, profile,
-    performance, memory per rank, disk traffic including checkpoints, and sample. All ranks must
-    call this function."""
-    plan = trainer.plan
-    config = plan.config
-    sampler = trainer.sampler
-    step_times = trainer.step_times
-    # Use only the times of full steps without profiling. The last step of an epoch may have fewer
-    # tokens but take just as long.
-    slowed_steps = trainer.profile.slowed_steps if trainer.profile else ()
-    full_steps_s = [
-        s for step, s in step_times if sampler.is_full(step - 1) and step not in slowed_steps
-    ]
-    samples = min(sampler.global_batch_size, sampler.num_samples)
-    performance = metrics.summarize_performance(
-        full_steps_s or [seconds for _, seconds in step_times],
-        tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
-        flops_per_token=plan.size.flops_per_token(plan.attention_span, frozen=config.lora_rank > 0),
-        world_size=plan.num_processes,
-        device_name=plan.machine.gpu_name,
-    )
-    peaks = trainer.peak_memory.as_dict()
-    ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk_traffic})
-    memory: dict[str, Any] = {
-        name: None if mine is None else max(rank[name] for rank in ranks)
-        for name, mine in peaks.items()
-    }
-    total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk_traffic}
-    return {
-        **vars(trainer.history),
-        "profile": trainer.profile and trainer.profile.record,
-        "performance": performance,
-        "memory": memory | {"by_rank": ranks},
-        "disk": total | {"num_steps": max(1, len(step_times))} if total else None,
-        "sample": trainer.sample,
     }

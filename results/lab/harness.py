@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
-from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
@@ -39,7 +38,7 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import agree_on_plan
 from distributed_training.tools import links
-from distributed_training.train.build import build_engine, build_sampler, build_topology
+from distributed_training.train.run import build_engine, build_sampler, build_topology
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,12 +105,10 @@ class CachedTopology(Topology):
 
 
 class RunCache:
-    """Cache of objects that are slow to create and that runs share: communicators by mesh, and the
-    initial weights of the most recent run."""
+    """Cache of communicators by mesh, which are slow to create and which runs share."""
 
     def __init__(self) -> None:
         self._topologies: dict[Topology, CachedTopology] = {}
-        self._models: dict[str, Decoder] = {}
 
     def topology(self, topology: Topology) -> Topology:
         """Return a topology that equals `topology`. Calls with equal topologies return the same
@@ -119,14 +116,6 @@ class RunCache:
         if topology not in self._topologies:
             self._topologies[topology] = CachedTopology(**dataclasses.asdict(topology))
         return self._topologies[topology]
-
-    def random_model(self, plan: Plan) -> Decoder:
-        """Return the plan's model with random weights. Callers must not change the model."""
-        key = repr((plan.model, plan.config.dropout, plan.config.seed))
-        if key not in self._models:
-            model = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
-            self._models = {key: model}
-        return self._models[key]
 
 
 def each_run(
@@ -192,14 +181,11 @@ def _do_run(
             config = build_config(settings)
         plan = agree_on_plan(config, group.process, gather)
         topology = build_topology(plan, group.process, group.device)
-        model = None
         if run_cache is not None:
             topology = run_cache.topology(topology)
-            if group.device.type == "cpu":  # on GPUs, initializing weights takes under a second
-                model = run_cache.random_model(plan)
         data = load_planned_data(plan)
         sampler = build_sampler(plan, data, topology)
-        engine = build_engine(plan, topology, model)
+        engine = build_engine(plan, topology)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # every rank raises it
         return str(error)

@@ -56,7 +56,7 @@ def without_step(job: dict[str, Any]) -> None:
 
     def init(self: Trainer) -> None:
         original(self)
-        self.nonfinite.skipped_step = job["step"]
+        self.results.skipped_step = job["step"]
 
     Trainer.__post_init__ = init
     run_script(*job["arguments"])

@@ -9,7 +9,7 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
 from distributed_training.predict.memory import estimate_state
 from distributed_training.supervise.process import Process
-from distributed_training.train.build import build_engine, build_topology
+from distributed_training.train.run import build_engine, build_topology
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE
 

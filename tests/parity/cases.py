@@ -37,8 +37,8 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start import worker
 from distributed_training.start.ranks import current_process
-from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
+from distributed_training.train.run import build_engine
 from results.lab.harness import Run, each_accepted_run, open_group
 from tests.support import save_now, start_test_record
 

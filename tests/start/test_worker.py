@@ -16,7 +16,7 @@ from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous, worker
 from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process
-from distributed_training.train.build import build_model
+from distributed_training.train.run import build_model
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start_test_record
 
@@ -25,7 +25,7 @@ def test_initial_weights_are_rounded_to_the_compute_dtype(tmp_path):
     """DeepSpeed starts from rounded weights. Therefore all strategies start from rounded weights,
     which are stored in fp32."""
     plan = plan_for(tmp_path, CPU_MACHINE, 1, precision="bf16", seed=7)
-    model, weights, _ = build_model(plan, cpu_topology(plan), None)
+    model, weights, _ = build_model(plan, cpu_topology(plan))
     weights.fill(model, torch.device("cpu"))
     actual = dict(model.named_parameters())
     expected = gpt2.build(gpt2.SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()

@@ -14,10 +14,13 @@ from distributed_training.checkpoint import saver
 from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
+from distributed_training.records.metrics import Tracker
 from distributed_training.records.record import History
 from distributed_training.settings.request import build_config
-from distributed_training.train import loop
+from distributed_training.train import callbacks, loop
+from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer, learning_rate
+from distributed_training.train.results import NonFiniteError
 from tests.checkpoint.test_checkpoint import TOPOLOGY
 
 
@@ -78,11 +81,11 @@ def exported_steps(monkeypatch):
     of each export."""
     steps = []
 
-    monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))
+    monkeypatch.setattr(Trainer, "export", lambda trainer, *_: steps.append(trainer.step))
     return steps
 
 
-def make_trainer(engine=None, **config):
+def make_trainer(engine=None, record=None, **config):
     lengths = np.full(STEPS_PER_EPOCH, 2)
     samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths.copy())
     values = {"batch_size": 1, "learning_rate": 0.1, "export": False, "generate": None}
@@ -110,6 +113,7 @@ def make_trainer(engine=None, **config):
             seed=0,
         ),
         display=Display(enabled=True),
+        callbacks=[Recorder(record, Tracker(), None), KeepBest(), EarlyStopping()],
     )
 
 
@@ -120,8 +124,8 @@ def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=4)
-    trainer.saver.pending_write = Future()
-    with pytest.raises(loop.NonFiniteError, match=r"step 4 .*weight/w") as caught:
+    trainer.checkpoints.saver.pending_write = Future()
+    with pytest.raises(NonFiniteError, match=r"step 4 .*weight/w") as caught:
         trainer.run()
     assert caught.value.step == 4
 
@@ -132,13 +136,13 @@ def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
 def test_checkpoints_are_saved_when_due_and_after_the_record(every, steps, monkeypatch):
     """Before a checkpoint is saved, the record must contain all steps up to the checkpoint.
     Otherwise, a kill after the save would permanently lose the metrics of these steps."""
-    monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
-    record, curves = {"skipped_steps": []}, []
-    trainer = make_trainer(checkpoint_every=every)
-    trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
+    monkeypatch.setattr(callbacks.records, "append_metrics", lambda *_: None)
+    values, curves = {"skipped_steps": []}, []
+    record = SimpleNamespace(update=lambda **new: values.update(new))
+    trainer = make_trainer(record=record, checkpoint_every=every)
 
     def publish(*_, step, **__):
-        curves.append((step, [row[0] for row in record["loss_curve"]], record["step"]))
+        curves.append((step, [row[0] for row in values["loss_curve"]], values["step"]))
 
     monkeypatch.setattr(saver.Saver, "begin", publish)
     trainer.run()
@@ -155,8 +159,8 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     engine = CountingEngine(at_step=lambda step: events.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
-    trainer.saver.pending_write = Future()
-    monkeypatch.setattr(Trainer, "_export", lambda *_: events.append("best"))
+    trainer.checkpoints.saver.pending_write = Future()
+    monkeypatch.setattr(Trainer, "export", lambda *_: events.append("best"))
     trainer.run()
     preceding = [before for before, after in itertools.pairwise(events) if after != "finished"]
     assert [what for what in events if what != "finished"] == [4, 5, "best", 8, "best", 12, "best"]
@@ -208,6 +212,35 @@ def test_a_signal_stops_after_the_step_and_saves_unless_saving_is_off(
 
 
 @pytest.mark.parametrize(
+    ("step", "every", "saved", "signum"),
+    [
+        (0, None, [], signal.SIGTERM),  # there is nothing to save yet
+        (3, 100, [3], signal.SIGTERM),
+        (5, None, [5], signal.SIGTERM),  # saved before the evaluation, and not a second time
+        (6, 0, [], signal.SIGTERM),
+        (12, None, [5, 10, 12], signal.SIGTERM),  # a resumed run evaluates and exports
+        (12, 0, [], 0),  # the model would be lost, so the run continues to its end
+    ],
+)
+def test_a_signal_in_an_evaluation_saves_and_stops_at_once(
+    step, every, saved, signum, saved_steps, exported_steps
+):
+    engine = CountingEngine()
+
+    def eval_step(*_):
+        if engine.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return torch.tensor(1.0)
+
+    engine.eval_step = eval_step
+    trainer = make_trainer(engine, checkpoint_every=every, eval_every=3, export=True)
+    assert trainer.run() == signum
+    assert (engine.step, saved_steps) == (step, saved)
+    assert (step in [row["step"] for row in trainer.history.evaluations]) == (signum == 0)
+    assert exported_steps == ([] if signum else [NUM_STEPS])
+
+
+@pytest.mark.parametrize(
     ("losses", "stop_after", "steps"),
     [
         ([5, 4, 3, 2, 1, 0, 0], 0, 12),
@@ -219,17 +252,15 @@ def test_a_signal_stops_after_the_step_and_saves_unless_saving_is_off(
     ],
 )
 def test_a_run_stops_when_the_loss_stops_falling(losses, stop_after, steps, saved_steps):
-    trainer = make_trainer(
-        CountingEngine(), eval_every=2, checkpoint_every=3, stop_after=stop_after
+    engine = CountingEngine()
+    trainer = make_trainer(engine, eval_every=2, checkpoint_every=3, stop_after=stop_after)
+    values = iter(loss for loss in losses for _ in range(len(trainer.data.validation)))
+    engine.eval_step = lambda inputs, targets: torch.tensor(next(values) * targets.size)
+    trainer.sampler = SimpleNamespace(
+        steps_per_epoch=100,
+        step_batch=trainer.sampler.step_batch,
+        eval_indices=trainer.sampler.eval_indices,
     )
-    next_losses = iter(losses)
-
-    def evaluate(*_):
-        row = {"step": trainer.step, "loss": next(next_losses), "perplexity": None}
-        trainer.history.evaluations.append(row)
-
-    trainer._evaluate = evaluate
-    trainer.sampler = SimpleNamespace(steps_per_epoch=100, step_batch=trainer.sampler.step_batch)
     assert trainer.run() == 0
     assert (trainer.step, trainer.num_steps) == (steps, steps)
     assert saved_steps[-1] == steps
@@ -241,7 +272,7 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
     killed_in, stop_after, end, saved_steps
 ):
     trainer = make_trainer(CountingEngine(), stop_after=stop_after, eval_every=2)
-    trainer.engine.step = trainer.history.step = trainer._saved_step = 5
+    trainer.engine.step = trainer.history.step = trainer.checkpoints.saved_step = 5
     rows = [{"step": step, "loss": 0.1, "perplexity": None} for step in (0, 2, 4, 5)]
     trainer.history.evaluations = rows if killed_in == "export" else rows[:3]
     trainer.history.loss_curve = [(step, 2.0) for step in range(1, 6)]
@@ -253,8 +284,8 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
 
 
 def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
-    clock, calls, trainer = [1000.0], [], make_trainer()
-    trainer._previous_handlers = {signal.SIGTERM: "end the run"}
+    clock, calls, stop_signal = [1000.0], [], loop.StopSignal(Display(enabled=False))
+    stop_signal.previous_handlers = {signal.SIGTERM: "end the run"}
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(signal, "signal", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", lambda signum: calls.append(signum))
@@ -264,7 +295,7 @@ def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
         (0.1, [(signal.SIGTERM, "end the run"), signal.SIGTERM]),
     ):
         clock[0] += seconds
-        trainer._handle_signal(signal.SIGTERM, None)
+        stop_signal.handle(signal.SIGTERM, None)
         assert calls == expected
 
 
@@ -300,22 +331,24 @@ def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, 
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
     rows, batches = [], []
-    monkeypatch.setattr(loop.records, "append_metrics", lambda _, new: rows.extend(new))
+    monkeypatch.setattr(callbacks.records, "append_metrics", lambda _, new: rows.extend(new))
     results = [
         StepResult(torch.tensor(1.5), torch.tensor(0.5), False),
         StepResult(torch.tensor(4.5), None, True),
     ]
     engine = CountingEngine()
     engine.train_step = lambda batch: batches.append(batch) or results[len(batches) - 1]
-    trainer = make_trainer(engine, precision="fp16")
+    record = SimpleNamespace(update=lambda **_: None)
+    trainer = make_trainer(engine, record, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
     trainer.data.train.num_targets[:] = 1  # num_targets is 1 and num_tokens is 2
-    trainer.record = SimpleNamespace(update=lambda **_: None)
-    monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
+    monkeypatch.setattr(
+        trainer.results.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1]
+    )
     trainer.run()
     values = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert values == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
-    assert trainer.step_times == [(2, 0.5), (3, 0.25)]
+    assert trainer.callbacks[0].step_times == [(2, 0.5), (3, 0.25)]
     assert trainer.history.skipped_steps == [3]

@@ -1,17 +1,25 @@
-"""Handle non-finite losses and gradients: find the cause and choose the checkpoint to restore."""
+"""Collect the results of the steps from the device. If they are not finite, find the cause and
+choose the checkpoint to restore."""
 
 import math
+import time
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import checkpoint_name, list_checkpoints
+from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import History
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 from distributed_training.supervise.process import format_numbers
 
+FLUSH_EVERY_S = 1.0
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
 # cause is then not a single batch.
 MAX_CONSECUTIVE_SKIPS = 10
@@ -49,22 +57,87 @@ def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
     return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
-class NonFiniteHandler:
-    """Diagnosis of non-finite steps, and the step that a rollback skips."""
+class StepResults:
+    """Results of steps, which stay on the device until `flush`, so that the host does not wait for
+    each step. All ranks must call each method that is not a property."""
 
-    def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
-        self.on_nonfinite = plan.config.on_nonfinite
+    def __init__(self, plan: Plan, history: History, engine: Engine, device: torch.device) -> None:
+        self.config = plan.config
         self.run_dir = plan.run_dir
         self.history = history
         self.engine = engine
+        self.first_step = 0  # first step of this process, which includes compilation
         self.skipped_step = 0  # step whose batch is skipped after a rollback; 0 if there is none
+        self.timer = StepTimer(device)
+        self._pending: list[tuple[dict[str, Any], StepResult]] = []
+        self._flushed_at = 0.0
+
+    @property
+    def flush_is_due(self) -> bool:
+        """Whether to call `flush` after this step, according to this rank's clock."""
+        waited_s = time.monotonic() - self._flushed_at
+        return self.history.step == self.first_step or waited_s >= FLUSH_EVERY_S
+
+    def restart(self) -> None:
+        """Begin the next step now. The time since the last step is not attributed to any step."""
+        self._pending = []  # If a save found non-finite values, later steps may be pending.
+        self.timer.restart()
+        self._flushed_at = time.monotonic()
+
+    def add(self, row: dict[str, Any], result: StepResult) -> None:
+        """Keep the result of a step that has just ended. `row` is the beginning of its row in
+        metrics.jsonl."""
+        self._pending.append((row, result))
+        self.timer.mark()
+        self.first_step = self.first_step or row["step"]
+
+    def flush(self) -> tuple[list[dict[str, Any]], str | None]:
+        """Sum the pending losses over the ranks, and add them to the history. Return the new rows
+        of metrics.jsonl, and a description of the last row if its loss or a gradient is not finite
+        and `on_nonfinite` does not allow the step to be skipped."""
+        self._flushed_at = time.monotonic()
+        pending = self._pending
+        self._pending = []
+        if not pending:
+            return [], None
+        losses = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
+        nonfinite = torch.tensor(
+            [has_nonfinite_gradients(result, self.config) for _, result in pending]
+        )
+        sums = torch.stack([losses, nonfinite.double()])
+        dist.all_reduce(sums)
+        rows = []
+        fault = None
+        for (row, result), (loss_sum, num_nonfinite), seconds in zip(
+            pending, sums.T.tolist(), self.timer.durations_s(), strict=True
+        ):
+            engine_skipped = bool(result.skipped)
+            may_skip = self.config.on_nonfinite == "skip"
+            grad_norm = None if engine_skipped else result.grad_norm
+            row |= {
+                "skipped": engine_skipped or bool(num_nonfinite and may_skip),
+                "loss": loss_sum / row["num_targets"],
+                "grad_norm": None if grad_norm is None else float(grad_norm),
+                "step_time_s": seconds,
+                # The clock of a virtual machine may not advance between two readings.
+                "tokens_per_s": row["num_tokens"] / seconds if seconds > 0 else None,
+            }
+            if row["skipped"]:
+                self.history.skipped_steps.append(row["step"])
+            rows.append(row)
+            self.history.loss_curve.append((row["step"], row["loss"]))
+            if num_nonfinite or not math.isfinite(loss_sum):
+                fault = self.describe(row["step"], result)
+                if fault is not None:
+                    break  # The later steps ran on corrupted weights.
+        return rows, fault
 
     def describe(self, step: int, result: StepResult) -> str | None:
         """Return text that names the ranks with a non-finite loss and the first non-finite gradient
         in model order. Return None if the step was skipped (`on_nonfinite=skip`) and the run can
         continue. The run stops if more than MAX_CONSECUTIVE_SKIPS consecutive steps are skipped.
         All ranks must call this method."""
-        may_skip = self.on_nonfinite == "skip"
+        may_skip = self.config.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - MAX_CONSECUTIVE_SKIPS, step))
         if may_skip and step in skipped and not too_many:
@@ -101,7 +174,7 @@ class NonFiniteHandler:
         """Return the checkpoint to restore, and store the failed step as the step to skip. Raises
         `error` if `on_nonfinite` is not "rollback", if there is no checkpoint, or if a rollback has
         already skipped a step."""
-        if self.on_nonfinite != "rollback" or error.rollback_checkpoint is None:
+        if self.config.on_nonfinite != "rollback" or error.rollback_checkpoint is None:
             raise error
         self.skipped_step = error.step
         return error.rollback_checkpoint

@@ -1,0 +1,244 @@
+"""Define what happens around the steps of the training loop: record, tracker, display,
+checkpoints, best model and early stopping.
+
+The loop calls the callbacks in the order of their list."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed_training.checkpoint import saver
+from distributed_training.parallel import agree
+from distributed_training.records import metrics
+from distributed_training.records import record as records
+from distributed_training.records.display import describe_evaluation
+
+if TYPE_CHECKING:
+    from distributed_training.train.loop import Trainer
+    from distributed_training.train.profiling import Profile
+
+Row = dict[str, Any]
+
+
+class Callback:
+    """Base class of callbacks, whose methods do nothing. All ranks call each method at the same
+    step and in the same order, so a method may communicate."""
+
+    def before_training(self, trainer: Trainer) -> None:
+        """Act before the first step of this process."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Act after an optimizer step whose results are still on the device. This method must not
+        wait for the device."""
+
+    def on_metrics(self, trainer: Trainer, rows: list[Row]) -> None:
+        """Process new rows of metrics.jsonl."""
+
+    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
+        """Process the latest entry of the history's `evaluations`."""
+
+    def on_history(self, trainer: Trainer) -> None:
+        """Store the history, which must survive the end of this process."""
+
+    def after_training(self, trainer: Trainer) -> None:
+        """Act after the last step and before the export. This method is not called if a rank
+        fails."""
+
+
+class Recorder(Callback):
+    """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
+    and write them to record.json and metrics.jsonl."""
+
+    def __init__(
+        self, record: records.RunRecord | None, tracker: metrics.Tracker, profile: Profile | None
+    ) -> None:
+        self.record = record
+        self.tracker = tracker
+        self.profile = profile
+        # (step, seconds) of each step that this process ran
+        self.step_times: list[tuple[int, float]] = []
+        # Bytes read and written during training; empty if they are not counted
+        self.disk_traffic: dict[str, int] = {}
+
+    def before_training(self, trainer: Trainer) -> None:
+        self.disk_traffic = metrics.disk_bytes()
+
+    def on_metrics(self, trainer: Trainer, rows: list[Row]) -> None:
+        for row in rows:
+            self.step_times.append((row["step"], row["step_time_s"]))
+            self.tracker.log_step(row)
+        if self.record is not None:
+            records.append_metrics(trainer.plan.run_dir, rows)
+        trainer.display.progress(rows, trainer.results.first_step)
+
+    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
+        saving = trainer.step and trainer.checkpoints.saver.step == trainer.step
+        trainer.say(f"validation {describe_evaluation(row)}{'; saving' if saving else ''}")
+        self.tracker.log_evaluation(row, trainer.peak_memory.as_dict())
+
+    def on_history(self, trainer: Trainer) -> None:
+        if self.record is not None:
+            self.record.update(**vars(trainer.history), startup_s=trainer.startup.seconds)
+
+    def after_training(self, trainer: Trainer) -> None:
+        self.disk_traffic = {
+            name: total - self.disk_traffic[name] for name, total in metrics.disk_bytes().items()
+        }
+
+    def collect_results(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the values that are added to a record at the end of a run: history, profile,
+        performance, memory per rank, disk traffic including checkpoints, and sample. All ranks must
+        call this method."""
+        plan = trainer.plan
+        config = plan.config
+        sampler = trainer.sampler
+        # Use only the times of full steps without profiling. The last step of an epoch may have
+        # fewer tokens but take just as long.
+        slowed_steps = self.profile.slowed_steps if self.profile else ()
+        full_steps_s = [
+            seconds
+            for step, seconds in self.step_times
+            if sampler.is_full(step - 1) and step not in slowed_steps
+        ]
+        samples = min(sampler.global_batch_size, sampler.num_samples)
+        performance = metrics.summarize_performance(
+            full_steps_s or [seconds for _, seconds in self.step_times],
+            tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
+            flops_per_token=plan.size.flops_per_token(
+                plan.attention_span, frozen=config.lora_rank > 0
+            ),
+            world_size=plan.num_processes,
+            device_name=plan.machine.gpu_name,
+        )
+        peaks = trainer.peak_memory.as_dict()
+        ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": self.disk_traffic})
+        memory: dict[str, Any] = {
+            name: None if mine is None else max(rank[name] for rank in ranks)
+            for name, mine in peaks.items()
+        }
+        total = {name: sum(rank["disk"][name] for rank in ranks) for name in self.disk_traffic}
+        return {
+            **vars(trainer.history),
+            "profile": self.profile and self.profile.record,
+            "performance": performance,
+            "memory": memory | {"by_rank": ranks},
+            "disk": total | {"num_steps": max(1, len(self.step_times))} if total else None,
+            "sample": trainer.sample,
+        }
+
+
+class KeepBest(Callback):
+    """With `keep_best`, export the model at each evaluation whose loss is the lowest so far."""
+
+    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
+        history = trainer.history
+        lowest = history.best["loss"] if history.best else math.inf
+        is_best = trainer.step > 0 and row["loss"] < lowest  # False if the loss is NaN
+        if trainer.plan.config.keep_best and is_best:
+            trainer.checkpoints.finish(trainer)
+            trainer.set_activity(f"the export after step {trainer.step}")
+            if export_future := trainer.export(trainer.plan.run_dir / records.BEST, {}):
+                export_future.result()
+            history.best = row
+
+
+class EarlyStopping(Callback):
+    """End the run if the last `stop_after` evaluations have not lowered the validation loss."""
+
+    def before_training(self, trainer: Trainer) -> None:
+        # The run may have been killed after its last evaluation, such as during the export.
+        evaluations = trainer.history.evaluations
+        if evaluations and evaluations[-1]["step"] == trainer.step:
+            self.on_evaluation(trainer, evaluations[-1])
+
+    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
+        config = trainer.plan.config
+        lowest = trainer.history.describe_plateau(config.stop_after)
+        if lowest and trainer.step < trainer.num_steps:
+            why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
+            trainer.say(f"stopping early: {why} on the loss of {lowest}")
+            trainer.num_steps = trainer.step
+
+
+class Checkpoints:
+    """Save and load the checkpoints of a run. All ranks must call each method."""
+
+    def __init__(self, saver: saver.Saver) -> None:
+        self.saver = saver
+        self.saved_step = 0  # step of the last checkpoint that was saved or loaded
+        # True if the save in progress is the last save of the run and should be reported
+        self._reports_save = False
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether to save a checkpoint after this step."""
+        every = trainer.plan.config.checkpoint_every
+        if every == 0 or self.saved_step == trainer.step:
+            return False
+        if trainer.stop_signum or every == "signal":
+            return trainer.stop_signum > 0
+        if every is None:
+            return trainer.epoch_ends
+        return trainer.step == trainer.num_steps or trainer.step % every == 0
+
+    def save_if_due(self, trainer: Trainer) -> None:
+        """Wait for the previous save, then begin to save a checkpoint if one is due."""
+        if not self.is_due(trainer):
+            return
+        is_last = trainer.stop_signum > 0 or trainer.step == trainer.num_steps
+        if not (is_last or trainer.evaluation_is_due):
+            trainer.say("saving")
+        self.finish(trainer)
+        self._reports_save = is_last
+        trainer.set_activity(f"the save after step {trainer.step}")
+        # The checkpoint stores the record, so the record must be complete before the save begins.
+        trainer.call("on_history")
+        self.saver.begin(
+            trainer.engine, step=trainer.step, data_fingerprint=trainer.data.fingerprint
+        )
+        self.saved_step = trainer.step
+        if self.saver.memory is None:
+            self.finish(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """Wait for the save in progress, if there is one, and add the save to the history. If the
+        save failed, raise an error with the cause."""
+        if self.saver.pending_write is None:
+            return
+        trainer.set_activity("the end of a save")
+        try:
+            folder, row = self.saver.finish()
+        except FloatingPointError as error:
+            step = self.saver.step
+            what = f"step {step} was not saved: {error}"
+            raise trainer.results.build_error(step, what) from None
+        waited_before = not all(save["copied"] for save in trainer.history.saves)
+        trainer.history.saves.append(row)
+        trainer.call("on_history")
+        if self._reports_save:
+            trainer.display.say(f"saved {folder.parent.name}/{folder.name}")
+        if not (row["copied"] or waited_before):
+            trainer.display.note(
+                "training waits during saves, because a copy of the state does not fit in RAM"
+            )
+
+    def restore(self, trainer: Trainer, folder: Path) -> None:
+        """Restore the run from a checkpoint: engine, random numbers, history, record and
+        metrics."""
+        started_at = time.monotonic()
+        plan = trainer.plan
+        history = trainer.history
+        step = saver.load_checkpoint(folder, trainer.engine, plan, trainer.topology, trainer.data)
+        self.saved_step = step
+        history.truncate(step)
+        history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
+        # Write the record now, so that it contains this resumption even if the run is killed before
+        # the next save.
+        trainer.call("on_history")
+        if trainer.topology.rank == 0:
+            records.truncate_metrics(plan.run_dir, step)
+            if history.best is None:  # best/ may contain the model from a later step.
+                shutil.rmtree(plan.run_dir / records.BEST, ignore_errors=True)

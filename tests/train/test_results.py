@@ -1,0 +1,104 @@
+"""Test which results of steps are non-finite, and how the first non-finite step is described."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distributed_training.engines.base import StepResult
+from distributed_training.records.record import History
+from distributed_training.settings.request import build_config
+from distributed_training.train import results
+from distributed_training.train.results import (
+    MAX_CONSECUTIVE_SKIPS,
+    NonFiniteError,
+    StepResults,
+    has_nonfinite_gradients,
+)
+
+pytestmark = pytest.mark.usefixtures("process_group")
+NAMES = ["blocks.0.qkv.weight", "blocks.1.qkv.weight", "norm_out.weight"]
+
+
+def make_results(tmp_path, **config):
+    plan = SimpleNamespace(config=build_config(config), run_dir=tmp_path)
+    engine = SimpleNamespace(gradient_names=NAMES)
+    step_results = StepResults(plan, History(), engine, torch.device("cpu"))
+    step_results.restart()
+    return step_results
+
+
+def add(step_results, step, loss=1.0, norm=1.0, norms=(1.0, 1.0, 1.0)):
+    row = {"step": step, "num_tokens": 4, "num_targets": 2}
+    result = StepResult(torch.tensor(loss), torch.tensor(norm), False, torch.tensor(norms))
+    step_results.add(row, result)
+
+
+@pytest.mark.parametrize(
+    ("norm", "skipped", "precision", "expected"),
+    [
+        (1.0, False, "fp32", False),
+        (math.nan, False, "fp32", True),
+        (math.inf, False, "bf16", True),
+        (-1.0, False, "bf16", True),  # an engine's value for a norm that is not finite
+        (None, False, "bf16", False),
+        (None, True, "fp16", False),  # the loss scale overflowed
+        (None, True, "bf16", True),
+    ],
+)
+def test_gradients_that_are_not_finite(norm, skipped, precision, expected):
+    result = StepResult(torch.tensor(1.0), norm, skipped)
+    config = build_config({"precision": precision})
+    assert has_nonfinite_gradients(result, config) == expected
+
+
+def test_the_first_bad_step_ends_the_rows_and_names_the_gradient(tmp_path):
+    step_results = make_results(tmp_path)
+    add(step_results, 1, loss=3.0)
+    add(step_results, 2, norm=math.nan, norms=(1.0, math.nan, math.inf))
+    add(step_results, 3)
+    rows, fault = step_results.flush()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert step_results.history.loss_curve == [(1, 1.5), (2, 0.5)]
+    assert "step 2:" in fault
+    assert f"{NAMES[1]} on rank 0" in fault
+    assert step_results.flush() == ([], None)
+
+
+def test_a_loss_that_is_not_finite_is_located(tmp_path):
+    step_results = make_results(tmp_path)
+    add(step_results, 1, loss=math.inf)
+    _, fault = step_results.flush()
+    assert "loss" in fault
+    assert "rank 0" in fault
+
+
+def test_skipped_steps_are_limited(tmp_path):
+    step_results = make_results(tmp_path, on_nonfinite="skip")
+    last = MAX_CONSECUTIVE_SKIPS + 1
+    for step in range(1, last + 1):
+        add(step_results, step, norm=math.nan)
+        rows, fault = step_results.flush()
+        assert rows[0]["skipped"]
+        assert (fault is not None) == (step == last)
+    assert step_results.history.skipped_steps == list(range(1, last + 1))
+
+
+def test_a_rollback_restores_the_last_checkpoint_before_the_step_once(tmp_path, monkeypatch):
+    folders = [tmp_path / f"step-{step:08d}" for step in (3, 6, 9)]  # 9 is of an earlier attempt
+    monkeypatch.setattr(results, "list_checkpoints", lambda _: folders)
+    step_results = make_results(tmp_path, on_nonfinite="rollback")
+    error = step_results.build_error(8, "step 8: ...")
+    assert step_results.choose_rollback_checkpoint(error) == folders[1]
+    assert step_results.skipped_step == 8
+    with pytest.raises(NonFiniteError):
+        step_results.choose_rollback_checkpoint(step_results.build_error(10, "step 10: ..."))
+
+
+@pytest.mark.parametrize(("on_nonfinite", "step"), [("stop", 8), ("rollback", 2)])
+def test_no_rollback_without_permission_or_checkpoint(on_nonfinite, step, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "list_checkpoints", lambda _: [tmp_path / "step-00000003"])
+    step_results = make_results(tmp_path, on_nonfinite=on_nonfinite)
+    with pytest.raises(NonFiniteError):
+        step_results.choose_rollback_checkpoint(step_results.build_error(step, "..."))
