@@ -336,7 +336,8 @@ def generate_sample(
     if encoded is None:
         return None
     prompt, eos_ids = encoded
-    # Sequence parallelism pads the context to a multiple of tp, and padding needs positions.
+    # Sequence parallelism pads the context to a multiple of `topology.tp`, and padding needs
+    # positions.
     context = plan.size.num_positions // topology.tp * topology.tp
     # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
     # with sharded parameters gather them from all ranks.
