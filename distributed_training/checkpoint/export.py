@@ -23,7 +23,6 @@ from distributed_training.models import find_model
 from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
 from distributed_training.models.decoder import KVCache
-from distributed_training.models.weights import all_finite
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, Record
@@ -119,13 +118,9 @@ def write_folder(
     names to the weights. `folder` appears only when it is complete. For a LoRA run, only the
     adapters are written unless `merge` is set or the base model has random weights.
 
-    Raises RunError if a value is not finite. An existing folder then remains unchanged."""
+    Raises RunError, or UserError for an adapter, if a value is not finite. An existing folder then
+    remains unchanged."""
     config = plan.config
-    if config.lora_rank:
-        for name, values in state.items():
-            if not all_finite(values):
-                what = f"{folder.name}/ was not written: {name} contains non-finite values"
-                raise RunError(what, fix="lower learning_rate")
     trained = trained_model_of_run(plan, state, base_fingerprint)
     if not config.lora_rank or plan.weights_dir is None or merge:
         dtype = DTYPES[config.export_dtype]
