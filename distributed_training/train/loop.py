@@ -123,8 +123,7 @@ class Trainer:
         """Train to the end or until a signal arrives. Return the number of the signal that stopped
         the run, or 0 if there is none."""
         if self.step == 0:
-            sample = generate_sample(self.engine, self.plan, self.data, self.display, "before")
-            self.history.sample_before = sample
+            self.history.sample_before = self._generate_sample("before")
         is_done = False
         try:
             with handle_signals(
@@ -259,13 +258,55 @@ class Trainer:
         export_future: Future[None] | None = None
         if self.plan.config.export:
             export_future = self.export(last, self.checkpoints.saver.weights(self.step))
-        self.sample = generate_sample(
-            self.engine, self.plan, self.data, self.display, "after", self._should_stop
-        )
+        self.sample = self._generate_sample("after")
         if export_future is not None:
             export_future.result()
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
         return True
+
+    def _generate_sample(self, when: str) -> str | None:
+        """Generate, print and return text that continues the prompt in CONFIG's key `generate`.
+        Return None if there is no prompt, if the chat template rejects the prompt, or if a signal
+        arrives. If the model is trained on conversations, the prompt is a user message."""
+        prompt = self.plan.config.generate
+        if prompt is None:
+            return None
+        tokenizer = self.data.tokenizer
+        topology = self.topology
+        # Only rank 0 tokenizes, because many tokenizers import transformers.
+        encoded: tuple[list[int], list[int]] | None = None
+        if topology.rank == 0:
+            is_chat = self.data.is_chat
+            try:
+                if is_chat:
+                    prompt_ids = tokenizer.encode_chat_prompt([{"role": "user", "content": prompt}])
+                else:
+                    prompt_ids = tokenizer.encode_prompt(prompt)
+                stop_ids = export.find_stop_ids(tokenizer, is_chat, self.plan.weights_dir)
+                encoded = prompt_ids, stop_ids
+            except UserError as error:  # Some chat templates require a system message.
+                self.display.note(f"no sample is generated: {error}")
+        encoded = broadcast_from_rank_0(encoded)
+        if encoded is None:
+            return None
+        ids, eos_ids = encoded
+        # Sequence parallelism pads the context to a multiple of `topology.tp`, and padding needs
+        # positions.
+        context = self.plan.size.num_positions // topology.tp * topology.tp
+        # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
+        # with sharded parameters gather them from all ranks.
+        for token_id in export.generate_ids(
+            self.engine.logits, ids, num_tokens=60, context=context, seed=self.plan.config.seed,
+            eos_ids=eos_ids, past=self.engine.new_kv_cache(),
+            broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
+        ):  # fmt: skip
+            if self._should_stop():
+                return None
+            ids = [*ids, token_id]
+        text = tokenizer.decode(ids) if topology.rank == 0 else ""
+        sample = str(broadcast_from_rank_0(text))
+        self.display.sample(f"sample {when} training:", sample)
+        return sample
 
     def export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
         """Begin to write the model to `folder` in a thread. If `weights` is empty, gather the
@@ -300,56 +341,3 @@ class Trainer:
     def say(self, text: str) -> None:
         """Print a line that begins with the step."""
         self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
-
-
-def generate_sample(
-    engine: Engine,
-    plan: Plan,
-    data: Data,
-    display: Display,
-    when: str,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> str | None:
-    """Generate, print and return text that continues the prompt in CONFIG's key `generate`. Return
-    None if there is no prompt, if the chat template rejects the prompt, or if `should_stop` returns
-    True, which is called before each token. If the model is trained on conversations, the prompt is
-    a user message. All ranks must call this function."""
-    config = plan.config
-    if config.generate is None:
-        return None
-    tokenizer = data.tokenizer
-    topology = engine.topology
-    # Only rank 0 tokenizes, because many tokenizers import transformers.
-    encoded: tuple[list[int], list[int]] | None = None
-    if topology.rank == 0:
-        try:
-            if data.is_chat:
-                prompt_ids = tokenizer.encode_chat_prompt(
-                    [{"role": "user", "content": config.generate}]
-                )
-            else:
-                prompt_ids = tokenizer.encode_prompt(config.generate)
-            encoded = prompt_ids, export.find_stop_ids(tokenizer, data.is_chat, plan.weights_dir)
-        except UserError as error:  # Some chat templates require a system message.
-            display.note(f"no sample is generated: {error}")
-    encoded = broadcast_from_rank_0(encoded)
-    if encoded is None:
-        return None
-    prompt, eos_ids = encoded
-    # Sequence parallelism pads the context to a multiple of `topology.tp`, and padding needs
-    # positions.
-    context = plan.size.num_positions // topology.tp * topology.tp
-    # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
-    # with sharded parameters gather them from all ranks.
-    ids = []
-    for token_id in export.generate_ids(
-        engine.logits, prompt, num_tokens=60, context=context, seed=config.seed, eos_ids=eos_ids,
-        past=engine.new_kv_cache(), broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
-    ):  # fmt: skip
-        if should_stop():
-            return None
-        ids.append(token_id)
-    text = tokenizer.decode([*prompt, *ids]) if topology.rank == 0 else ""
-    sample = str(broadcast_from_rank_0(text))
-    display.sample(f"sample {when} training:", sample)
-    return sample

@@ -59,20 +59,18 @@ def train(
     sampler = build_sampler(plan, data, topology)
     history = records.History()
     record = None
-    resumed_step = 0
     if is_rank_0:
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
             meta = resume.read_meta(plan.checkpoint)
-            resumed_step = meta.step
             state = resume.load_run_record(plan.checkpoint, meta)
             history = records.History(**state.model_dump())
         record_values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **record_values)
     run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
     log_to = plan.config.log_to if is_rank_0 else None
-    tracker = metrics.build_tracker(log_to, plan.run_dir, run_info, resumed_step)
+    tracker = metrics.build_tracker(log_to, plan.run_dir, run_info, history.step)
     history = records.History(**agree.broadcast_from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
