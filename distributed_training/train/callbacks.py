@@ -134,6 +134,9 @@ class Recorder(Callback):
 class KeepBest(Callback):
     """With `keep_best`, export the model at each evaluation whose loss is the lowest so far."""
 
+    def before_training(self, trainer: Trainer) -> None:
+        _repeat_last_evaluation(self, trainer)
+
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         history = trainer.history
         lowest = history.best["loss"] if history.best else math.inf
@@ -150,10 +153,7 @@ class EarlyStopping(Callback):
     """End the run if the last `stop_after` evaluations have not lowered the validation loss."""
 
     def before_training(self, trainer: Trainer) -> None:
-        # The run may have been killed after its last evaluation, such as during the export.
-        evaluations = trainer.history.evaluations
-        if evaluations and evaluations[-1]["step"] == trainer.step:
-            self.on_evaluation(trainer, evaluations[-1])
+        _repeat_last_evaluation(self, trainer)
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         config = trainer.plan.config
@@ -162,6 +162,14 @@ class EarlyStopping(Callback):
             why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
             trainer.say(f"stopping early: {why} on the loss of {lowest}")
             trainer.num_steps = trainer.step
+
+
+def _repeat_last_evaluation(callback: Callback, trainer: Trainer) -> None:
+    """Pass the evaluation of the checkpoint's step to `callback` again, because the run may have
+    been killed after it, such as during an export."""
+    evaluations = trainer.history.evaluations
+    if evaluations and evaluations[-1]["step"] == trainer.step:
+        callback.on_evaluation(trainer, evaluations[-1])
 
 
 class Checkpoints:

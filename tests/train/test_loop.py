@@ -283,6 +283,19 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
     assert saved_steps == ([] if stop_after else [10, 12])
 
 
+@pytest.mark.parametrize(("best_loss", "steps"), [(0.5, [5]), (0.1, [])])
+def test_best_weights_whose_export_was_interrupted_are_exported_again(
+    best_loss, steps, exported_steps
+):
+    """The record already contains the evaluation, because a save may end before the export."""
+    trainer = make_trainer(CountingEngine(), keep_best=True)
+    trainer.engine.step = trainer.history.step = trainer.num_steps = 5
+    trainer.history.evaluations = [{"step": 5, "loss": 0.1, "perplexity": None}]
+    trainer.history.best = {"step": 2, "loss": best_loss}
+    trainer.run()
+    assert exported_steps == steps
+
+
 def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
     clock, calls, stop_signal = [1000.0], [], loop.StopSignal(Display(enabled=False))
     stop_signal.previous_handlers = {signal.SIGTERM: "end the run"}
