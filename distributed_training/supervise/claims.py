@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads
 def find_foreign_file(run_dir: Path) -> str:
     """Return why a run must not write to a folder, or "" if it may. Writing could change something
     outside if the folder belongs to another user or contains a link, a pipe or a device."""
-    if run_dir.stat().st_uid != os.geteuid():
-        return f"{run_dir} belongs to another user"
+    try:
+        # Some network disks give this process's own files to another user id.
+        with tempfile.TemporaryFile(dir=run_dir) as own_file:
+            if os.fstat(own_file.fileno()).st_uid != run_dir.stat().st_uid:
+                return f"{run_dir} belongs to another user"
+    except OSError as error:
+        return f"{run_dir} cannot be written: {error.strerror}"
     for path in run_dir.rglob("*"):
         is_foreign = path.is_symlink() or not (path.is_dir() or path.is_file())
         if is_foreign and path.relative_to(run_dir).parts[:-1][:1] != ("wandb",):
@@ -38,7 +44,8 @@ def claim(run_dir: Path, run_id: str) -> None:
     """Claim a run's folder until this process ends. All attempts of one torchrun have the same
     `run_id`. Raises UserError if another run holds the folder, or if it has foreign files."""
     if reason := find_foreign_file(run_dir):
-        raise UserError(reason, fix="remove it, or set resume=None to start a separate run")
+        fix = "remove the link, resume another run, or set resume=None to start a separate run"
+        raise UserError(reason, fix=fix)
     descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     owner = _read_owner(run_dir)
     changed_at = max(path.stat().st_mtime for path in run_dir.iterdir())

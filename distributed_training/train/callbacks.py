@@ -202,7 +202,7 @@ class Checkpoints:
         self.finish(trainer)
         self._reports_save = is_last
         trainer.set_activity(f"the save after step {trainer.step}")
-        # The checkpoint stores the record, so the record must be complete before the save begins.
+        # A run that resumes from this checkpoint needs the history up to this step.
         trainer.call("on_history")
         self.saver.begin(
             trainer.engine, step=trainer.step, data_fingerprint=trainer.data.fingerprint

@@ -64,7 +64,6 @@ def test_removal_of_the_run_folder_is_reported(how, tmp_path):
     said = run_case("fault_cases:without_its_folder", values, how=how)
     assert "exit codes [1, 1]" in said
     assert f"error: {tmp_path}/" in said
-    assert "was removed or renamed during the run" in said
     assert said.count("error: ") == 1
     assert "Traceback" not in said
 
@@ -75,7 +74,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     with running(launcher_command("spawn", values), log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
         second = script(values, "--num_gpus", "2")
-        assert_refused(second, "is still in use", f"Process {process.pid} on {platform.node()}")
+        assert_refused(second, str(run_folders(output_dir)[0]), platform.node())
         assert len(run_folders(output_dir)) == 1
         process.kill()  # a zombie process counts as dead
         begin = time.monotonic()
