@@ -291,19 +291,14 @@ def load_strategy(config: RunConfig) -> Strategy:
         source, document, parsed = _read_json(
             strategy_file._path, user_json or strategy_file.deepspeed
         )
-        stage = parsed.zero_optimization.stage
-        stages = parsed.pipeline.stages
-        if stages != 1 and stage > 1:
-            what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
-            reason = "a pipeline needs unsharded gradients until its last micro-batch"
-            raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         own = parsed
         if user_json is not None:
             own = _read_json(strategy_file._path, strategy_file.deepspeed)[2]
         if (form := _describe_form(parsed)) != (own_form := _describe_form(own)):
             what = f"{source} describes {form}, but {setting} needs {own_form}"
             raise UserError(what, fix="change the JSON, or set strategy to auto")
-        mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
+        stages = {"pp": parsed.pipeline.stages} if "pipeline" in document else {}
+        mesh = {"dp_shard": -1, **stages}
     traits, options = _find_engine(strategy_file)
     engine = f"{strategy_file._path}: engine={strategy_file.engine!r}"
     present, required = (
@@ -325,10 +320,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     for axis in MESH_AXES:
         size = getattr(config, axis)
         if size is not None and axis not in settable_axes:
-            alternatives = "3d, whose mesh has all axes" + (
-                ", or to hybrid" if axis == "pp" else ""
-            )
-            fix = f"set {axis} to None, or set strategy to {alternatives}"
+            fix = f"set {axis} to None, or strategy to 3d, whose mesh has all axes"
             raise UserError(f"{axis}={size} cannot be set with {setting}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
