@@ -27,7 +27,6 @@ SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
     (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
-    (r"^python (your_model.py)$", r"sed 's/1024/64/g' \1 > small.py && python small.py"),
 ]
 
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from operator import itemgetter
-from statistics import median
 from typing import Any
 
 import torch
@@ -320,18 +319,6 @@ def listen_on_loopback() -> None:
     host name's address, which other machines may reach."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
-
-
-def median_us(act: Callable[[], object]) -> int:
-    """Return the median duration of six calls of `act`, in microseconds. All ranks start each call
-    together."""
-    times = []
-    for _ in range(6):
-        dist.barrier()
-        begin = time.perf_counter_ns()
-        act()
-        times.append(time.perf_counter_ns() - begin)
-    return round(median(times) / 1000)
 
 
 def set_up_device(config: Config, rank: int) -> torch.device:

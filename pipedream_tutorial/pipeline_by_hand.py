@@ -1,0 +1,118 @@
+"""Train a model in a pipeline written by hand: one process per stage, `isend` and `irecv`.
+
+    torchrun --standalone --nproc_per_node 4 pipeline_by_hand.py
+
+Any number of stages up to NUM_BLOCKS + 2 gives the same losses, on CPUs and GPUs. The model learns
+to continue this text. Try this:
+
+1. Run it with 1, 2 and 4 stages, and compare the losses and the last lines.
+2. `order` returns GPipe's order. Return the order of 1F1B instead (part 2 of README.md). The losses
+   stay the same, and stage r then holds the activations of p - r micro-batches instead of m.
+3. Replace `build_layers` with your own layers. All messages between stages have the same shape."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+M, SIZE = 8, 32  # micro-batches per batch, samples per micro-batch
+CONTEXT, WIDTH, NUM_BLOCKS = 16, 256, 6  # bytes that predict the next byte, width of a message
+NUM_STEPS = 40
+
+
+def order(p: int, m: int, r: int) -> list[str]:
+    """Return the operations of stage `r` of `p` for `m` micro-batches, such as ["F0", "B0"]."""
+    return [f"F{i}" for i in range(m)] + [f"B{i}" for i in range(m)]
+
+
+class Block(nn.Module):
+    """Residual block, [SIZE, WIDTH] -> [SIZE, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def build_layers() -> list[nn.Module]:
+    """Return the whole model as a list, which is cut into stages."""
+    first = nn.Sequential(nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten())
+    return [first, *(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 256)]
+
+
+class Stage:
+    """Layers of one rank, and its connections to the stages before and after it."""
+
+    def __init__(self, layers: list[nn.Module], device: torch.device) -> None:
+        self.r, self.p = dist.get_rank(), dist.get_world_size()
+        cuts = [len(layers) * r // self.p for r in range(self.p + 1)]
+        self.module = nn.Sequential(*layers[cuts[self.r] : cuts[self.r + 1]]).to(device)
+        self.device = device
+        # One group for activations and one for gradients: NCCL runs the messages of a group in
+        # order, so two neighbors that both send first would wait for each other forever.
+        self.down, self.up = dist.new_group(), dist.new_group()
+        self.most_held = 0
+
+    def receive(self, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """Wait for a message of another stage, [SIZE, WIDTH]."""
+        message = torch.empty(SIZE, WIDTH, device=self.device)
+        dist.irecv(message, source, group).wait()
+        return message
+
+    def run_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Add the gradients of a batch, [M, SIZE, CONTEXT] and [M, SIZE], to the parameters.
+        Return the mean loss. Only the last stage knows it; the others return 0."""
+        first, last = self.r == 0, self.r == self.p - 1
+        held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and outputs until B
+        sends = []  # a message must stay in memory until it has been sent
+        total = 0.0
+        for operation in order(self.p, M, self.r):
+            kind, i = operation[0], int(operation[1:])
+            if kind == "F":
+                x = inputs[i] if first else self.receive(self.r - 1, self.down).requires_grad_()
+                y = self.module(x)
+                if last:
+                    y = F.cross_entropy(y, targets[i]) / M
+                    total += y.item()
+                else:
+                    message = y.detach()
+                    sends.append((dist.isend(message, self.r + 1, self.down), message))
+                held[i] = x, y
+                self.most_held = max(self.most_held, len(held))
+            else:
+                x, y = held.pop(i)
+                y.backward(None if last else self.receive(self.r + 1, self.up))
+                if not first:
+                    sends.append((dist.isend(x.grad, self.r - 1, self.up), x.grad))
+        for work, _ in sends:
+            work.wait()
+        return total
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if not torch.cuda.is_available():
+        device = torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.manual_seed(0)  # every rank builds the same model and keeps its part
+    stage = Stage(build_layers(), device)
+    optimizer = torch.optim.AdamW(stage.module.parameters(), lr=1e-3)
+    text = torch.tensor(list(__doc__.encode()), device=device)
+    for step in range(1, NUM_STEPS + 1):
+        starts = torch.randint(len(text) - CONTEXT, (M, SIZE, 1)).to(device)  # same on every rank
+        inputs = text[starts + torch.arange(CONTEXT, device=device)]
+        loss = stage.run_batch(inputs, text[starts + CONTEXT].squeeze(-1))
+        optimizer.step()  # after all backward passes of the batch: the flush
+        optimizer.zero_grad()
+        if step % 10 == 0 and stage.r == stage.p - 1:
+            print(f"step {step}: loss {loss:.6f}", flush=True)
+    print(f"stage {stage.r} held the activations of {stage.most_held} micro-batches", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
