@@ -50,9 +50,6 @@ def main() -> int:
         print(f"  !{command}")
         return 2
     try:
-        from distributed_training.start.bytecode import keep_bytecode
-
-        keep_bytecode()  # called before the slow imports, which it speeds up
         from distributed_training import cli
 
         return cli.main(CONFIG, str(__doc__), __file__)

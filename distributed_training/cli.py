@@ -35,11 +35,7 @@ from distributed_training.settings.system import require_system
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.start.streams import (
-    NonBlockingStream,
-    open_closed_streams,
-    replace_unencodable,
-)
+from distributed_training.start.streams import LastingStream, replace_unencodable
 from distributed_training.supervise.process import Startup
 
 NON_KEY_OPTIONS = (
@@ -401,7 +397,6 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     config = {**config, folder_key: str(output_dir)}
     description = description.splitlines()[0]
     allow_families(config.get(name) for name in MODEL_KEYS)
-    open_closed_streams()
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
     # this machine lacks and about deprecated functions of torch.
@@ -414,8 +409,8 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
     if name == "train":
-        sys.stdout = NonBlockingStream(sys.stdout)  # type: ignore[assignment]
-        sys.stderr = NonBlockingStream(sys.stderr)  # type: ignore[assignment]
+        sys.stdout = LastingStream(sys.stdout)  # type: ignore[assignment]
+        sys.stderr = LastingStream(sys.stderr)  # type: ignore[assignment]
 
     def act() -> int:
         require_system()

@@ -139,12 +139,11 @@ class Plan(Draft):
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: dict[str, Any] | None = None
-    # The torchrun agents that started the processes. If one of these agents started an earlier run,
-    # that run is continued.
-    launchers: list[str] = field(default_factory=list)
     # Number of optimizer steps; None if there are no samples yet
     num_steps: int | None = None
-    run_id: str = ""  # names the run in its folder's owner file; set by `reserve_run_dir`
+    # Names the run in its folder's owner file. The attempts of one torchrun continue the run with
+    # the same id. Set by `reserve_run_dir`.
+    run_id: str = ""
     format: int = FORMAT
 
     @property

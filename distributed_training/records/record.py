@@ -29,7 +29,6 @@ METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 OWNER_FILE = ".owner.json"  # lock of a run's folder (supervise/claims.py)
-FAULTS_FILE = ".faults"  # file with one line of JSON for each failure that a process has reported
 LOST_PEER = "lost the connection to another process"
 _OPEN_CONFIG = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 
@@ -159,7 +158,12 @@ class RunRecord:
     def update(self, **values: Any) -> None:
         """Set top-level entries and write the file."""
         self.values.update(values)
-        _write_with_cause(self.run_dir, self.values)
+        end: dict[str, Any] = {}
+        if has_begun(self.run_dir) and self.values["status"] != "ok":
+            written = json.loads((self.run_dir / RECORD_FILE).read_bytes())
+            if written["error"]:  # another process has recorded why the run ends
+                end = {key: written[key] for key in ("status", "error", "finished_at")}
+        write_json(self.run_dir / RECORD_FILE, self.values | end)
 
 
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
@@ -210,70 +214,42 @@ def is_alive(r: Record) -> bool:
     return False
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Return whether the current attempt of a run has written the record. Each attempt writes
+    plan.json first."""
+    plan, record = run_dir / "plan.json", run_dir / RECORD_FILE
+    written_at = [file.stat().st_mtime_ns for file in (plan, record) if file.is_file()]
+    return record.is_file() and written_at == sorted(written_at)
+
+
 def mark_stopped(
-    run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
+    run_dir: Path, status: str, error: str, *, consequence: bool = False, decides: bool = False
 ) -> bool:
-    """Report why a run is stopping. Any rank or the launcher may call this function. If rank 0 has
-    not finished the run's record, also update the record's status. Return whether this failure is
-    the first reported cause.
+    """Record why a run is stopping, unless the run has finished or another process has recorded a
+    cause. Any rank or the launching process may call this function. Return False if the record
+    contains another cause.
 
-    The failure occurred `ago_s` seconds ago. If several failures are reported, the record contains
-    the earliest cause. Set `consequence` if another failure led to this one. For example, a lost
-    connection is a consequence if the process at the other end failed. A consequence is recorded
-    only until a cause is reported."""
-    fault = {
-        "at": time.time() - ago_s, "consequence": consequence,
-        "said": {"status": status, "error": error, "finished_at": timestamp()},
-    }  # fmt: skip
-    # The disk may be full.
-    with contextlib.suppress(OSError), open(run_dir / FAULTS_FILE, "ab") as file:
-        file.write(to_json(fault) + b"\n")
-    record = run_dir / RECORD_FILE
-    if record.is_file():
-        values = json.loads(record.read_bytes())
-        # If a full disk had no space for the fault, an earlier error may exist only in the record.
-        # A cause replaces this error, unless the cause is the signal that stops the other ranks.
-        reported_errors = [reported["said"]["error"] for reported in _read_faults(run_dir)]
-        if status == "interrupted" and values["error"] not in (None, *reported_errors):
-            return False
-        replaces = values["error"] is not None and not consequence
-        if values["status"] == "running" or replaces:
-            _write_with_cause(run_dir, values, fault)
-    causes = [f for f in _read_faults(run_dir, fault) if not f["consequence"]]
-    return causes[:1] == [fault]
-
-
-def _read_faults(run_dir: Path, *known_faults: Any) -> list[dict[str, Any]]:
-    """Return the faults in FAULTS_FILE in the order in which they were reported, followed by the
-    elements of `known_faults` that the file does not contain."""
-    faults = list[Any]()
-    # The file may be missing or truncated by a full disk.
-    with contextlib.suppress(OSError, ValueError):
-        faults.extend(map(json.loads, (run_dir / FAULTS_FILE).read_bytes().splitlines()))
-    return faults + [fault for fault in known_faults if fault not in faults]
-
-
-def _write_with_cause(run_dir: Path, values: dict[str, Any], *known_faults: Any) -> None:
-    """Write a run's record. Unless the run succeeded, include the earliest reported cause of the
-    run's end. If another fault is reported during the write, write the record again. If a new file
-    cannot be written and `known_faults` are given, overwrite the old file in place. Without
-    `known_faults`, raise OSError instead."""
+    Set `consequence` if another failure led to this one. For example, a lost connection is a
+    consequence if the process at the other end failed. A cause replaces a consequence. Set
+    `decides` if this cause replaces any other, because the launching process saw it happen."""
+    if not has_begun(run_dir):  # rank 0 writes the record later
+        return True
     file = run_dir / RECORD_FILE
-    old_faults = None
-    while (faults := _read_faults(run_dir, *known_faults)) != old_faults:
-        first = min(faults, key=lambda fault: (fault["consequence"], fault["at"]), default={})
-        record = values if values["status"] == "ok" else values | first.get("said", {})
-        try:
-            write_json(file, record)
-        except OSError:
-            if not known_faults:
-                raise
-            # The disk has no space for a second file. Without indentation, the record is shorter
-            # than the old one, so overwrite the old file.
-            with open(file, "r+b") as old_record:
-                old_record.write(to_json(record, inf_nan_mode="null") + b"\n")
-                old_record.truncate()
-        old_faults = faults
+    values = json.loads(file.read_bytes())
+    is_open = values["status"] == "running" or LOST_PEER in (values["error"] or "")
+    is_open = is_open or (decides and values["status"] != "ok")
+    if not is_open or (consequence and values["error"]):
+        return False
+    values |= {"status": status, "error": error, "finished_at": timestamp()}
+    try:
+        write_json(file, values)
+    except OSError:
+        # The disk has no space for a second file. Without indentation, the record is shorter than
+        # the old one, so overwrite the old file.
+        with contextlib.suppress(OSError), open(file, "r+b") as old_record:
+            old_record.write(to_json(values, inf_nan_mode="null") + b"\n")
+            old_record.truncate()
+    return not consequence
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -4,7 +4,6 @@ import difflib
 import errno
 import os
 import re
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -16,10 +15,6 @@ from distributed_training.settings.launchers import prints_messages
 STORAGE_ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
 )  # fmt: skip
-# Phrases in errors from Python, torch and the dynamic linker when the system denies memory
-_OUT_OF_MEMORY = ("annot allocate memory", "can't allocate memory", "failed to map segment")
-# Phrases in their errors when the system denies a new process or thread
-_OUT_OF_THREADS = ("can't start new thread", "Resource temporarily unavailable")
 
 
 class UserError(ValueError):
@@ -128,36 +123,4 @@ def run_and_report_errors(act: Callable[[], int], *, trains: bool = True) -> int
             prefix = f"{printable(str(error.filename))}: " if error.filename else ""
             print_stderr(f"error: {prefix}{error.strerror}")
             return UserError.exit_code
-        user_error = explain(error)
-        if user_error is None:
-            raise
-        if prints_messages(os.environ) or isinstance(user_error, RunError):
-            print_stderr(user_error.terminal_text)
-        return user_error.exit_code
-
-
-def explain(error: Exception) -> UserError | None:
-    """If the system or the environment caused a library to fail with `error`, return an error that
-    names the cause. Otherwise, return None."""
-    if folder_error := removed_folder_error():
-        return folder_error
-    if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in _OUT_OF_MEMORY):
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        fix = "use a smaller model or fewer processes"
-        if limit >= 0:  # a negative value means no limit
-            fix = f"raise the limit of {limit / 1e9:.2f} GB of address space (ulimit -v)"
-        return RunError("Not enough memory", describe(error), fix)
-    if any(phrase in str(error) for phrase in _OUT_OF_THREADS):
-        fix = "use fewer processes, or raise the limits on processes and memory (ulimit -u, -v)"
-        return RunError("The system denied a new process or thread", describe(error), fix)
-    return None
-
-
-def removed_folder_error() -> UserError | None:
-    """Return an error if the current folder has been removed. Otherwise, return None."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        fix = "change to another folder"
-        return UserError("the current folder has been removed", fix=fix)
-    return None
+        raise

@@ -17,7 +17,7 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.records.display import describe_prediction
 from distributed_training.settings.config import Request
-from distributed_training.settings.errors import UserError, printable
+from distributed_training.settings.errors import printable
 from distributed_training.settings.files import relative_path
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
@@ -44,14 +44,8 @@ def print_plan(
         cluster = parse_cluster(options.cluster or "1", options.gpu)
     elif process is None:
         cluster = requested_cluster(config, options.num_gpus)
-    elif process.local_world_size:
-        cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
     else:
-        what = (
-            f"the launcher does not set how many of the {process.world_size} processes run on "
-            "this machine"
-        )
-        raise UserError(what, "a dry run cannot ask the other processes", "set LOCAL_WORLD_SIZE")
+        cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
     plan = make_plan(config, cluster, peek_data)
     run_dir.refuse_other_json(plan)
     notes = [*plan.notes]

@@ -21,7 +21,7 @@ from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import Cluster, local_cluster
-from distributed_training.records.record import RECORD_FILE, load_record, mark_stopped
+from distributed_training.records.record import has_begun, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import shown
@@ -41,9 +41,6 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-# Maximum delay until this process notices that a rank was killed. A killed rank ends only after its
-# GPU memory has been freed.
-NOTICE_DELAY_S = 5.0
 PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
 CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
 
@@ -118,7 +115,7 @@ def run_planned_rank(run_dir: str, *code_folders: str) -> int:
 
 def run_here(plan_or_request: Plan | Request, process: Process, startup: Startup) -> int:
     """Import torch and run this process's part of the run. Return the exit code."""
-    prepare_environment(process.local_world_size or process.world_size)
+    prepare_environment(process.local_world_size)
     worker = import_worker()
     startup.end("import")
     return worker.run(plan_or_request, process, startup)
@@ -167,8 +164,6 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
     processes, up to `max_restarts` times. Return the run's exit code. If a process was killed or
     hangs, record the cause."""
     command = [*command, str(plan.run_dir), *allowed_code_folders()]
-    file = plan.run_dir / RECORD_FILE
-    modified_before = file.stat().st_mtime_ns if file.is_file() else None
     notes = plan.notes
     for count in range(max_restarts + 1):
         if count:
@@ -184,18 +179,19 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code
     reason = outcome.reason
-    # If the record is missing or unchanged, no rank wrote it in this attempt.
-    if not file.is_file() or file.stat().st_mtime_ns == modified_before:
+    if not has_begun(plan.run_dir):
         if reason and not outcome.signum:
             print_stderr(f"failed before training began: {reason}")
         return code
-    # mark_stopped keeps a cause that the record already has. Peers of a killed process may have
-    # failed before its end was noticed here.
-    status = "interrupted" if outcome.signum else "failed"
     cause = reason or outcome.early_exits
-    error = cause or "a process ended without an error message"
-    ago_s = NOTICE_DELAY_S if min(outcome.codes.values(), default=0) < 0 else 0.0
-    mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
+    mark_stopped(
+        plan.run_dir,
+        "interrupted" if outcome.signum else "failed",
+        cause or "a process ended without an error message",
+        consequence=not cause,
+        # Peers of a killed process fail as well, perhaps before its end is noticed.
+        decides=-signal.SIGKILL in outcome.codes.values(),
+    )
     record = load_record(plan.run_dir)
     if record.status in ("oom", "failed"):
         print_stderr(f"{record.status}: {record.error}")
@@ -203,8 +199,9 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
     if record.status == "interrupted" and code < 128:  # only the child processes received a signal
         return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
-    if record.status == "ok" and code and not outcome.signum and plan.config.push is None:
-        what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
-        print_stderr(f"note: after the run had finished: {what}")
+    if record.status == "ok" and code and plan.config.push is None:
+        if not outcome.signum:
+            what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
+            print_stderr(f"note: after the run had finished: {what}")
         return 0
     return code

@@ -13,16 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import (
-    find_launcher,
-    find_num_nodes,
-    find_uncounted_rank,
-)
+from distributed_training.settings.launchers import find_launcher
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start.progress import CHECK_INTERVAL_S, Monitor, Rank
 from distributed_training.supervise.process import (
@@ -47,75 +43,49 @@ Command = Sequence[str]  # a script with its arguments
 
 def current_process() -> Process | None:
     """Return the ranks and world sizes that a launcher set for this process, and store them in
-    torchrun's environment variables. Return None if no launcher started this process. Raises
-    UserError if the launcher's variables are invalid or incomplete."""
+    torchrun's environment variables, which libraries read. Return None if no launcher started this
+    process. Raises UserError if the launcher's variables are invalid or incomplete."""
     launcher = find_launcher(os.environ)
     if launcher is None:
-        _refuse_other_launchers()
+        if "RANK" in os.environ:
+            what = "RANK is set, but WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not"
+            raise UserError(what, fix="start with torchrun, or unset RANK")
         return None
-    rank = _read_number(launcher.rank)
-    world_size = _read_number(launcher.world_size)
-    # Libraries read these variables.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    if world_size > MAX_PROCESSES:
-        what = f"{launcher.world_size}={world_size} is too large"
-        raise UserError(what, fix=f"the maximum is {MAX_PROCESSES:,}")
+    rank, world_size, local_rank, local_world_size = map(
+        _read_number,
+        (launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size),
+    )
     if not 0 <= rank < world_size:
         what = f"{launcher.rank}={rank} is out of range for {launcher.world_size}={world_size}"
-        fix = f"ranks must be from 0 to {world_size - 1}"
-        raise UserError(
-            what, fix=fix if world_size else f"{launcher.world_size} must be at least 1"
-        )
+        raise UserError(what, fix="correct both, or start with torchrun")
+    if (
+        local_world_size < 1
+        or world_size % local_world_size
+        or local_rank != rank % local_world_size
+    ):
+        what = f"{launcher.local_rank}={local_rank} does not follow from {launcher.rank}={rank}"
+        why = "every machine needs the same number of ranks, numbered consecutively"
+        raise UserError(what, why, "start with torchrun")
     if world_size == 1:
         return single_process()
     if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        started = f"{launcher.name} started this command {world_size} times"
-        if launcher.name in ("by hand", "PyTorchJob"):
-            started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
+        what = f"{launcher.name} started {world_size} processes, but {unset[0]} is not set"
         fix = "on one machine, use --num_gpus N without a launcher. On several machines, start one "
-        fix += (
-            "torchrun per node, as sbatch --nodes=2 configs/train.slurm "
-            "does. Alternatively, set MASTER_ADDR "
-        )
-        fix += "to the host of rank 0, and MASTER_PORT to a free port on that host"
-        missing = f"{' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set"
-        raise UserError(f"{started}, but {missing}", fix=fix)
-    local = {"local_rank": launcher.local_rank, "local_world_size": launcher.local_world_size}
-    local_numbers = {field: _read_number(name) for field, name in local.items() if name}
-    os.environ.update({field.upper(): str(number) for field, number in local_numbers.items()})
-    return Process(
-        rank=rank, world_size=world_size, **{"local_rank": 0, "local_world_size": 0} | local_numbers
+        fix += "torchrun per node, as sbatch --nodes=2 configs/train.slurm does"
+        raise UserError(what, fix=fix)
+    process = Process(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size
     )
+    os.environ.update({name.upper(): str(number) for name, number in asdict(process).items()})
+    return process
 
 
 def _read_number(name: str) -> int:
-    text = os.environ[name]
+    text = os.environ[name].partition("(")[0]  # SLURM writes 4(x2) for two nodes with 4 tasks
     if not (text.isascii() and text.isdecimal()):
         what = f"{name}={shown(text)} is not a number"
-        why = "the launcher must set this variable to a number"
-        raise UserError(what, why, f"correct {name}, or start with torchrun")
+        raise UserError(what, fix="every machine needs the same number of ranks. Use torchrun")
     return int(text)
-
-
-def _refuse_other_launchers() -> None:
-    """Raise UserError if a launcher seems to have started several processes but did not set this
-    process's rank and the number of processes."""
-    if name := find_uncounted_rank(os.environ):
-        what = f"{name} is set, but WORLD_SIZE is not"
-        why = "each process would start a separate run"
-        raise UserError(what, why, f"start with torchrun, or unset {name}")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        what = f"WORLD_SIZE={shown(os.environ['WORLD_SIZE'])} is set, but RANK is not"
-        raise UserError(what, fix="start with torchrun, or unset WORLD_SIZE")
-    name, nodes = find_num_nodes(os.environ)
-    if nodes > 1:
-        what = f"{name} specifies {nodes} nodes, but this process has no rank"
-        why = "each node would start a separate run"
-        raise UserError(what, why, "start with torchrun, as in CLUSTER_QUICKSTART.md")
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
-        what = "accelerate launch started one process, although several were requested"
-        why = "without GPUs, accelerate launch needs --mpirun_hostfile"
-        raise UserError(what, why, "use --num_gpus N instead of accelerate")
 
 
 def single_process() -> Process:

@@ -14,9 +14,9 @@ from pathlib import Path
 from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
-from distributed_training.records.record import FAULTS_FILE, free_path
+from distributed_training.records.record import free_path
 from distributed_training.settings.cache import CACHE_VARIABLE
-from distributed_training.settings.errors import UserError, explain
+from distributed_training.settings.errors import STORAGE_ERRNOS, UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import ACCELERATE_JSON
 from distributed_training.supervise import claims
@@ -24,9 +24,7 @@ from distributed_training.supervise import claims
 LATEST = "latest"  # link in output_dir to the newest run's folder
 
 
-def reserve_run_dir(
-    plan: Plan, launchers: Sequence[str] = (), more_notes: Sequence[str] = ()
-) -> Plan:
+def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
     """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
     make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
     Raises UserError if another process holds the run."""
@@ -46,7 +44,6 @@ def reserve_run_dir(
         run_dir=folder,
         checkpoint=checkpoint,
         command=shlex.join(["python", *sys.argv]),
-        launchers=list(launchers),
         notes=tuple(notes),
         run_id=uuid.uuid4().hex if run_id == "none" else run_id,
     )
@@ -73,24 +70,17 @@ def refuse_other_json(plan: Plan) -> None:
 
 
 def plan_as_text(make: Callable[[], Plan]) -> str:
-    """Call `make` and return the plan as JSON text for the other ranks. If `make` raises an error
-    that can be explained to the user, return the explanation as JSON text instead."""
+    """Call `make` and return the plan as JSON text for the other ranks. If `make` raises a
+    UserError or cannot write to a disk, return the message as JSON text instead."""
     try:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
         message = str(error)
-    except Exception as error:
-        user_error = explain(error)
-        if user_error is None and isinstance(error, OSError):
-            # Usually, the disk that contains the token cache or output_dir is full or read-only.
-            fix = (
-                f"free some space, or set {CACHE_VARIABLE} or "
-                "output_dir to a folder on another disk"
-            )
-            user_error = UserError("Preparing the data failed", str(error), fix)
-        if user_error is None:
+    except OSError as error:
+        if error.errno not in STORAGE_ERRNOS:
             raise
-        message = str(user_error)
+        fix = f"free some space, or set {CACHE_VARIABLE} or output_dir to a folder on another disk"
+        message = str(UserError("Preparing the data failed", str(error), fix))
     return json.dumps({"error": message})
 
 
@@ -104,9 +94,8 @@ def plan_from_text(text: str) -> Plan:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write the plan to the run's folder, and remove the file that records the failures of an
-    earlier attempt."""
-    (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
+    """Write the plan to the run's folder. From now on, a record of an earlier attempt is not
+    changed until rank 0 replaces it."""
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 

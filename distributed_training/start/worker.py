@@ -21,7 +21,6 @@ from distributed_training.settings.files import plural
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
 from distributed_training.start.progress import LIMITED, Progress, find_limit
-from distributed_training.start.ranks import current_process
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import end_failed
 from distributed_training.supervise.process import (
@@ -46,7 +45,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     config = plan.config if isinstance(plan, Plan) else plan
     _, *report_fds = connect_launcher()
     progress = Progress(*report_fds)
-    process, device, store = join(process, num_gpus, config.rendezvous_timeout_s)
+    device, store = join(process, num_gpus, config.rendezvous_timeout_s)
     set_nccl_variables(config.strategy)
     timeout_s = find_limit(config, process.world_size, LIMITED) or DAY_S
     if LAUNCHER_VARIABLE in os.environ:  # the launching process decides that a rank hangs
@@ -54,9 +53,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     with process_group(device, store, timeout_s=timeout_s):
         gather_values = agree.build_store_gather(store, process.rank, process.world_size)
         if isinstance(plan, Request):
-            plan = rendezvous.agree_on_plan(
-                plan, process, gather_values, rendezvous.current_agent()
-            )
+            plan = rendezvous.agree_on_plan(plan, process, gather_values)
             rendezvous.check_disks(plan, process)
             # Call prepare_device again with the plan's number of GPUs, because a torch build
             # without CUDA sees no GPU.
@@ -73,7 +70,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         # another error, such as an unreadable checkpoint.
         def end_run(signum: int, _frame: object) -> None:
             interrupt = KeyboardInterrupt(signal.Signals(signum).name)
-            end_failed(plan, topology, interrupt, store)
+            end_failed(plan, topology, interrupt)
 
         with handle_signals(dict.fromkeys(STOP_SIGNALS, end_run)):
             try:
@@ -83,33 +80,18 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
                     what = f"{type(error).__name__}: {error}"
                     print_stderr(f"note: after the run had finished: {what}")
                     os._exit(0)
-                end_failed(plan, topology, error, store)
+                end_failed(plan, topology, error)
     progress.end()
     if code == 0 and plan.config.push is not None and process.rank == 0:
         return push(plan.run_dir, plan.config.push)
     return code
 
 
-def join(
-    process: Process, num_gpus: int, limit_s: float
-) -> tuple[Process, torch.device, dist.Store]:
-    """Open the run's store and return (process, device, store). The returned process has its local
-    rank and local world size. If the launcher set the local rank, check the device before waiting
-    for the other ranks. All ranks must call this function."""
-    has_local_rank = process.local_world_size > 0
-    try:
-        device = prepare_device(num_gpus, process) if has_local_rank else torch.device("cpu")
-    except UserError as error:
-        # The command line prints rank 0's error. On other machines, local rank 0 prints its own
-        # error, because the GPUs may differ.
-        if process.rank and not process.local_rank:
-            print_stderr(error.terminal_text)
-        raise
-    store = open_store(process, limit_s)
-    if not has_local_rank:
-        process = current_process() or process
-        device = prepare_device(num_gpus, process)
-    return process, device, store
+def join(process: Process, num_gpus: int, limit_s: float) -> tuple[torch.device, dist.Store]:
+    """Prepare this process's device and open the run's store. Return both. All ranks must call this
+    function."""
+    device = prepare_device(num_gpus, process)
+    return device, open_store(process, limit_s)
 
 
 def connect_launcher() -> list[int]:

@@ -93,4 +93,4 @@ def _script(plan: Plan) -> str:
 
 def _has_external_launcher(plan: Plan) -> bool:
     """Return whether torchrun, deepspeed or another external launcher started the processes."""
-    return bool(plan.launchers) or (plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ)
+    return plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ

@@ -1,18 +1,15 @@
 """End a failed run: record and print the reason, and exit the process."""
 
-import contextlib
 import errno
 import os
 import shutil
 import signal
 import time
 import traceback
-from datetime import timedelta
 from operator import itemgetter
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.parallel.mesh import Topology
@@ -20,50 +17,39 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, pasteable, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
-from distributed_training.settings.errors import (
-    RunError,
-    UserError,
-    explain,
-    first_line,
-    print_stderr,
-)
+from distributed_training.settings.errors import RunError, UserError, first_line, print_stderr
 from distributed_training.supervise import claims, commands
 
 # Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
 LOST_CONNECTION_PHRASES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-# Message of the operating system -> (description, advice). Libraries quote these messages. In a
-# description, {} stands for the run's folder.
+# Error number -> (description, advice). In a description, {} stands for the run's folder.
 DISK_ERRORS = {
-    os.strerror(errno.ENOSPC): ("the disk that contains {} is full", "free some space"),
-    os.strerror(errno.EDQUOT): ("the disk quota for {} is exhausted", "free some space"),
-    os.strerror(errno.EFBIG): (
+    errno.ENOSPC: ("the disk that contains {} is full", "free some space"),
+    errno.EDQUOT: ("the disk quota for {} is exhausted", "free some space"),
+    errno.EFBIG: (
         "a file in {} would exceed the limit on file sizes",
         "raise the limit with ulimit -f",
     ),
 }
-CAUSE_KEY = "cause of the end"  # key under which a failed rank stores the reason
 # Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
 GOOD_CHUNK_TOKENS = 8192
 
 
-def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:
-    """Record and print the cause of the failure, then exit this process immediately."""
+def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
+    """Record and print the cause of the failure, then exit this process immediately. An error whose
+    cause is not known by its type or error number is printed with its traceback."""
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
-    handled_errors = (UserError, torch.cuda.OutOfMemoryError)
-    if isinstance(error, Exception) and not isinstance(error, handled_errors):
-        error = explain(error) or error
-    message = "".join(traceback.format_exception(error))  # includes the causes of the error
-    if disk_error := next((text for text in DISK_ERRORS if text in message), ""):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         # One process per disk removes unfinished files. Other processes may still be writing files.
         if (topology.local_rank if plan.has_node_local_files else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
-        what, fix = DISK_ERRORS[disk_error]
+        what, fix = DISK_ERRORS[error.errno]
         what = f"{rank}: {what.format(short_path(plan.run_dir))}"
-        error = RunError(what, disk_error, f"{fix}, then continue with --resume auto")
+        error = RunError(what, str(error.strerror), f"{fix}, then continue with --resume auto")
     if not plan.run_dir.is_dir():
         error = claims.build_removed_error(plan.run_dir)
     summary = first_line(error)
@@ -74,6 +60,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     )
     is_on_all_ranks = isinstance(error, (UserError, KeyboardInterrupt))
     reason = f"{rank}: {type(error).__name__}: {summary}"
+    message = "".join(traceback.format_exception(error))
     if lost_connection:
         reason = message = f"{rank} {records.LOST_PEER}: {summary}"
     elif isinstance(error, UserError):
@@ -91,26 +78,12 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         if list_checkpoints(plan.run_dir):
             sentence, command = commands.build_continue_command(plan)
             message = f"Stopped. {sentence}\n{pasteable(command)}"
-    if plan.has_node_local_files:  # other nodes cannot read this node's record
-        with contextlib.suppress(RuntimeError):  # the process that serves the store may have ended
-            if not lost_connection:
-                store.set(CAUSE_KEY, reason)
-            else:
-                store.wait([CAUSE_KEY], timedelta(seconds=2))
-                reason = store.get(CAUSE_KEY).decode()
-                message = f"{rank} {records.LOST_PEER}. Cause: {reason}"
-                lost_connection = False
-    is_first_cause = True
     try:
-        try:
-            is_first_cause = records.mark_stopped(
-                plan.run_dir, status, reason, consequence=lost_connection
-            )
-        finally:  # runs even if the disk is full
-            # All ranks notice a removed folder, so only rank 0 prints the error.
-            is_repeated = not plan.run_dir.is_dir() and topology.rank > 0
-            if (is_first_cause or not is_on_all_ranks) and not is_repeated:
-                print_stderr(message.rstrip())
+        is_first_cause = records.mark_stopped(
+            plan.run_dir, status, reason, consequence=lost_connection
+        )
+        if is_first_cause or not is_on_all_ranks:
+            print_stderr(message.rstrip())
         if status == "failed" and not (lost_connection or is_on_all_ranks):
             get_error_handler().record_exception(error)  # torchrun prints this error last
         # Give the rank that failed first time to print, and launchers time to notice that rank.

@@ -25,8 +25,7 @@ STOP_SIGNALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """Ranks and world sizes of this process, as set by its launcher. If the launcher did not set
-    `local_world_size`, the value is 0 until `rendezvous.assign_local_rank` determines it."""
+    """Ranks and world sizes of this process, as set by its launcher."""
 
     rank: int
     world_size: int
@@ -35,7 +34,7 @@ class Process:
 
     @property
     def on_one_machine(self) -> bool:
-        """True if all processes of the run are known to be on this machine."""
+        """True if all processes of the run are on this machine."""
         return self.local_world_size == self.world_size
 
 

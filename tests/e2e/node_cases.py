@@ -75,10 +75,10 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
     torch_variables = {"RANK": rank, "WORLD_SIZE": world_size}
     return {
         "torchrun": {**torch_variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        "by hand": {**torch_variables, "LOCAL_RANK": "0"},
-        "PyTorchJob": torch_variables,
+        "deepspeed": {**torch_variables, "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
         "srun": {
             "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world_size, "SLURM_LOCALID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": f"1(x{world_size})",
         },
     }[launcher]  # fmt: skip
 
@@ -89,8 +89,7 @@ def on_each_node(job: dict[str, Any]) -> None:
     The job may contain these optional keys:
 
     - `missing`: the index of a node that does not start
-    - `ends_at`: the step in which the process on the first node receives SIGTERM
-    - `interface`: the value of GLOO_SOCKET_IFNAME on the second node"""
+    - `ends_at`: the step in which the process on the first node receives SIGTERM"""
     rendezvous.SHARED_FOLDER_TIMEOUT_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
@@ -101,8 +100,6 @@ def on_each_node(job: dict[str, Any]) -> None:
         del os.environ[name]
     os.environ.update(launched_by(job.get("launcher", "torchrun"), *launcher_variables.values()))
     os.environ["MASTER_ADDR"] = job["nodes"][0].name
-    if rank == 1 and "interface" in job:
-        os.environ["GLOO_SOCKET_IFNAME"] = job["interface"]
     original = Trainer._run_step
 
     def update(self: Trainer) -> None:

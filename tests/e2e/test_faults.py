@@ -64,7 +64,6 @@ def test_removal_of_the_run_folder_is_reported(how, tmp_path):
     said = run_case("fault_cases:without_its_folder", values, how=how)
     assert "exit codes [1, 1]" in said
     assert f"error: {tmp_path}/" in said
-    assert said.count("error: ") == 1
     assert "Traceback" not in said
 
 
@@ -193,6 +192,4 @@ def test_a_full_disk_is_reported_and_keeps_saved_checkpoints(how, strategy, disk
     assert f"error: {record['error']}" in said
     assert "Traceback" not in said
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
-    assert {path.name for path in run_dir.rglob(".*")} == {".owner.json", ".faults"}, (
-        "nothing half-written"
-    )
+    assert {path.name for path in run_dir.rglob(".*")} == {".owner.json"}, "nothing half-written"

@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 import pytest
 
 from distributed_training.records.record import (
-    FAULTS_FILE,
     LOST_PEER,
     METRICS_FILE,
     OWNER_FILE,
@@ -100,8 +99,9 @@ def test_the_record_of_a_diverged_run_is_valid_json(tmp_path):
     assert row == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_the_record_names_the_earliest_cause_of_a_failure(tmp_path, monkeypatch):
-    """The record must name the earliest cause, whichever rank writes last."""
+def test_the_record_names_the_first_cause_of_a_failure(tmp_path):
+    """The record must name the first cause, whichever rank writes last. A lost connection is no
+    cause, and the launching process knows better."""
 
     def state():
         loaded = load_record(tmp_path)
@@ -109,37 +109,32 @@ def test_the_record_names_the_earliest_cause_of_a_failure(tmp_path, monkeypatch)
 
     record = start_test_record(tmp_path)
     lost = f"rank 0 {LOST_PEER}: closed"
-    assert not mark_stopped(tmp_path, "failed", lost, consequence=True, ago_s=9)
+    assert not mark_stopped(tmp_path, "failed", lost, consequence=True)
     assert state() == ("failed", lost, 0)
-    assert mark_stopped(tmp_path, "failed", "rank 2 saw nonsense", ago_s=1)
-    assert not mark_stopped(tmp_path, "failed", "rank 1: killed", ago_s=5)
+    assert mark_stopped(tmp_path, "oom", "rank 2: no memory")
+    assert not mark_stopped(tmp_path, "failed", "rank 1 saw nonsense")
+    assert not mark_stopped(tmp_path, "failed", lost, consequence=True)
     record.update(step=3, status="interrupted")  # rank 0 updates the record later
-    assert state() == ("failed", "rank 1: killed", 3)
-
-    def write_late(file, values, replace=os.replace):
-        monkeypatch.setattr(os, "replace", replace)
-        mark_stopped(tmp_path, "oom", "rank 3: no memory", ago_s=7)
-        replace(file, values)
-
-    monkeypatch.setattr(os, "replace", write_late)
-    record.update(step=4)
-    assert state() == ("oom", "rank 3: no memory", 4)
+    assert state() == ("oom", "rank 2: no memory", 3)
     assert load_record(tmp_path).finished_at is not None
+    assert mark_stopped(tmp_path, "failed", "rank 1: killed", decides=True)
+    assert state() == ("failed", "rank 1: killed", 3)
     record.update(status="ok")
-    mark_stopped(tmp_path, "failed", "abort at exit")
-    assert state() == ("ok", None, 4)
+    mark_stopped(tmp_path, "failed", "abort at exit", decides=True)
+    assert state() == ("ok", None, 3)
     mark_stopped(tmp_path / "no such folder", "failed", "nobody sees it")
 
 
-def test_a_recorded_cause_is_kept_without_the_faults_file(tmp_path):
-    start_test_record(tmp_path)
-    mark_stopped(tmp_path, "failed", "rank 1: no room")
-    (tmp_path / FAULTS_FILE).unlink()
-    mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
-    assert load_record(tmp_path).error == "rank 1: no room"
-    (tmp_path / FAULTS_FILE).unlink()
-    assert not mark_stopped(tmp_path, "interrupted", "rank 0: SIGTERM")
-    assert load_record(tmp_path).status == "failed"
+def test_the_record_of_an_earlier_attempt_is_not_changed(tmp_path):
+    record = start_test_record(tmp_path)
+    mark_stopped(tmp_path, "failed", "rank 1: killed")
+    later = (tmp_path / RECORD_FILE).stat().st_mtime + 1
+    (tmp_path / "plan.json").touch()
+    os.utime(tmp_path / "plan.json", (later, later))
+    assert mark_stopped(tmp_path, "failed", "rank 1 cannot begin")
+    assert load_record(tmp_path).error == "rank 1: killed"
+    record.update(step=1)
+    assert (load_record(tmp_path).status, load_record(tmp_path).error) == ("running", None)
 
 
 def test_every_published_record_loads():

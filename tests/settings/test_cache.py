@@ -4,59 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.files import ROOT
-
-TORCH = """
-import os
-from distributed_training.start.bytecode import keep_bytecode
-os.cpu_count = lambda: {}
-keep_bytecode()
-import torch
-"""
-
-
-def start(tmp_path, dont_write, num_cores=2):
-    """Start a process that imports a package named torch. Return the bytecode files that exist for
-    this package when the process has ended."""
-    package = tmp_path / "site" / "torch" / "__init__.py"
-    package.parent.mkdir(parents=True, exist_ok=True)
-    package.touch()
-    (package.parent / "more.py").touch()
-    paths = [str(package.parents[1]), str(ROOT)]
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": dont_write,
-        "DISTRIBUTED_TRAINING_CACHE": str(tmp_path / "cache"),
-    }  # fmt: skip
-    environment.pop("PYTHONPYCACHEPREFIX", None)
-    subprocess.run([sys.executable, "-c", TORCH.format(num_cores)], env=environment, check=True)
-    return [path.relative_to(tmp_path) for path in tmp_path.rglob("*.pyc") if "torch" in path.parts]
-
-
-@pytest.mark.parametrize(("dont_write", "place"), [("1", "cache/bytecode"), ("", "site/torch")])
-def test_bytecode_is_cached_by_python_or_in_our_cache(dont_write, place, tmp_path):
-    bytecode_files = start(tmp_path, dont_write)
-    assert [str(path).startswith(place) for path in bytecode_files] == [True]
-    assert start(tmp_path, "1") == bytecode_files, "once"
-
-
-def test_other_modules_are_cached_even_if_torch_is_already_compiled(tmp_path):
-    start(tmp_path, "")
-    (tmp_path / "site" / "torch" / "__init__.py").write_text("import torch.more")
-    assert {path.stem.partition(".")[0] for path in start(tmp_path, "1")} == {"__init__", "more"}
-
-
-def test_many_cores_compile_modules_before_they_are_imported(tmp_path):
-    start(tmp_path, "1", num_cores=16)
-    end = time.monotonic() + 60
-    while not list((tmp_path / "cache").rglob("more.*.pyc")):
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def refused_or_variables(**environment):

@@ -15,59 +15,27 @@ from distributed_training.start.ranks import current_process
 from distributed_training.supervise.process import Process
 from tests.support import refused
 
-RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "4"}
 TORCHRUN = {**RANK_1, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {
-    "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }  # fmt: skip
 # In a SLURM job, mpirun uses srun to start one daemon per node.
 MPIRUN = {
-    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "3",
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    **SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 CASES = {
-    "torchrun": (TORCHRUN, "torchrun", (1, 2)),
-    "accelerate": ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "torchrun", (1, 2)),
-    "deepspeed": ({**RANK_1, "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "deepspeed", (1, 2)),
-    "by hand": ({**RANK_1, "LOCAL_RANK": "1"}, "by hand", (1, 0)),
-    "PyTorchJob": ({**RANK_1, "PET_NNODES": "2"}, "PyTorchJob", (0, 0)),
-    "mpirun": (MPIRUN, "mpirun", (1, 2)),
-    "mpirun -x": (
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-        "mpirun without local ranks",
-        (0, 0),
-    ),
-    "mpirun_rsh": (
-        {
-            "MV2_COMM_WORLD_RANK": "1",
-            "MV2_COMM_WORLD_SIZE": "2",
-            "MV2_COMM_WORLD_LOCAL_RANK": "1",
-            "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-        },
-        "mpirun_rsh",
-        (1, 2),
-    ),
-    "mpiexec": ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "mpiexec", (1, 2)),
-    "srun --mpi=pmi2": ({**SRUN, **PMI}, "a launcher with PMI", (0, 0)),
-    "flux run": (
-        {
-            **SRUN,
-            "SLURM_PROCID": "0",
-            "FLUX_TASK_RANK": "1",
-            "FLUX_JOB_SIZE": "2",
-            "FLUX_TASK_LOCAL_ID": "1",
-        },
-        "flux run",
-        (1, 0),
-    ),
-    "jsrun": (
-        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "1"},
-        "jsrun",
-        (1, 0),
-    ),
-    "srun": (SRUN, "srun", (1, 0)),
+    "torchrun": (TORCHRUN, "torchrun"),
+    "accelerate": ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "torchrun"),
+    "deepspeed": ({**RANK_1, "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "deepspeed"),
+    "mpirun": (MPIRUN, "mpirun"),
+    "mpiexec": ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "mpiexec"),
+    "srun --mpi=pmi2": ({**SRUN, **PMI}, "srun"),
+    "srun": (SRUN, "srun"),
 }
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -82,25 +50,24 @@ def environment(monkeypatch):
 
 
 def test_every_launcher_has_a_test_case():
-    assert {row for _, row, _ in CASES.values()} == {source.name for source in LAUNCHERS}
+    assert {row for _, row in CASES.values()} == {source.name for source in LAUNCHERS}
 
 
 @pytest.mark.parametrize("launcher", CASES)
 def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
-    variables, row, local = CASES[launcher]
+    variables, row = CASES[launcher]
     assert find_launcher(variables).name == row
     environment(**variables, **MASTER)
     process = current_process()
-    assert (process.rank, process.world_size) == (1, 2)
-    assert (process.local_rank, process.local_world_size) == local, "0 of 0: found out later"
+    assert process == Process(rank=1, world_size=4, local_rank=1, local_world_size=2)
     assert process == current_process(), "once told, always the same"
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    assert (os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "2")
 
     environment(**variables)
-    with refused("MASTER_ADDR and MASTER_PORT", "--num_gpus N", "torchrun"):
+    with refused(row, "MASTER_ADDR", "--num_gpus"):
         current_process()
     assert run_and_report_errors(lambda: current_process() and 0) == 2
-    assert capsys.readouterr().err == "", "rank 0 says it"
+    assert capsys.readouterr().err == "", "local rank 0 says it"
 
 
 @pytest.mark.parametrize(
@@ -113,11 +80,7 @@ def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
         },  # sbatch starts one process, which is not a step of srun
         {**SRUN, "SLURM_PTY_PORT": "1234"},  # a shell
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
-        {**SRUN, "SLURM_PTY_PORT": "1234", "SLURM_PROCID": "0", "PMIX_RANK": "0"},
-        {"SKYPILOT_NUM_NODES": "1", "SM_HOSTS": '["algo-1"]', "AWS_BATCH_JOB_NUM_NODES": ""},
-        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+        {**PMI, "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
         {"ACCELERATE_MIXED_PRECISION": "no"},
     ],
 )
@@ -129,47 +92,21 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set, but RANK is not"),
-        ({**RANK_1, **MASTER, "WORLD_SIZE": "1" + "0" * 9}, "is too large"),
-        ({**RANK_1, **MASTER, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a valid port"),
-        ({**RANK_1, **MASTER, "RANK": "\u0661"}, "is not a number"),
-        ({**TORCHRUN, **MASTER, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
-        ({**TORCHRUN, **MASTER, "MASTER_PORT": ""}, "MASTER_PORT='' is not a number"),
-        ({**RANK_1, **MASTER, "RANK": "2"}, "RANK=2 is out of range for WORLD_SIZE=2"),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but WORLD_SIZE is not"),
-        (
-            {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"},
-            "PMIX_RANK is set, but WORLD_SIZE is not",
-        ),
-        ({"PALS_RANKID": "0"}, "PALS_RANKID is set, but"),
-        ({"ALPS_APP_PE": "1"}, "ALPS_APP_PE is set, but"),
-        ({"HOROVOD_RANK": "1"}, "HOROVOD_RANK is set, but"),
-        ({"MPIRUN_RANK": "1"}, "MPIRUN_RANK is set, but"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set, but"),
-        ({"PMI_RANK": "0"}, "PMI_RANK is set, but"),
-        ({"FLUX_TASK_RANK": "0"}, "FLUX_TASK_RANK is set, but"),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES specifies 4 nodes, but this process has no"),
-        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES specifies 2 nodes"),
-        ({"AWS_BATCH_JOB_NUM_NODES": "3"}, "AWS_BATCH_JOB_NUM_NODES specifies 3 nodes"),
-        ({"SM_HOSTS": '["algo-1","algo-2"]'}, "SM_HOSTS specifies 2 nodes"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", **MASTER}, "accelerate launch started one process"),
+        ({"RANK": "1"}, "RANK"),
+        (RANK_1, "LOCAL_RANK"),
+        ({**TORCHRUN, **MASTER, "RANK": "\u0661"}, "RANK"),
+        ({**TORCHRUN, **MASTER, "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({**TORCHRUN, **MASTER, "RANK": "5"}, "RANK=5"),
+        ({**TORCHRUN, **MASTER, "LOCAL_RANK": "0"}, "LOCAL_RANK=0"),
+        ({**TORCHRUN, **MASTER, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_RANK=1"),
+        ({**TORCHRUN, **MASTER, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=1"),
+        ({**SRUN, **MASTER, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "SLURM_STEP_TASKS_PER_NODE"),
     ],
 )
-def test_incomplete_launcher_variables_are_refused(variables, message, environment, capsys):
+def test_invalid_launcher_variables_are_refused(variables, message, environment):
     environment(**variables)
     with refused(message):
         current_process()
-    if "WORLD_SIZE" not in variables:  # perhaps no other process can report the error
-        assert run_and_report_errors(lambda: current_process() and 0) == 2
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rank", ["-1", "", "2", "x", "\u0661"])
-def test_an_invalid_rank_is_reported(rank, environment, capsys):
-    environment(**{**RANK_1, **MASTER, "RANK": rank})
-    assert run_and_report_errors(lambda: current_process() and 0) == 2
-    assert f"RANK={rank}" in capsys.readouterr().err.replace("'", "")
 
 
 def test_one_process_of_torchrun_is_a_single_process(environment):

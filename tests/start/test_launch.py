@@ -1,6 +1,5 @@
 """Test which processes plan, print and train, and how a run ends."""
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -72,14 +71,11 @@ KILLED = {1: -signal.SIGKILL}
 
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
-    """Return a function that calls spawn() with fake ranks, which end with the given exit codes. If
-    `recorded` is true, the ranks also update the record's modification time."""
+    """Return a function that calls spawn() with fake ranks, which end with the given exit codes."""
 
-    def call(codes, *, signum=0, recorded=True, push=None):
+    def call(codes, *, signum=0, push=None):
         def run_ranks(command, count, *_):
             assert (command, count) == (["x.py", str(tmp_path)], 2)
-            if recorded:
-                os.utime(tmp_path / "record.json")
             return RanksOutcome(signum=signum, codes=codes)
 
         monkeypatch.setattr(launch, "run_ranks", run_ranks)
@@ -92,12 +88,9 @@ def spawn(tmp_path, monkeypatch):
     return call
 
 
-def test_exit_code_of_processes_without_a_record(spawn, tmp_path):
+def test_exit_code_of_processes_without_a_record(spawn):
     for codes, signum, code in ((SUCCEEDED, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
-        assert spawn(codes, signum=signum, recorded=False) == code
-    # The record of another attempt is ignored.
-    start_test_record(tmp_path).update(status="interrupted")
-    assert spawn({0: 2}, recorded=False) == 2
+        assert spawn(codes, signum=signum) == code
 
 
 @pytest.mark.parametrize(
@@ -133,6 +126,7 @@ def test_record_shows_how_the_ranks_ended(status, codes, code, message, spawn, t
         assert printed == f"failed: {state.error}\n"
     if status == "ok" and codes == KILLED:
         assert spawn(codes, push="user/name") == 1, "it was being sent to the Hub"
+        assert spawn({}, signum=signal.SIGTERM) == 0, "a job must not start it again"
 
 
 def test_a_rank_that_was_killed_is_recorded_as_the_cause(spawn, tmp_path):
@@ -158,91 +152,27 @@ def test_a_single_process_equals_a_launcher_with_one_process(monkeypatch):
         assert {end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
-def test_a_port_in_use_is_named(monkeypatch):
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid", "192.0.2.1"])
+def test_an_address_that_cannot_be_used_is_named(host, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        first = Process(rank=0, world_size=2, local_rank=0, local_world_size=2)
-        with refused(f"cannot listen on 127.0.0.1:{port}", "--master_port"):
-            rendezvous.connect_ranks(first, 5)
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        first = Process(rank=0, world_size=2, local_rank=0, local_world_size=1)
+        with refused(f"{host}:{port}", "rank 0"):
+            rendezvous.connect_ranks(first, 1)
 
 
-@pytest.mark.parametrize(
-    ("host", "rank", "words"),
-    [
-        ("no-such-host.invalid", 0, "cannot resolve MASTER_ADDR='no-such-host.invalid'. Set it to"),
-        ("no-such-host.invalid", 1, "cannot resolve MASTER_ADDR='no-such-host.invalid'. Set it to"),
-        ("a" * 64, 1, "cannot resolve MASTER_ADDR="),
-        ("192.0.2.1", 0, "MASTER_ADDR='192.0.2.1' is not an address of this machine. Set it to"),
-    ],
-)
-def test_a_wrong_address_is_distinguished_from_a_port_in_use(host, rank, words, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", host)
-    monkeypatch.setenv("MASTER_PORT", "29555")
-    process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-    with refused(words) as caught:
-        rendezvous.connect_ranks(process, 0)
-    assert "port" not in str(caught.value)
-
-
-def test_a_node_is_missing_only_without_all_of_its_ranks():
-    store = torch.distributed.HashStore()
-    store.set(rendezvous._HOST_KEY.format(2), json.dumps({"host": "b"}))
-    first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
-    hosts = f"connected hosts: {socket.gethostname()}, b. "
-    with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing; {hosts}"):
-        rendezvous._wait_for_all(store, first, 0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("machines", "local_ranks", "words"),
-    [
-        ("aabb", ("", "", "", ""), ""),
-        ("aabb", ("0", "1", "0", "1"), ""),
-        ("abab", ("0", "0", "1", "1"), "rank 0 is not one of 2 consecutive ranks on a"),
-        ("aaab", ("0", "1", "2", "0"), "rank 3 is not one of 3 consecutive ranks on b"),
-        ("aabb", ("0", "1", "0", "0"), "rank 3 on b has LOCAL_RANK=0 instead of 1"),
-    ],
-)
-def test_ranks_count_the_processes_on_their_machine(machines, local_ranks, words, monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    launcher_report = {"local_world_size": 0, "wrong_interface": ""}
-    reports = [
-        {"host": host, "machine": host, "local_rank": local_rank, **launcher_report}
-        for host, local_rank in zip(machines, local_ranks, strict=True)
-    ]
-    process = Process(rank=3, world_size=4, local_rank=0, local_world_size=0)
-    with refused(words) if words else contextlib.nullcontext():
-        assert rendezvous.assign_local_rank(process, reports) == Process(
-            rank=3, world_size=4, local_rank=1, local_world_size=2
-        )
-        assert os.environ == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-
-
-@pytest.mark.parametrize(
-    ("gloo", "nccl", "wrong"),
-    [
-        ("", "", ""),
-        ("eth0", "=eth0", ""),
-        ("eth0,lo", "eth,ib", ""),
-        ("lo", "^docker", ""),
-        ("lo", "=eth1,=eth0:5000", ""),
-        ("=eth0", "", "GLOO_SOCKET_IFNAME='=eth0' names no interface of "),
-        ("eth", "", "GLOO_SOCKET_IFNAME='eth' names"),
-        ("eth0,eth1", "", "GLOO_SOCKET_IFNAME='eth0,eth1' names"),
-        ("", "=eth", "NCCL_SOCKET_IFNAME='=eth' names"),
-        ("", "enp", "NCCL_SOCKET_IFNAME='enp' names"),
-        ("", "^lo,eth", "NCCL_SOCKET_IFNAME='^lo,eth' names"),
-    ],
-)
-def test_missing_network_interfaces_are_named(gloo, nccl, wrong, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
-    found = rendezvous.find_wrong_interface(["lo", "eth0"])
-    assert found.startswith(wrong)
-    assert bool(found) == bool(wrong)
-    assert not wrong or found.endswith(", which has lo, eth0")
+def test_missing_ranks_end_the_start(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    first = Process(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    with refused("rank 0", "rendezvous_timeout_s"):
+        rendezvous.connect_ranks(first, 1)
 
 
 def run_without_planning(run_dir):

@@ -1,5 +1,6 @@
 """Test that a run restarted by torchrun continues the same work on the remaining processes."""
 
+import json
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
 from tests.planner.helpers import merged
 from tests.settings.test_config import OTHER
-from tests.support import CPU_MACHINE, refused
+from tests.support import CPU_MACHINE, refused, start_test_record
 
-AGENTS = ["a 100 1.5", "b 7 2.5"]
+RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def config_for(output_dir, **values):
@@ -29,10 +30,11 @@ def build_plan(config, num_processes):
 
 
 @pytest.fixture
-def start_run(tmp_path):
-    def begin(num_processes, launchers=AGENTS, **values):
-        plan = build_plan(config_for(tmp_path, **values), num_processes)
-        return reserve_run_dir(plan, launchers)
+def start_run(tmp_path, monkeypatch):
+    monkeypatch.setenv(RUN_ID, "job-7")
+
+    def begin(num_processes, **values):
+        return reserve_run_dir(build_plan(config_for(tmp_path, **values), num_processes))
 
     return begin
 
@@ -47,9 +49,9 @@ def test_restarting_keeps_the_global_batch(batch, start_run, tmp_path):
             with refused(
                 f"{count} processes cannot share the global batch", "Use a number of processes"
             ):
-                continue_run(requested, AGENTS[:1], count)
+                continue_run(requested, count)
             continue
-        config, (note,) = continue_run(requested, AGENTS[:1], count)
+        config, (note,) = continue_run(requested, count)
         assert build_plan(config, count).work == first_plan.work
         assert config.batch_size <= batch[0]
         assert ("global batch stays" in note) is (count != 4)
@@ -58,24 +60,33 @@ def test_restarting_keeps_the_global_batch(batch, start_run, tmp_path):
 
 def test_restarting_keeps_an_automatic_batch_size(start_run, tmp_path):
     first_plan = start_run(2, batch_size="auto", strategy="auto")
-    config, _ = continue_run(config_for(tmp_path, batch_size="auto", strategy="auto"), AGENTS, 1)
+    config, _ = continue_run(config_for(tmp_path, batch_size="auto", strategy="auto"), 1)
     assert build_plan(config, 1).work == first_plan.work
 
 
-def test_restarting_continues_the_run_of_the_same_launchers(start_run, tmp_path):
+def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(
+    start_run, tmp_path, monkeypatch
+):
     requested = config_for(tmp_path)
-    assert continue_run(requested, AGENTS, 2) == (requested, [])
-    older, _ = start_run(2), start_run(2, launchers=["a 100 9.5"])
-    saved = older.run_dir.resolve() / "checkpoints/step-00000007"
+    assert continue_run(requested, 2) == (requested, [])
+    run_dir = start_run(2).run_dir.resolve()
+    # Whatever lies in output_dir must not end the start.
+    for number, text in enumerate(("", "[]", "null", "{", json.dumps({"run_id": ["job-7"]}))):
+        (tmp_path / f"other-{number}").mkdir()
+        (tmp_path / f"other-{number}" / "plan.json").write_text(text)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "plan.json")
+    saved = run_dir / "checkpoints/step-00000007"
     saved.mkdir(parents=True)
-    assert (
-        continue_run(requested, ["a 101 1.5"], 2)
-        == continue_run(requested, [], 2)
-        == (requested, [])
-    )
-    config, notes = continue_run(requested, AGENTS[1:], 2)
+    config, notes = continue_run(requested, 2)
     assert config == requested.model_copy(update={"resume": str(saved)})
     assert notes == ["the run was restarted from step-00000007"]
+    for run_id in ("job-8", "none"):
+        monkeypatch.setenv(RUN_ID, run_id)
+        assert continue_run(requested, 2) == (requested, [])
+    monkeypatch.setenv(RUN_ID, "job-7")
+    start_test_record(run_dir).update(status="ok")
+    assert continue_run(requested, 2) == (requested, [])
 
 
 def test_a_skipped_checkpoint_is_not_resumed(tmp_path):

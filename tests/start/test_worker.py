@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distributed_training.models import gpt2
 from distributed_training.records.record import load_record
@@ -52,17 +51,25 @@ def test_advice_to_save_memory_is_given_only_if_it_helps(tmp_path, monkeypatch):
         assert "on rank 0: tried to allocate\n  The peak was 1.00 GiB" in text
 
 
-def test_the_cause_of_a_failure_is_known_on_all_nodes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "recorded", "has_traceback"),
+    [
+        (IndexError("bad index: 1"), "bad index: 1", True),
+        (RuntimeError("No space left on device"), "No space left", True),  # said, not known
+        (OSError(28, "No space left on device"), "--resume auto", False),
+    ],
+)
+def test_only_causes_known_by_type_or_number_are_explained(
+    error, recorded, has_traceback, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(os, "_exit", sys.exit)
-    store = dist.HashStore()
-    for rank, error in enumerate((ValueError("a bad line"), RuntimeError("Broken pipe"))):
-        run_dir = tmp_path / str(rank)
-        run_dir.mkdir()
-        start_test_record(run_dir)
-        plan = SimpleNamespace(run_dir=run_dir, has_node_local_files=True, offload_dir=None)
-        with pytest.raises(SystemExit):
-            ending.end_failed(plan, SimpleNamespace(rank=rank, local_rank=0), error, store)
-        assert load_record(run_dir).error == "rank 0: ValueError: a bad line"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    start_test_record(tmp_path)
+    plan = SimpleNamespace(run_dir=tmp_path, has_node_local_files=False, offload_dir=None)
+    with pytest.raises(SystemExit, match="1"):
+        ending.end_failed(plan, SimpleNamespace(rank=0, local_rank=0), error)
+    assert recorded in load_record(tmp_path).error
+    assert (type(error).__name__ in capsys.readouterr().err) is has_traceback
 
 
 PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)

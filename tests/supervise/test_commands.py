@@ -49,7 +49,7 @@ def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch
         config=SimpleNamespace(generate=None, epochs=2, max_steps=max_steps),
         num_steps=45,
         requested=SimpleNamespace(resume=resume),
-        run_dir=Path("runs/a"), output_dir=Path("runs"), launchers=[], num_processes=1,
+        run_dir=Path("runs/a"), output_dir=Path("runs"), num_processes=1,
     )  # fmt: skip
     finished = SimpleNamespace(best=None, step=45, num_steps=45)
     *_, longer = commands.suggest_commands(plan, finished).values()
@@ -59,7 +59,7 @@ def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch
 
 
 def test_under_a_launcher_the_resume_option_is_printed():
-    plan = SimpleNamespace(run_dir=Path("runs/a"), launchers=["torchrun"])
+    plan = SimpleNamespace(run_dir=Path("runs/a"), num_processes=2)
     assert commands.build_continue_command(plan)[1] == "--resume runs/a"
 
 
