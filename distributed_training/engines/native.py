@@ -48,10 +48,10 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 def parallelize(
     stage: Decoder, weights: InitialWeights, plan: Plan, topology: Topology, mesh: DeviceMesh | None
-) -> set[str]:
+) -> list[nn.Parameter]:
     """Parallelize a model or a pipeline stage over `mesh` in place, except for DDP, and fill it
-    with its initial `weights`. Return the names of the parameters whose gradients must be summed
-    over tp. All ranks must call this function."""
+    with its initial `weights`. Return the parameters whose gradients must be summed over tp. All
+    ranks must call this function."""
     config = plan.config
     tp_partial_names: set[str] = set()
     tp_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
@@ -73,7 +73,7 @@ def parallelize(
         blocks.apply_prefetch(stage, config.fsdp_prefetch)
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     blocks.reset_shards(stage)
-    return tp_partial_names
+    return [p for name, p in stage.named_parameters() if name in tp_partial_names]
 
 
 class NativeEngine(base.Engine):
@@ -105,12 +105,11 @@ class NativeEngine(base.Engine):
             partial(enable_symmetric_memory, self.tp_group), "async_tp has no effect"
         )
         # Parameters whose gradients must be summed over tp
-        self.tp_partial_params: list[nn.Parameter] = []
-        for stage in stages.values():
-            tp_partial_names = parallelize(stage, weights, plan, topology, mesh)
-            self.tp_partial_params += [
-                p for name, p in stage.named_parameters() if name in tp_partial_names
-            ]
+        self.tp_partial_params = [
+            parameter
+            for stage in stages.values()
+            for parameter in parallelize(stage, weights, plan, topology, mesh)
+        ]
         # The whole model if there is no pipeline
         self.module: nn.Module = next(iter(stages.values()))
         if plan.uses_ddp:
