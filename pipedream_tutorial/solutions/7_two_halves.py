@@ -1,11 +1,11 @@
-"""Solution: both halves need dZ, the gradient of Z = X W. I computes dZ and keeps it for W. A
+"""Solution: both halves need dZ, the gradient of Z = X A. I computes dZ and keeps it for W. A
 delayed W costs memory, because X and dZ stay in memory until W has run.
 """
 
 
-def input_gradient(dy, y, w):
+def input_gradient(dy, y, a):
     dz = dy * (1 - y**2)
-    return dz @ w.T, dz
+    return dz @ a.T, dz
 
 
 def weight_gradient(x, kept):

@@ -26,7 +26,6 @@ PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
-    (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
 ]
 
 

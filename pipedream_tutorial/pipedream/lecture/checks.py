@@ -355,21 +355,21 @@ def check_halves(
     input_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, object]],
     weight_gradient: Callable[[Tensor, object], Tensor],
 ) -> str:
-    """Check exercise 7: the two halves of the backward pass of Y = tanh(X W). The second half
+    """Check exercise 7: the two halves of the backward pass of Y = tanh(X A). The second half
     receives only X and the values that the first half has kept."""
     generator = torch.Generator().manual_seed(0)
-    x, w, dy = (
+    x, a, dy = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((5, 3), (3, 4), (5, 4))
     )
-    y = torch.tanh(x @ w)
-    exact = torch.autograd.grad(y, (x, w), dy)
+    y = torch.tanh(x @ a)
+    exact = torch.autograd.grad(y, (x, a), dy)
     with torch.no_grad():
-        halves = input_gradient(dy, y.detach(), w)
+        halves = input_gradient(dy, y.detach(), a)
         if not isinstance(halves, tuple) or len(halves) != 2:
             raise WrongAnswer("input_gradient must return two things: dX, and what W will need")
         answers = halves[0], weight_gradient(x, halves[1])
-    for name, like, ours, theirs in zip(("dX", "dW"), "XW", answers, exact, strict=True):
+    for name, like, ours, theirs in zip(("dX", "dA"), "XA", answers, exact, strict=True):
         if ours is None:
             raise WrongAnswer(f"the function for {name} returns nothing")
         if ours.shape != theirs.shape:
@@ -380,6 +380,6 @@ def check_halves(
         if off > TOLERANCE:
             raise WrongAnswer(
                 f"{name} has the right shape but is off by {off:.0%}. Which function is between "
-                "Y and X W?"
+                "Y and X A?"
             )
     return "both agree with autograd, and W needs nothing from another rank."
