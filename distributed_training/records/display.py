@@ -2,7 +2,6 @@
 does not import torch."""
 
 import re
-import shlex
 import sys
 import textwrap
 import time
@@ -66,7 +65,7 @@ class Display:
 
     def suggest(self, commands: Mapping[str, str]) -> None:
         """Print commands, each below a comment with its purpose."""
-        lines = [f"  # {purpose}\n{pasteable(command)}" for purpose, command in commands.items()]
+        lines = [f"  # {purpose}\n  {printable(command)}" for purpose, command in commands.items()]
         self.say("\n".join(["Next, for example:", *lines]))
 
     def start(self, num_done: int, total: int, compiles: bool) -> None:
@@ -115,15 +114,6 @@ def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
     )
 
 
-def pasteable(command: str) -> str:
-    """Return the command, indented. A long command continues on the next line after a backslash,
-    but not within a quoted word."""
-    words = [printable(shlex.quote(word)).replace(" ", "\0") for word in shlex.split(command)]
-    text = re.sub(r"(--[\w-]+) (?!-)", "\\1\0", " ".join(words))  # keep values with their options
-    lines = fold(text, WIDTH - 6).splitlines()
-    return "  " + " \\\n    ".join(lines).replace("\0", " ")
-
-
 def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in MiB if it is less than 0.1 GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
@@ -144,16 +134,22 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     return text if bits is None else f"{text}  bpb {bits:.4f}"
 
 
-def format_duration(seconds: float | None) -> str:
-    """Round a predicted time and return it as text, such as "about 5 minutes"."""
-    if seconds is None:
-        return "time unknown"
-    if 0 <= seconds < 1:
-        return "less than 1 s"
-    if seconds < 90:
-        return f"about {seconds:.0f} s"
-    minutes = seconds / 60
-    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"
+def format_count(number: float) -> str:
+    """Format a number with three significant digits and a letter for its magnitude, such as
+    1.23M."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in the largest unit in which its value is at least 2. Durations under 2
+    minutes are in seconds."""
+    for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
 
 
 def short_path(path: str | Path) -> str:
@@ -194,9 +190,10 @@ def header_rows(r: Record) -> dict[str, str]:
     data = r.data
     length = config["max_length"]
     tokens = r.batch.global_batch_size * length
-    model = f"{config['model']}, {_count(r.num_parameters)} parameters, {config['weights']} weights"
+    model = f"{config['model']}, {format_count(r.num_parameters)} parameters, "
+    model += f"{config['weights']} weights"
     if config.get("lora_rank"):
-        model += f"; {_count(r.num_learning or 0)} adapter parameters are trained"
+        model += f"; {format_count(r.num_learning or 0)} adapter parameters are trained"
     device = r.machine["gpu_name"] or f"CPU ({plural(r.machine['num_cpus'], 'core')})"
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real_share = data["real_token_share"]
@@ -235,12 +232,6 @@ def header_rows(r: Record) -> dict[str, str]:
                  f"{plural(config['warmup_steps'], 'warm-up step')})",
         "run": short_path(r.run_dir),
     }  # fmt: skip
-
-
-def _count(number: int) -> str:
-    if number < 1e5:
-        return f"{number:,}"
-    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def _options(r: Record) -> str:
@@ -282,7 +273,7 @@ def describe_prediction(
     low, high = prediction["likely_s"]
     text += f"; {seconds:.3g} s per step (typically {low:.3g} to {high:.3g} s)"
     if num_steps is not None:
-        text += f", {format_duration(num_steps * seconds)} in total"
+        text += f", about {format_duration(num_steps * seconds)} in total"
     return f"{text}; bottleneck: {bottleneck_name(prediction['bound_by'])}"
 
 

@@ -35,7 +35,7 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     for number, comparison in enumerate(comparisons, 1):
         is_numbered = len(comparisons) > 1
         settings = comparison.settings
-        heading = settings.get("model") or comparison.work_description or "Runs"
+        heading = settings.get("model", "Runs")
         plots = draw_plots(comparison.finished)
         section = Section(
             heading=f"{number}. {heading}" if is_numbered else heading,
@@ -63,41 +63,26 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
     run comes first. Each run has its own row."""
     records = sorted(records, key=lambda r: r.started_at)
     different_keys = differing_keys([record.work for record in records])
-    groups: dict[str, list[tuple[str, Record]]] = defaultdict(list)
-    for name, r in reversed([*zip(run_names(records), records, strict=True)]):
-        groups[repr([r.work.get(key) for key in different_keys])].insert(0, (name, r))
-    shown_keys = [key for key in different_keys if key not in _KEYS_IN_SETTINGS]
-    if len(different_keys) > 1:  # a hash is shown only if there is no other difference
-        shown_keys = [key for key in shown_keys if key != "data_fingerprint"]
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for r in reversed(records):
+        groups[repr([r.work.get(key) for key in different_keys])].insert(0, r)
     comparisons = []
     for group in groups.values():
-        common = common_settings([r for _, r in group])
+        common = common_settings(group)
         layouts = []
-        for name, r in group:
-            texts = [f"{name} {r.layout_name}".lstrip()]
+        for r in group:
+            texts = [f"{Path(r.run_dir).name} {r.layout_name}"]
             texts += [f"{key} {show(r)}" for key, show in SETTINGS.items() if key not in common]
             layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
-        first = group[0][1].work
-        differing_settings = {key: short_name(str(first.get(key)))[:12] for key in shown_keys}
+        differing_settings = {
+            key: short_name(str(group[0].work.get(key)))
+            for key in different_keys
+            if key not in _KEYS_IN_SETTINGS
+        }
         comparisons.append(
             Comparison(layouts=layouts, differing_settings=differing_settings, row_heading="run")
         )
     return comparisons
-
-
-def run_names(records: Sequence[Record]) -> list[str]:
-    """Return a name for each run: the shortest part of its folder's name that distinguishes it from
-    the other runs. The part consists of whole words. The name of a single run is ""."""
-    names = [tuple(Path(r.run_dir).name.split("-")) for r in records]
-    num_names = len(set(names))
-    if num_names == 1:
-        return ["" if len(names) == 1 else "-".join(name) for name in names]
-    sizes = range(max(map(len, names)) + 1)
-    # num_prefixes[size]: number of different prefixes of `size` words
-    num_prefixes = [len({name[:size] for name in names}) for size in sizes]
-    first = num_prefixes.count(1) - 1  # all names share the words before this index
-    last = num_prefixes.index(num_names)
-    return ["-".join(name[first:last]) for name in names]
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:

@@ -4,17 +4,14 @@ model, the data, the global batch and other settings."""
 
 import base64
 import platform
-import shutil
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from tabulate import tabulate
 
 from distributed_training.records.display import (
-    WIDTH,
     best_if_overfitted,
     bottleneck_name,
     fill_template,
@@ -31,11 +28,11 @@ from distributed_training.settings.files import plural
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
 _NAME_WIDTH = 26  # width of the first column on a terminal
-# Columns that are left out of the table on a narrow terminal, in this order
-_DROPPABLE_COLUMNS = (
-    "MFU", "bits per byte", "validation perplexity", "ms per step", "runs", "peak RAM",
-    "training loss",
-)  # fmt: skip
+# Columns that only pages show, because a terminal has 80 columns
+_PAGE_COLUMNS = {
+    "ms per step", "MFU", "peak RAM", "training loss", "validation perplexity", "bits per byte",
+    "runs",
+}  # fmt: skip
 _TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}  # left-aligned
 
 
@@ -203,7 +200,6 @@ class Comparison:
     """Layouts whose runs did the same work."""
 
     layouts: list[LayoutRow]
-    work_description: str = ""  # description of the work, if there are no records
     # Key of the work -> value, for keys whose values differ between comparisons
     differing_settings: dict[str, str] = field(default_factory=dict)
     row_heading: str = "strategy"  # heading of the first column
@@ -279,11 +275,6 @@ class Comparison:
         if any(r.machine["gpu_name"] for r in self.records):
             memory = "the peak memory of tensors on the fullest GPU"
         about = f"The peak memory is {memory}. Each prediction was made before its run."
-        for name, column in (("Time", "ms per step error"), ("Memory", "peak error")):
-            if sizes := [*map(abs, PREDICTIONS[column].values(self.records))]:
-                num_close = sum(size <= 0.10 for size in sizes)
-                about += f" {name}: {num_close} of {plural(len(sizes), 'prediction')} within 10%, "
-                about += f"median error {statistics.median(sizes):.0%}."
         layouts = self.finished if any(r.prediction for r in self.records) else []
         return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
 
@@ -359,45 +350,29 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
 
 
 def render(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """Return a page that begins with the settings that all sections share.
+    """Return a page.
 
     The forms are:
     - txt: text for a terminal, with only the first table of each section and without plots
     - md: Markdown, which refers to the plots as files
     - html: a single file without scripts or network access"""
-    shared = dict[str, str]()
-    if len(sections) > 1:
-        shared_items = set.intersection(*({*section.settings.items()} for section in sections))
-        shared = dict(item for item in sections[0].settings.items() if item in shared_items)
-
-    def own_settings(section: Section) -> dict[str, str]:
-        return {name: text for name, text in section.settings.items() if name not in shared}
-
-    width = shutil.get_terminal_size((WIDTH, 0)).columns
     page = fill_template(
         f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
-        shared=shared, own_settings=own_settings, tabulate=tabulate, align=_column_alignment,
-        b64encode=base64.b64encode, fold=partial(fold, width=width), fit=partial(_fit, width=width),
+        tabulate=tabulate, align=_column_alignment, b64encode=base64.b64encode, fold=fold,
+        terminal_table=_terminal_table,
     )  # fmt: skip
     return "\n".join(map(printable, page.splitlines())) if form == "txt" else page
 
 
-def _fit(columns: dict[str, list[str]], width: int) -> str:
-    """Format a table for a terminal. If the terminal is narrow, the least important columns are
-    left out."""
-    for droppable in ("", *_DROPPABLE_COLUMNS):
-        columns = {name: cells for name, cells in columns.items() if name != droppable}
-        headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
-        text = tabulate(
-            # The headings are a row of the table, because tabulate adds padding to its own
-            # headings.
-            [headings, *zip(*columns.values(), strict=True)],
-            tablefmt="plain", disable_numparse=True, colalign=_column_alignment(columns),
-            maxcolwidths=[_NAME_WIDTH, *[None] * (len(columns) - 1)],
-        )  # fmt: skip
-        if max(map(len, text.splitlines())) <= width:
-            break
-    return text
+def _terminal_table(columns: Mapping[str, list[str]]) -> str:
+    columns = {name: cells for name, cells in columns.items() if name not in _PAGE_COLUMNS}
+    headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
+    return tabulate(
+        # The headings are a row of the table, because tabulate adds padding to its own headings.
+        [headings, *zip(*columns.values(), strict=True)],
+        tablefmt="plain", disable_numparse=True, colalign=_column_alignment(columns),
+        maxcolwidths=[_NAME_WIDTH, *[None] * (len(columns) - 1)],
+    )  # fmt: skip
 
 
 def _column_alignment(headers: Iterable[str]) -> list[str]:

@@ -15,9 +15,15 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
-from distributed_training.records.display import format_bytes, pasteable, short_path
+from distributed_training.records.display import format_bytes, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
-from distributed_training.settings.errors import RunError, UserError, first_line, print_stderr
+from distributed_training.settings.errors import (
+    RunError,
+    UserError,
+    first_line,
+    print_stderr,
+    printable,
+)
 from distributed_training.supervise import claims, commands
 
 # Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
@@ -77,7 +83,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         message = "Stopped. Nothing was saved."
         if list_checkpoints(plan.run_dir):
             sentence, command = commands.build_continue_command(plan)
-            message = f"Stopped. {sentence}\n{pasteable(command)}"
+            message = f"Stopped. {sentence}\n  {printable(command)}"
     try:
         is_first_cause = records.mark_stopped(
             plan.run_dir, status, reason, consequence=lost_connection

@@ -140,9 +140,6 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     if arguments.dry_run:
         print_settings(runs)
         return 0
-    if (out / "compare.html").exists() and not num_finished:
-        text = f"this comparison replaces the page {short_path(out / 'compare.html')}"
-        print(f"note: {text}. To keep the page, set --out to another folder", flush=True)
     code = 0
     try:
         train_each(runs, out, describe_result)
@@ -295,7 +292,7 @@ def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], s
         durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
         if num_remaining and durations_s:
             seconds = num_remaining * statistics.mean(durations_s)
-            line += f" ({plural(num_remaining, 'run')} remaining, {format_duration(seconds)})"
+            line += f" ({plural(num_remaining, 'run')} remaining, about {format_duration(seconds)})"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(prefix)), flush=True)
 
 
@@ -355,7 +352,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     for run in runs:
         groups.setdefault(run.work, {}).setdefault(run.name, []).append(run)
     comparisons = []
-    for work, rows in groups.items():
+    for rows in groups.values():
         layouts = []
         for name, members in rows.items():
             succeeded = [run.record for run in members if run.record and not run.why]
@@ -363,11 +360,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
             layouts.append(
                 LayoutRow(name=name, records=succeeded, num_requested_runs=len(members), why=why)
             )
-        # Records already describe the work.
-        has_records = any(layout.records for layout in layouts)
-        comparisons.append(
-            Comparison(work_description="" if has_records else work, layouts=layouts)
-        )
+        comparisons.append(Comparison(layouts=layouts))
     sections = report.build_sections(comparisons)
     title = "Strategies side by side"
     runs_text = plural(len(runs), "run")

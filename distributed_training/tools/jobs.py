@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.data.corpus import BUILT_IN, EMBEDDED, PROSE, WIKITEXT
+from distributed_training.data.corpus import BUILT_IN
 from distributed_training.data.samples import AUTO_NUM_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
@@ -19,7 +19,7 @@ from distributed_training.planner.data import (
 )
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
-from distributed_training.settings.config import AUTO, PATHS, Request
+from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB
@@ -28,23 +28,15 @@ from distributed_training.settings.strategies import named_strategy
 
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
-# Values of path keys that are not paths
-_NON_PATHS = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
-_CREATED_KEYS = {"output_dir", "offload_dir"}
 # `layout_settings` returns these keys, so they are not compared with the typed keys.
 _LAYOUT_KEYS = {"pipeline_schedule", "micro_batch_size"}
 
 
 def build_options(
-    plan: Draft,
-    arguments: argparse.Namespace,
-    configure: Callable[[Sequence[str]], Request],
-    *,
-    absolute_paths: bool = False,
+    plan: Draft, arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request]
 ) -> list[str]:
     """Return the options with which the script produces this plan: the preset, the typed keys, the
-    layout and every key that the planner set. If `absolute_paths` is set, relative paths become
-    absolute, because the command runs in another folder."""
+    layout and every key that the planner set."""
     strategy = plan.strategy.name
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
@@ -61,11 +53,7 @@ def build_options(
         | chosen_values
         | layout_settings(plan)
     )
-    preset = arguments.preset
-    if absolute_paths:
-        values |= _absolute_paths(plan)
-        preset = str(Path(preset).absolute()) if preset and Path(preset).is_file() else preset
-    options = ["--preset", preset] if preset else []
+    options = ["--preset", arguments.preset] if arguments.preset else []
     options += [f"--{name}" for name in ("force", "strict") if getattr(arguments, name)]
     for name, value in values.items():
         text = str(value)
@@ -73,23 +61,6 @@ def build_options(
         has_dash = text.startswith("-") and text != "-1"
         options += [f"--{name}={text}"] if has_dash else [f"--{name}", text]
     return options
-
-
-def _absolute_paths(plan: Draft) -> dict[str, str]:
-    """Return the absolute path for each key whose value is a relative path."""
-    absolute_paths = {}
-    for name in PATHS:
-        value = getattr(plan.requested, name)
-        # A size may follow the path of a model family.
-        path, colon, size = (value or "").partition(":")
-        is_name = value in _NON_PATHS
-        if name == "model":
-            is_name = plan.model.weights_dir is None and not Path(plan.model.family).is_absolute()
-        if is_name or not value or Path(path).is_absolute():
-            continue
-        if name in _CREATED_KEYS or Path(path).exists():
-            absolute_paths[name] = f"{Path(path).absolute()}{colon}{size}"
-    return absolute_paths
 
 
 def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
@@ -151,9 +122,11 @@ def build_batch_script(
             f"# Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each."
         )
         time = slurm_time(SAFETY_FACTOR * steps * max_step_s + OVERHEAD_S)
-    script_words = [script.name, *options]
+    script_words = [str(script), *options]
     script_words += [] if "--strict" in script_words else ["--strict"]
     script_words += [] if "--resume" in script_words else ["--resume", "auto"]
+    # Relative paths in the options refer to the current folder.
+    run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
     job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
     for template_text, job_text in {
         job.splitlines()[1]: "\n".join(header),
@@ -163,7 +136,7 @@ def build_batch_script(
         "--mem=64G": f"--mem={math.ceil(SAFETY_FACTOR * ram_bytes / GIB)}G",
         "--time=04:00:00": f"--time={time}",
         'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
-        "(real_model_example.py --strict --resume auto": f"({shlex.join(script_words)}",
+        "run=(real_model_example.py --strict --resume auto": run_line,
         "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
     }.items():
         assert job.count(template_text) == 1, template_text

@@ -154,7 +154,7 @@ def run(
         options = build_options(choice.plan, arguments, configure)
         print(f"  # {label}\n  {launch_command(choice.plan, relative_path(script), options)}")
     if job_file is not None:
-        options = build_options(first.plan, arguments, configure, absolute_paths=True)
+        options = build_options(first.plan, arguments, configure)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
         job = build_batch_script(

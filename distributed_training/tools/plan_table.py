@@ -7,7 +7,7 @@ from tabulate import DataRow, TableFormat, tabulate
 from distributed_training.planner.rank import MAX_SLOWDOWN, layout_name, within
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.records.display import bottleneck_name
+from distributed_training.records.display import bottleneck_name, format_count, format_duration
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import num_steps
 
@@ -114,7 +114,7 @@ def describe_requested_work(
     seconds = steps * choice.step.seconds
     gpu_hours = seconds * plan.num_processes / 3600
     text = f"{label} ({layout_name(plan)}): {format_count(tokens)} tokens in {steps:,} steps take "
-    text += f"{format_long_duration(seconds)} of training"
+    text += f"{format_duration(seconds)} of training"
     if plan.machine.num_gpus:
         text += f", {gpu_hours:,.3g} GPU-hours"
         text += (
@@ -123,21 +123,3 @@ def describe_requested_work(
             else f", and cost {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
         )
     return f"{text}."
-
-
-def format_long_duration(seconds: float) -> str:
-    """Format a duration in the largest unit in which its value is at least 2. Durations under 2
-    minutes are in seconds."""
-    for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} s"
-
-
-def format_count(number: float) -> str:
-    """Format a number with three significant digits and a letter for its magnitude, such as
-    1.23M."""
-    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"

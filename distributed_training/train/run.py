@@ -28,9 +28,9 @@ from distributed_training.planner.data import load_planned_data
 from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, header_rows, pasteable, short_path
+from distributed_training.records.display import Display, header_rows, short_path
 from distributed_training.records.results import summary_rows
-from distributed_training.settings.errors import UserError, print_stderr
+from distributed_training.settings.errors import UserError, print_stderr, printable
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import END_ACTIVITY, Process, Startup
 from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
@@ -124,7 +124,7 @@ def train(
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         if trainer.checkpoints.saved_step:
             sentence, command = commands.build_continue_command(plan)
-            display.say(f"{what} {sentence}\n{pasteable(command)}")
+            display.say(f"{what} {sentence}\n  {printable(command)}")
         else:
             display.say(f"{what} Nothing was saved.")
     engine.close()

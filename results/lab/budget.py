@@ -26,11 +26,11 @@ from distributed_training import cli
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import rank_layouts, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
+from distributed_training.records.display import format_count, format_duration
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json, shown
 from distributed_training.settings.keys import Parser
-from distributed_training.tools.plan_table import format_count, format_long_duration
 from real_model_example import CONFIG
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -161,7 +161,7 @@ def describe_loss(
         choices = fastest_layouts(build, cluster, chooses_batch_size)
         for fit, flops in flops_by_fit:
             nearest = min(choices, key=functools.partial(_size_mismatch, fit, flops))
-            time = f"{format_long_duration(flops / flops_per_s(nearest))} on {cluster.name}"
+            time = f"{format_duration(flops / flops_per_s(nearest))} on {cluster.name}"
             speed = f"at {nearest.plan.config.model}'s predicted speed"
             lines.append(f"according to {fit.name}: {time}, {speed}")
     return lines
@@ -210,7 +210,7 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
     config = nearest.plan.config
     mfu = f" (MFU {100 * nearest.mfu:.0f}%)" if nearest.mfu else ""
     tflops = flops_per_s(nearest) / cluster.num_processes / 1e12
-    summary = f"{cluster.name} for {format_long_duration(seconds)}: {flops:.2e} FLOPs, at the "
+    summary = f"{cluster.name} for {format_duration(seconds)}: {flops:.2e} FLOPs, at the "
     summary += f"{tflops:.0f} TFLOP/s per GPU{mfu} predicted for {config.model} with "
     summary += f"{config.batch_size} x {config.max_length} tokens per GPU"
     names = " / ".join(fit.name for fit in FITS)

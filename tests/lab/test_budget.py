@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from distributed_training.records.display import format_count
 from distributed_training.settings.files import ROOT
-from distributed_training.tools.plan_table import format_count
 from results.lab.budget import FITS, parse_budget
 from tests.conftest import assert_ok, run_command
 from tests.support import refused

@@ -10,7 +10,7 @@ def header(**changes):
 def test_header_describes_the_run():
     rows = header(from_strategy_defaults=["precision", "compile"])
     for name, words in {
-        "model": ["gpt2-medium", "354.8M", "pretrained"],
+        "model": ["gpt2-medium", "355M", "pretrained"],
         "strategy": ["zero2 x 4", "NVIDIA H200"],
         "defaults": ["precision=bf16, compile=True"],
         "precision": ["bf16 compute", "fp32 master", "compiled"],

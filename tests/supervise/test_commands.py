@@ -1,12 +1,10 @@
 """Test the commands that a run prints for the user."""
 
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.records.display import WIDTH, pasteable
 from distributed_training.supervise import commands
 
 
@@ -61,14 +59,3 @@ def test_the_command_that_trains_longer(resume, max_steps, expected, monkeypatch
 def test_under_a_launcher_the_resume_option_is_printed():
     plan = SimpleNamespace(run_dir=Path("runs/a"), num_processes=2)
     assert commands.build_continue_command(plan)[1] == "--resume runs/a"
-
-
-def test_long_commands_can_be_pasted():
-    words = ["python", "x.py", *(f"--key{n}=a value with blanks" for n in range(20))]
-    text = pasteable(shlex.join(words))
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert shlex.split(text.replace("\\\n", "")) == words
-
-
-def test_control_characters_in_names_are_escaped():
-    assert pasteable(shlex.join(["x.py", "\x1b[31mit's \\n", "a\nb", "\u202eü"])).isprintable()
