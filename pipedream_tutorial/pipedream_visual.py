@@ -30,13 +30,10 @@ CONFIG: dict[str, Any] = {
 PICTURES = {
     "naive_pipeline": "grids",
     "microbatch_forward": "grids",
-    "microbatch_backward": "grids",
     "weight_versioning": "grids",
-    "utilization_comparison": "charts",
     "all_schedules": "grids",
     "bubble_vs_microbatches": "charts",
     "memory_vs_bubble": "charts",
-    "activations_and_versions": "charts",
 }
 """Picture -> module of pipedream.draw with its function."""
 

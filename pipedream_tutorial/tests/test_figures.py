@@ -22,7 +22,6 @@ from pipedream.draw.charts import idle_curves
 from pipedream.draw.grids import PictureData, forwards_only, kind_colors
 from pipedream.draw.page import MIN_FONT_SIZE, save
 from pipedream.simulate.comparison import Row, compare, measure
-from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
 
 from results.lab.tutorial.figures import PICTURES as STEPS
@@ -131,7 +130,6 @@ def shown_timelines() -> dict[str, list[Timeline]]:
     return {
         "naive_pipeline": [measure("naive", CONFIG).batch],
         "microbatch_forward": list(map(forwards_only, (measure("gpipe", uncut).batch, gpipe))),
-        "microbatch_backward": [gpipe],
         "all_schedules": list({row.batch.schedule.orders: row.batch for row in rows}.values()),
         "weight_versioning": [measure("pipedream", CONFIG).batch] * 2,
     }
@@ -152,27 +150,6 @@ def test_rectangles_match_the_timeline(shipped: dict[str, Figure]) -> None:
             ops = {str(op): op for op in timeline.schedule.ops()}
             for r in rectangles(ax):
                 assert to_hex(r.get_facecolor()) == to_hex(color(ops[str(r.get_gid())]))
-
-
-def test_utilization_picture_matches_the_measured_values(shipped: dict[str, Figure]) -> None:
-    ax = shipped["utilization_comparison"].axes[0]
-    widths = [float(r.get_width()) for r in rectangles(ax)]
-    diamonds = [float(line.get_xdata()[0]) for line in ax.get_lines()]
-    names = [label.get_text() for label in ax.get_yticklabels()]
-    drawn = list(zip(names, widths[1::2], widths[::2], diamonds, strict=True))
-    shares = {}
-    for row in compare(CONFIG):
-        assert isinstance(row, Row)
-        if row.name == "zb-v-fixed":
-            continue
-        batch = idle(measure(row.name, CONFIG).batch)
-        idles = (batch.makespan_fraction, batch.span_fraction, row.steady_idle)
-        shares[row.title] = tuple(1 - share for share in idles)
-    variants = [title for title in shares if title.startswith("PipeDream")]
-    assert len({shares.pop(title) for title in variants[1:]} | {shares[variants[0]]}) == 1
-    shares[f"{variants[0]}, all {len(variants)} variants"] = shares.pop(variants[0])
-    assert set(drawn) == {(title, *map(float, values)) for title, values in shares.items()}
-    assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
 
 
 def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:

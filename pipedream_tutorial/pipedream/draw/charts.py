@@ -5,28 +5,23 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipedream_simple import number, percent
 
 from pipedream.draw import page
-from pipedream.draw.grids import PictureData, durations_text, rank_axis
-from pipedream.draw.page import LINE_COLORS, SMALL, TEXT, new_figure, panel_title
+from pipedream.draw.grids import PictureData
+from pipedream.draw.page import LINE_COLORS, TEXT, new_figure, panel_title
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
-from pipedream.schedules.policies import weight_use
-from pipedream.simulate.comparison import Config, Row, closed_form, measure
-from pipedream.simulate.measures import Steps, held_activations, live_versions
+from pipedream.simulate.comparison import Config, closed_form, measure
 
 BUBBLE_SCHEDULES = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
 )  # fmt: skip
-MEMORY_SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
 STEADY_NOTE = "Consecutive batches: each rank starts its next batch as soon as it is free"
 MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
@@ -36,61 +31,6 @@ DOMINATED_STYLE: dict[str, Any] = {
     "markeredgecolor": page.EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
 PARETO_STYLE: dict[str, Any] = DOMINATED_STYLE | {"marker": "D", "color": LINE_COLORS[4]}
-LANE_HEIGHT = 0.8  # height of the largest value in a lane; lanes are 1 apart
-ZERO_LINE_OFFSET = 0.4  # distance from a lane's middle down to its zero line
-
-
-def utilization_comparison(data: PictureData) -> Figure:
-    """Draw every schedule's utilization under three definitions, with the lowest on top.
-    PipeDream's weight policies share a row if their utilization is equal."""
-    bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
-    for row in data.possible_rows:
-        idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
-        family = "pipedream" if row.name.startswith("pipedream") else row.name
-        bars[tuple(1 - idle for idle in idles), family].append(row.title)
-    ordered = [
-        (shares, f"{titles[0]}, all {len(titles)} variants" if len(titles) > 1 else titles[0])
-        for (shares, _), titles in sorted(bars.items(), key=lambda bar: bar[0][0])
-    ]
-    steady = sum(row.steady_idle == 0 for row in data.possible_rows)
-    title = (
-        f"{data.config['num_stages']} ranks, {data.config['num_microbatches']} microbatches: busy "
-        f"for {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's makespan; "
-        f"{steady} of {len(data.possible_rows)} schedules never idle between consecutive batches"
-    )
-    colors = LINE_COLORS[1], LINE_COLORS[6]
-    diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
-    legend: list[Artist] = [
-        Patch(facecolor=colors[0], label="makespan: time of one batch"),
-        Patch(
-            facecolor=colors[1],
-            label="span: from each rank's first to its last operation in a batch",
-        ),
-        Line2D([], [], label="steady: consecutive batches", **diamond),
-    ]
-    figure, (ax,) = new_figure(
-        title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95,
-        notes=[STEADY_NOTE, *data.refusals],
-    )  # fmt: skip
-    text_style: dict[str, Any] = {
-        "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
-    }  # fmt: skip
-    for row_index, (shares, _) in enumerate(ordered):
-        # The span's share is never the smaller share, so the end of the span's bar is visible.
-        ax.barh(row_index, float(shares[1]), height=0.62, color=colors[1])
-        ax.barh(row_index, float(shares[0]), height=0.62, color=colors[0])
-        ax.plot([float(shares[2])], [row_index], markersize=7, clip_on=False, **diamond)
-        for column, share in enumerate(shares):
-            ax.text(1.1 + 0.16 * column, row_index, percent(share), **text_style)
-    for column, text in enumerate(("makespan", "span", "steady")):
-        ax.text(1.1 + 0.16 * column, -0.85, text, **text_style)
-    ax.set_yticks(range(len(ordered)), [name for _, name in ordered])
-    ax.set_ylim(len(ordered) - 0.5, -0.5)
-    ax.set_xlim(0, 1)
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_formatter(PercentFormatter(1))
-    ax.set_xlabel("utilization: share of the ranks' time spent computing", fontsize=TEXT)
-    return figure
 
 
 class IdleCurve(NamedTuple):
@@ -248,71 +188,3 @@ def memory_vs_bubble(data: PictureData) -> Figure:
     labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in titles_by_point.items()}
     page.place_labels(ax, labels)
     return figure
-
-
-def activations_and_versions(data: PictureData) -> Figure:
-    """Draw held activations as areas and kept weight versions as lines over two batches. Each
-    schedule has a panel, and each rank has a lane in the panel. All lanes share one scale. The peak
-    of each quantity is written beside the lane."""
-    rows = {row.name: row for row in data.possible_rows}
-    shown = [rows[name] for name in MEMORY_SCHEDULES if name in rows]
-    end = float(max(row.stream.makespan for row in shown))
-    p = data.config["num_stages"]
-    fullest = max(shown, key=lambda row: max(row.peak_activations))
-    most_copies = max(shown, key=lambda row: max(row.weight_copies))
-    max_held, max_kept = max(fullest.peak_activations), max(most_copies.weight_copies)
-    title = (
-        f"Two batches: a rank holds the activations of up to {number(max_held)} microbatches under "
-        f"{fullest.title}, and up to {number(max_kept)} weight versions under {most_copies.title}"
-    )
-    lines = Line2D([], [], color=LINE_COLORS[4], linewidth=2.5, label="weight versions kept")
-    legend = [Patch(color=LINE_COLORS[6], label="activations held"), lines]
-    notes = [
-        "Beside each rank's lane: peak activations / peak versions. All lanes use the same scale",
-        f"Time in units: {durations_text(shown[0].stream)}",
-    ]
-    heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)
-    figure, axes = new_figure(title, heights, columns=2, right=0.6, legend=legend, notes=notes)
-    for index, (ax, row) in enumerate(zip(axes, shown, strict=False)):
-        ax.set_xlim(0, end)
-        rank_axis(ax, p, max_time_ticks=7)
-        _draw_lanes(ax, row, max(max_held, max_kept))
-        panel_title(ax, row.title)
-        if index + 2 >= len(shown):
-            ax.set_xlabel("time", fontsize=TEXT)
-    for ax in axes[len(shown) :]:
-        ax.remove()
-    return figure
-
-
-def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
-    """Draw each rank's held activations and kept weight versions over time in the rank's lane.
-    `top` is the largest value that fits in a lane."""
-    stream = row.stream
-    ranks = range(stream.schedule.num_ranks)
-    use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)
-    held = held_activations(stream.schedule, stream.times)
-    kept = live_versions(stream.schedule, stream.times, use)
-
-    def draw_steps(points: Steps, rank: int, **style: Any) -> None:
-        edges = [*(float(time) for time, _ in points), float(stream.makespan)]
-        heights = [
-            rank + ZERO_LINE_OFFSET - LANE_HEIGHT * float(value / top) for _, value in points
-        ]
-        ax.stairs(heights, edges, **style)
-
-    for rank in ranks:
-        draw_steps(
-            held[rank],
-            rank,
-            baseline=rank + ZERO_LINE_OFFSET,
-            fill=True,
-            color=LINE_COLORS[6],
-            lw=0,
-        )
-        draw_steps(kept[rank], rank, baseline=None, color=LINE_COLORS[4], lw=2)
-        peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
-        ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
-                va="center")  # fmt: skip
-        ax.axhline(rank + ZERO_LINE_OFFSET, color="#C9C9C9", linewidth=0.8, zorder=0)
-    ax.set_ylim(len(ranks) - 0.5, -0.5)

@@ -165,12 +165,12 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     page.panel_title(ax, panel.text)
 
 
-def rank_axis(ax: Axes, num_ranks: int, *, max_time_ticks: int = 12) -> None:
+def rank_axis(ax: Axes, num_ranks: int) -> None:
     """Set one tick per rank, and integer ticks on the time axis."""
     ax.set_yticks(range(num_ranks))
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=max_time_ticks, integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
     ax.xaxis.set_major_formatter("{x:g}")
 
 
@@ -268,18 +268,6 @@ def forwards_only(timeline: Timeline) -> Timeline:
     schedule = timeline.schedule
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.flat)
     return simulate(replace(schedule, orders=orders), timeline.costs)
-
-
-def microbatch_backward(data: PictureData) -> Figure:
-    """Draw a whole GPipe batch: all forwards, then all backwards."""
-    timeline = measure("gpipe", data.config).batch
-    last = forwards_only(timeline).makespan
-    title = (
-        f"GPipe, {data.config['num_microbatches']} microbatches: forward passes until "
-        f"time {number(last)}, backward passes until {number(timeline.makespan)}; ranks idle for "
-        f"{idle_share_text(timeline)}"
-    )
-    return lay_out(title, [Panel("", timeline)], height_factor=1.6)
 
 
 def all_schedules(data: PictureData) -> Figure:

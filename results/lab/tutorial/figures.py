@@ -36,7 +36,6 @@ from pipedream.draw.page import (
 )
 from pipedream.plan.planner import Plan, plan_pipeline, simulate_plan
 from pipedream.plan.profile import load_profile
-from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.comparison import Row, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
@@ -132,18 +131,6 @@ def zero_bubble() -> Picture:
         "ranks, for example to clip the global gradient norm",
     )
     return Picture(title, panels, notes=notes)
-
-
-def two_directions() -> Picture:
-    panels = _batch_panels(("dualpipe-v", "chimera"))
-    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
-    idle_1f1b = number(max(idle(row_of("1f1b").batch).makespan))
-    title = (
-        f"Filled from both ends: a rank idles for {idles[0]} time units under "
-        f"{SCHEDULES['dualpipe-v'].title}, {idles[1]} under {SCHEDULES['chimera'].title}, "
-        f"{idle_1f1b} under 1F1B"
-    )
-    return Picture(title, panels)
 
 
 def communication() -> Picture:
@@ -259,7 +246,6 @@ PICTURES = {
     "asynchronous": asynchronous,
     "interleaving": interleaving,
     "zero_bubble": zero_bubble,
-    "two_directions": two_directions,
     "communication": communication,
     "plan": plan,
 }
