@@ -33,6 +33,8 @@ def with_torchrun(job: dict[str, Any]) -> None:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     enter_namespaces(job["nodes"][int(os.environ["RANK"])])
+    if os.environ["RANK"] == "1":  # without its network, this agent would wait for minutes
+        signal.alarm(120)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
     os.environ["UNPLUGS"] = f"{job['nodes'][1].switch} {job['nodes'][1].name}"
@@ -47,7 +49,12 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
     DynamicRendezvousHandler.next_rendezvous = next_rendezvous
     limits = "join_timeout=120,last_call_timeout=120,keep_alive_interval=2"
-    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_conf={limits}"]
+    rendezvous = [
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=node0:29500",
+        "--rdzv_id=7",
+        f"--rdzv_conf={limits}",
+    ]
     elastic = ["--nnodes=1:2", "--max_restarts=1", "--nproc_per_node=1"]
     torchrun.main([*rendezvous, *elastic, __file__, *job["arguments"]])
 
