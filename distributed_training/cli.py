@@ -19,7 +19,7 @@ from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, run_and_report_errors
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import one_of, shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -31,7 +31,6 @@ from distributed_training.settings.keys import (
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
-from distributed_training.settings.system import require_system
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
@@ -42,6 +41,7 @@ NON_KEY_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
     "help",
 )  # fmt: skip
+PLANNED_MACHINES = ("cluster", "gpu")
 DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
 BEST_HELP = "use the best weights, saved with keep_best=True, instead of the last weights"
 MODEL_KEYS = ("model", *KEYS["model"].aliases)
@@ -73,8 +73,8 @@ def format_key_help(key: Key, *details: str) -> str:
     notes = list(details)
     if key.name == "strategy":  # the choices are the folders in strategies/
         notes.insert(0, ", ".join(strategies.list_strategies()))
-    elif any("enum" in schema for schema in key.schemas):
-        notes.insert(0, key.describe_accepted())
+    elif all(s.keys() & {"enum", "const"} or s["type"] == "null" for s in key.schemas):
+        notes.insert(0, one_of(key.choices))
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
@@ -92,7 +92,8 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
         "GPUs"
     )
-    add("--num_gpus", metavar="N", help=num_gpus_help)
+    processes = parser.add_mutually_exclusive_group()  # both options set the number of GPUs
+    processes.add_argument("--num_gpus", metavar="N", help=num_gpus_help)
     restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts_help)
     add(
@@ -101,7 +102,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         help="check the run and print its settings without training",
     )
     cluster_help = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
-    add("--cluster", metavar="NxMxGPU", help=cluster_help)
+    processes.add_argument("--cluster", metavar="NxMxGPU", help=cluster_help)
     gpu_help = "with plan or --dry-run: plan for this GPU, given by its name or as JSON"
     add("--gpu", metavar="GPU", help=gpu_help)
     add(
@@ -151,15 +152,9 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         if overrides is not None and unknown[0].startswith("--"):
             hint = nearest_key(word, all_keys().values(), NON_KEY_OPTIONS)
             fix = foreign_key_advice(word) or (f"did you mean --{hint}?" if hint else fix)
-        if not unknown[0].startswith("-"):
-            what = f"{shown(unknown[0])} does not follow an option"
-            raise UserError(what, fix="write options as --key value, and quote values with spaces")
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])
-    if overrides is not None and arguments.cluster is not None and arguments.num_gpus is not None:
-        what = "--num_gpus and --cluster both set the number of GPUs"
-        raise UserError(what, fix="leave out --num_gpus")
     return arguments
 
 
@@ -180,6 +175,14 @@ def _load(module: str) -> Any:
     return importlib.import_module(f"distributed_training.{module}")
 
 
+def refuse_planned_machines(arguments: argparse.Namespace) -> None:
+    """Raise UserError if an option describes the machines of a plan."""
+    for option in PLANNED_MACHINES:
+        if getattr(arguments, option) is not None:
+            what = f"--{option} describes machines to plan for"
+            raise UserError(what, fix="add --dry-run to a training command, or use plan")
+
+
 def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Train with CONFIG, a preset and the command line. With --dry-run, print the plan."""
     name = program.script.name
@@ -191,13 +194,10 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
 
     def act(arguments: argparse.Namespace) -> int:
         omitted_words = {*DRY_RUN_OPTIONS}  # the printed launch command does not repeat them
-        for option in ("cluster", "gpu"):
+        if not arguments.dry_run:
+            refuse_planned_machines(arguments)
+        for option in PLANNED_MACHINES:
             value = getattr(arguments, option)
-            if value is None:
-                continue
-            if not arguments.dry_run:
-                what = f"--{option} describes the machines of a plan, so training cannot use it"
-                raise UserError(what, fix="add --dry-run, or use the plan command")
             omitted_words |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in omitted_words]
         request = configure(arguments, program, arguments.overrides)
@@ -224,10 +224,8 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
     add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
-        for option in ("cluster", "gpu"):
-            if name != "plan" and getattr(arguments, option) is not None:
-                what = f"--{option} describes machines to plan for, so {name} cannot use it"
-                raise UserError(what, fix=f"leave out --{option}, or use the plan command")
+        if name != "plan":
+            refuse_planned_machines(arguments)
         return tool.run(arguments, partial(configure, arguments, program), program.script)
 
     return act
@@ -413,12 +411,12 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
         sys.stderr = LastingStream(sys.stderr)  # type: ignore[assignment]
 
     def act() -> int:
-        require_system()
+        if sys.platform != "linux":
+            fix = "use a Linux machine, WSL 2 or a container"
+            raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
-            known_words = [*COMMANDS, *(f"--{key}" for key in KEYS)]
-            what = f"{shown(name)} is not a command"
-            raise UserError(what, why, "see --help", typed=name, known=known_words)
+            raise UserError(f"{shown(name)} is not a command", why, "see --help")
         use_private_caches()
         program = Program(
             config=config,

@@ -176,7 +176,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     if request.loss_chunk_tokens == AUTO:
         chunk = _choose_loss_chunk(candidate, machine, batch.micro_batch_size)
         config_values["loss_chunk_tokens"] = chunk
-    resolved_config = validate(RunConfig, config_values, KEYS)
+    resolved_config = validate(RunConfig, config_values)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(

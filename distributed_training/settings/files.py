@@ -112,9 +112,8 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
         return json.loads(path.read_bytes(), object_pairs_hook=hook)
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
-        missing = f"{what} {path} does not exist"
-        fix = f"the folder contains {', '.join(names) or 'no JSON file'}"
-        raise UserError(missing, fix=fix, typed=path.name, known=names) from None
+        why = f"the folder contains {', '.join(names) or 'no JSON file'}"
+        raise UserError(f"{what} {path} does not exist", why) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None

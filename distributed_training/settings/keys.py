@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from distributed_training.settings.errors import UserError, nearest
-from distributed_training.settings.files import load_json, one_of, shown
+from distributed_training.settings.files import load_json, shown
 
 Number = TypeVar("Number", int, float)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
@@ -20,9 +20,6 @@ _VALUES_BY_WORD: dict[str, dict[str, Any]] = {
     "boolean": _BOOLEANS,
     "null": {"none": None, "null": None},
 }
-_TYPE_TEXTS = {
-    "integer": "a whole number", "number": "a number", "string": "text", "null": "None",
-}  # fmt: skip
 
 
 class Options(BaseModel):
@@ -96,31 +93,6 @@ class Key(BaseModel):
             value for schema in self.schemas for value in schema.get("enum", [schema.get("const")])
         ]
         return [value for value in values if isinstance(value, str)]
-
-    def describe_accepted(self) -> str:
-        """Describe the accepted values."""
-        descriptions = list[str]()
-        for schema in self.schemas:
-            if "enum" in schema:
-                descriptions += map(str, schema["enum"])
-                continue
-            if "const" in schema:
-                descriptions.append(str(schema["const"]))
-                continue
-            if schema["type"] == "boolean":
-                descriptions += ["True", "False"]
-                continue
-            text = _TYPE_TEXTS[schema["type"]]
-            if "pattern" in schema:
-                text = "text that is not blank"
-            if "minimum" in schema:
-                text += f" >= {schema['minimum']:g}"
-            if "exclusiveMinimum" in schema:
-                text += f" > {schema['exclusiveMinimum']:g}"
-            if schema.get("maximum", 2**20) < 2**20:  # larger limits only guard against overflow
-                text += f" and <= {schema['maximum']:g}"
-            descriptions.append(text)
-        return one_of(descriptions)
 
     def parse(self, text: str) -> Any:
         """Convert `text` from the command line to a choice, a Boolean, None or a number if the key

@@ -64,7 +64,7 @@ def build_config(
             default_values[name] = value
     values = {**config_values, **override_values, **default_values}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
-    values["engine_options"] = validate(options_class, engine_values, keys).model_dump()
+    values["engine_options"] = validate(options_class, engine_values).model_dump()
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             values[name] = files.expand_home(name, values[name])
@@ -77,7 +77,7 @@ def build_config(
     set_by = {name: setter for name, setter in set_by.items() if effective_values[name] != AUTO}
     values["set_by"] = set_by | dict.fromkeys(default_values, "strategy")
     values |= {"preset": preset, "force": force, "strict": strict}
-    return validate(Request, values, KEYS)
+    return validate(Request, values)
 
 
 def load_preset(name_or_path: str) -> dict[str, Any]:
@@ -85,11 +85,6 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     path = Path(files.expand_home("preset", name_or_path))
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
-        if not path.exists():
-            names = sorted(file.stem for file in PRESETS_DIR.glob("*.json"))
-            why = f"the presets are {', '.join(names)}"
-            what = f"preset {name_or_path} does not exist"
-            raise UserError(what, why, typed=name_or_path, known=names)
     document = files.load_json(path, "preset")
     if not isinstance(document, dict):
         raise UserError(

@@ -300,30 +300,18 @@ def load_strategy(config: RunConfig) -> Strategy:
         stages = {"pp": parsed.pipeline.stages} if "pipeline" in document else {}
         mesh = {"dp_shard": -1, **stages}
     traits, options = _find_engine(strategy_file)
-    engine = f"{strategy_file._path}: engine={strategy_file.engine!r}"
-    present, required = (
-        ("mesh", "deepspeed") if strategy_file.deepspeed is None else ("deepspeed", "mesh")
-    )
-    if traits.takes_json != (present == "deepspeed"):
-        fix = f"replace the key {present!r} with {required!r}"
-        raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=fix)
-    settable_axes = traits.axes
-    why = f"this strategy has the axes {', '.join(traits.axes)}"
-    if traits.takes_json:
-        settable_axes = ("pp",) if mesh.get("pp", 1) != 1 else ()
-        why = "DeepSpeed shards over all processes"
+    if traits.takes_json != (strategy_file.deepspeed is not None):
+        needed = "deepspeed" if traits.takes_json else "mesh"
+        engine = f"{strategy_file._path}: engine={strategy_file.engine!r}"
+        raise UserError(f"{engine} needs the key {needed!r}")
+    for axis in MESH_AXES:
+        if (size := getattr(config, axis)) is not None:
+            mesh = {**mesh, axis: size}
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
-            why_not = f"its axes are {', '.join(traits.axes)}"
-            fix = f"leave out the axis, or use another engine: {', '.join(ENGINES)}"
-            raise UserError(f"{engine} has no axis {axis!r}", why_not, fix)
-    for axis in MESH_AXES:
-        size = getattr(config, axis)
-        if size is not None and axis not in settable_axes:
-            fix = f"set {axis} to None, or strategy to 3d, whose mesh has all axes"
+            why = f"the axes of engine={strategy_file.engine!r} are {', '.join(traits.axes)}"
+            fix = f"leave out {axis}, or set strategy to 3d, whose mesh has all axes"
             raise UserError(f"{axis}={size} cannot be set with {setting}", why, fix)
-        if size is not None:
-            mesh = {**mesh, axis: size}
     return Strategy(
         name=strategy_file.name,
         source=source.resolve(),
@@ -367,8 +355,7 @@ def _find_strategy(name: str) -> _StrategyFile:
     names = list_strategies()
     if name in names:
         return names[name]
-    what = f"strategy={name!r} is not known"
-    raise UserError(what, f"the strategies are {', '.join(names)}", typed=name, known=names)
+    raise UserError(f"strategy={name!r} is not known", f"the strategies are {', '.join(names)}")
 
 
 def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
@@ -380,12 +367,10 @@ def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
     if not (engine.endswith(".py") and file.is_file()):
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
-        raise UserError(what, why, typed=engine, known=ENGINES)
+        raise UserError(what, why)
     own_code.allow_code(file.parent)  # this file is part of the checkout
     module = own_code.load_code(file, f"the engine {file}")
-    traits = getattr(module, "TRAITS", None)
-    if not isinstance(traits, Traits):
-        raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
+    traits: Traits = module.TRAITS
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
     return replace(traits, build=f"{file.parent}/{build}"), getattr(module, "OPTIONS", Options)
 

@@ -106,17 +106,16 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own"}, ("mesh", "deepspeed")),
         ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes",)),
         ({"name": "own", "deepspeed": "no.json"}, ("no.json",)),
-        ({"name": "own", "mesh": {"cp": 2}}, ("'cp'", "dp_replicate")),
-        ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve'", "'native'?")),
+        ({"name": "own", "mesh": {"cp": 2}}, ("cp=2", "dp_replicate")),
+        ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve'", "native")),
         # An engine accepts only the axes that it supports.
-        ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
-        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("'deepspeed'", "'mesh'")),
-        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("'deepspeed'", "'mesh'")),
-        ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "Write TRAITS = ")),
+        ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp=")),
+        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("engine='deepspeed'",)),
+        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("'native'", "'mesh'")),
     ],
 )
 def test_invalid_strategy_folders_are_refused(document, messages, folders):
-    (folders(own=document) / "own" / "engine.py").write_text("OPTIONS = {}")
+    folders(own=document)
     with refused(*messages):
         load_own()
 
