@@ -220,7 +220,6 @@ def header_rows(r: Record) -> dict[str, str]:
         "options": _options(r),
         "defaults": defaults and f"the strategy sets {defaults}",
         "pipeline": pipeline,
-        "offloaded": _offloaded(r),
         "predicted": describe_prediction(
             r.prediction, r.num_steps, on_gpu=bool(r.machine["gpu_name"])
         ),
@@ -235,25 +234,11 @@ def header_rows(r: Record) -> dict[str, str]:
 
 
 def _options(r: Record) -> str:
-    """Describe gradient compression, the engine's options and the predicted bytes sent per step."""
+    """Describe gradient compression and the engine's options."""
     compression = r.config.get("gradient_compression", "none")
     texts = [] if compression == "none" else [f"{compression} gradients"]
     texts += [f"{name} {value}" for name, value in r.engine_options.items()]
-    sent_bytes = (r.prediction or {}).get("sent_bytes")
-    if texts and sent_bytes is not None:
-        texts.append(f"{format_bytes(sum(sent_bytes.values()))} sent per step by each process")
     return ", ".join(texts)
-
-
-def _offloaded(r: Record) -> str:
-    """Describe the estimated sizes of the training state that is offloaded."""
-    places = {"host": "in RAM", "disk": "on disk"}
-    texts = [
-        f"{format_bytes(size)} {place}"
-        for location, place in places.items()
-        if (size := r.estimated_state_bytes.get(location))
-    ]
-    return f"{' and '.join(texts)} per process (estimated)" if texts else ""
 
 
 def describe_prediction(

@@ -188,7 +188,7 @@ def build_tracker(
     log_to: str | None, run_dir: Path, tracker_config: dict[str, Any], step: int
 ) -> Tracker:
     """Return the tracker that `log_to` names. `tracker_config` contains the settings that the
-    tracker stores as the configuration of its run.
+    tracker stores as the configuration of its run. TensorBoard does not store them.
 
     The trackers are:
     - TensorBoard: `tensorboard --logdir runs` shows the values.
@@ -201,7 +201,7 @@ def build_tracker(
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
-        return _build_tensorboard(run_dir, tracker_config, step)
+        return _build_tensorboard(run_dir, step)
     module = importlib.import_module(log_to)
     name = run_dir.name
     if log_to == "mlflow":
@@ -220,20 +220,15 @@ def build_tracker(
     return Tracker(module.log, module.finish)
 
 
-def _build_tensorboard(run_dir: Path, tracker_config: dict[str, Any], step: int) -> Tracker:
+def _build_tensorboard(run_dir: Path, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard then drops later steps, which an earlier process of the run wrote.
     purge_options = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge_options)
-    accepted_types = (bool, int, float, str)
-    hparams = {k: v if isinstance(v, accepted_types) else str(v) for k, v in tracker_config.items()}
 
     def send(values: dict[str, float], step: int | None = None) -> None:
-        if step is None:
-            writer.add_hparams(hparams, values, run_name=".")  # writes into the same folder
-        else:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
     return Tracker(send, writer.close)

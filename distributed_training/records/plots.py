@@ -1,10 +1,8 @@
-"""Plot the losses and the speed of runs that did the same work."""
+"""Plot the losses of runs that did the same work."""
 
 import io
 import itertools
 import json
-import statistics
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distributed_training.records.record import METRICS_FILE, Record
-from distributed_training.records.results import RESULTS, LayoutRow
+from distributed_training.records.results import LayoutRow
 from distributed_training.settings.files import MARK
 
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -36,7 +34,6 @@ def build_figures(layouts: Sequence[LayoutRow]) -> dict[str, Figure]:
             layouts, lambda r: [step for step, _ in r.loss_curve], "optimizer step"
         ),
         "loss-by-time": _plot_losses(layouts, _read_seconds, "seconds of training"),
-        "throughput": _plot_speeds(layouts),
     }
     return {name: figure for name, figure in figures.items() if figure is not None}
 
@@ -90,31 +87,4 @@ def _plot_losses(
     axes.set(xlabel=x_label, ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
-    return figure
-
-
-def _plot_speeds(layouts: Sequence[LayoutRow]) -> Figure | None:
-    """Plot tokens/s as bars: means over the seeds, with standard deviations as error bars. Return
-    None if no run was measured."""
-    speeds = [
-        (textwrap.fill(layout.name, 24), values)
-        for layout in layouts
-        if (values := RESULTS["tokens/s"].values(layout.finished_records))
-    ]
-    if not speeds:
-        return None
-    names = [name for name, _ in speeds]
-    means = [statistics.fmean(values) for _, values in speeds]
-    errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in speeds]
-    tallest = max(name.count("\n") for name in names)
-    figure, axes = _new_figure(1.2 + (0.34 + 0.1 * tallest) * len(names))
-    positions = range(len(names))  # numbers, because bars with equal names would overlap
-    bars = axes.barh(positions, means, xerr=errors if any(errors) else None, color="#0072b2",
-                     ecolor="#888888", capsize=3)  # fmt: skip
-    axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=3, fontsize=8)
-    axes.set_yticks(positions, labels=names)
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xticks([])  # the bars have labels instead
-    figure.supxlabel("tokens per second, all processes (median step)", fontsize=10)
     return figure

@@ -31,7 +31,6 @@ _NAME_WIDTH = 26  # width of the first column on a terminal
 # Columns that only pages show, because a terminal has 80 columns
 _PAGE_COLUMNS = {
     "ms per step", "MFU", "peak RAM", "training loss", "validation perplexity", "bits per byte",
-    "runs",
 }  # fmt: skip
 _TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}  # left-aligned
 
@@ -262,10 +261,6 @@ class Comparison:
                 " Peak RAM is that of the process that uses the most, and it includes libraries."
             )
         table = self._table("Results", about, self.layouts, RESULTS)
-        if any(layout.num_requested_runs > 1 for layout in self.layouts):
-            table.columns["runs"] = [
-                f"{len(layout.records)} of {layout.num_requested_runs}" for layout in self.layouts
-            ]
         table.columns["status"] = [layout.status for layout in self.layouts]
         return table
 

@@ -178,17 +178,6 @@ def check_extensions(machine: Machine) -> Iterator[Finding]:
             yield warn(name, str(error).removesuffix(error.command), f"\n{error.command}")
 
 
-def check_host_name() -> Iterator[Finding]:
-    """Check that other nodes can reach this node by its name."""
-    name = socket.gethostname()
-    fix = "For multi-node jobs, set --rdzv_endpoint to a reachable address."
-    try:
-        address = socket.gethostbyname(name)
-        yield check(not address.startswith("127."), "host", f"{name} is {address}", fix)
-    except OSError:
-        yield warn("host", f"The name {name} does not resolve to an address.", fix)
-
-
 def check_hub() -> Iterator[Finding]:
     """Check whether pretrained weights and datasets can be downloaded."""
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
@@ -214,7 +203,7 @@ def main(output_dir: Path) -> int:
     machine = detect_machine()
     checks_to_run: list[Iterator[Finding]] = [
         check_gpus(machine), check_torch_and_driver(machine), check_memory(),
-        check_disk(output_dir), check_extensions(machine), check_host_name(), check_hub(),
+        check_disk(output_dir), check_extensions(machine), check_hub(),
     ]  # fmt: skip
     with ThreadPoolExecutor() as pool:  # several checks wait for programs or the network
         findings: list[Finding] = list(itertools.chain(*pool.map(list, checks_to_run)))

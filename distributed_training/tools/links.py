@@ -29,9 +29,6 @@ SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, 
 # A link is marked as slow if it is worse than the best of its type by more than this factor.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
-SLOW_RANK_FIX = (
-    "Exclude its host, or look for other programs there with top, nvidia-smi and ethtool."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +163,6 @@ def describe(links: Sequence[Link]) -> str:
         location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"
         by_location.setdefault(location, []).append(link)
     lines = []
-    slow_pairs = []
     for location, similar_links in by_location.items():
         latency = min(link.latency_s for link in similar_links)
         rate = max(link.gbit_per_s for link in similar_links)
@@ -179,10 +175,6 @@ def describe(links: Sequence[Link]) -> str:
             ends = " to ".join(f"{rank} ({host})" for rank, host in link.ends.items())
             text = f"  rank {ends}: {link}"
             if SLOW_RATE * link.gbit_per_s < rate or link.latency_s > SLOW_LATENCY * latency:
-                slow_pairs.append(set(link.ends))
                 text += ", slow"
             lines.append(text)
-    if common_ranks := slow_pairs and set.intersection(*slow_pairs):
-        ranks = " and ".join(map(str, sorted(common_ranks)))
-        lines.append(f"All slow links end at rank {ranks}. {SLOW_RANK_FIX}")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import CONFIG_FILE, ModelSpec, find_model, peft, weights
+from distributed_training.models import ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
@@ -40,7 +40,7 @@ from distributed_training.records.display import Display, format_perplexity, sho
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
-from distributed_training.settings.errors import UserError, describe, print_stderr
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import require_writable, resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
@@ -51,10 +51,6 @@ MERGED_NF4 = (
 MERGED = "merged"  # folder in a LoRA run that contains the merged model
 TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
-_NAME_A_MODEL = (
-    "name the folder of a run, such as runs/latest, or of a model in Hugging Face format"
-)
-_LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
 def run_folder(name: str) -> Path:
@@ -76,36 +72,23 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     if not (run / PLAN_FILE).is_file() or weights_name == MERGED:
         if (folder / "config.json").is_file() or is_adapter(folder):
             return find_model(str(base_folder(folder))), folder
-        if not folder.exists() and (spec := _find_published(name)) is not None and spec.hub_id:
-            try:
-                return spec, weights.fetch_weights(spec.hub_id)
-            except OSError as error:
-                command = f"hf download {spec.hub_id}"
-                raise hub.fetch_error(f"model={name!r} is", error, command) from None
-        what = "is neither a run nor a model" if folder.exists() else "does not exist"
-        raise UserError(f"{name} {what}", fix=_NAME_A_MODEL)
+        if folder.exists():
+            fix = "name the folder of a run or of a model in Hugging Face format"
+            raise UserError(f"{name} is neither a run nor a model", fix=fix)
+        spec = find_model(name)
+        if spec.hub_id is None:
+            raise UserError(f"{name} has no weights", fix="name a run or a published model")
+        try:
+            return spec, weights.fetch_weights(spec.hub_id)
+        except OSError as error:
+            command = f"hf download {spec.hub_id}"
+            raise hub.fetch_error(f"model={name!r} is", error, command) from None
     if not (run / weights_name).is_dir():
-        if weights_name == LAST and newest_checkpoint(run) is not None:
-            command = shlex.join(["python", "real_model_example.py", "export", str(name)])
-            raise UserError(f"{name} has no hf/", fix=f"to export its checkpoint, run: {command}")
-        lacks, why, fix = {
-            LAST: ("no checkpoint and no hf/", "the run exported no model", "--export True"),
-            BEST: ("no best/", "only runs with keep_best=True keep it", "--keep_best True"),
-        }[weights_name]
-        raise UserError(f"{name} has {lacks}", why, f"train again with {fix}")
+        fix = "train with --keep_best True"
+        if weights_name == LAST:
+            fix = f"run: python real_model_example.py export {shlex.quote(name)}"
+        raise UserError(f"{name} has no {weights_name}/", fix=fix)
     return load_plan(run).model, run / weights_name
-
-
-def _find_published(name: str) -> ModelSpec | None:
-    """Return the model with this name, or None if the name looks like a path."""
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        return None
-    try:
-        return find_model(name)
-    except UserError:
-        if name.count("/") == 1 and Path(name).parent.exists():  # probably a mistyped path
-            return None
-        raise
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
@@ -211,7 +194,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
     weights_name = BEST if arguments.best else LAST
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
+        raise UserError("--tasks needs lm-eval", fix="run: pip install 'lm-eval[hf]'")
     if arguments.dataset is None and plan is None and not arguments.tasks:
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")
@@ -304,11 +287,9 @@ def measure(
 def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
     """Evaluate a model with lm-eval on the tasks in `names`, and print the results. Return the exit
     code. For a description of `name` and `weights_name`, see `find_weights`."""
-    try:
-        import lm_eval
-        from lm_eval.utils import make_table
-    except ImportError as error:  # a dependency of lm-eval is missing
-        raise UserError("lm-eval cannot be imported", str(error), f"run: {_LM_EVAL}") from None
+    import lm_eval
+    from lm_eval.utils import make_table
+
     spec, folder = find_weights(name, weights_name)
     base = base_folder(folder)
     arguments = {"pretrained": str(base), "tokenizer": str(find_tokenizer(folder, spec))}
@@ -316,16 +297,9 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
         arguments["peft"] = str(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tasks = [task.strip() for task in names.split(",")]
-    try:
-        results = lm_eval.simple_evaluate(
-            model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
-        )
-    except Exception as error:  # lm-eval, its tasks or their datasets may raise anything
-        fix = (
-            "check the names of the tasks. Each task also needs to download its "
-            "dataset once. To list the tasks, run: lm_eval ls tasks"
-        )
-        raise UserError(f"lm-eval cannot evaluate {names}", describe(error), fix) from None
+    results = lm_eval.simple_evaluate(
+        model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
+    )
     print(make_table(results))
     return 0
 
@@ -342,20 +316,9 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     exported = run if run.name == LAST else run / LAST
     if checkpoint is None and merge and is_adapter(exported):
         return merge_exported(exported, to)
-    if checkpoint is None and (exported / CONFIG_FILE).exists():
-        what = f"{exported} already contains the whole model"
-        raise UserError(what, "the run saved no checkpoint", "use this folder")
     if checkpoint is None:
-        what = (
-            "is not a folder with a checkpoint"
-            if resolve_user_path(name).exists()
-            else "does not exist"
-        )
-        if (run / PLAN_FILE).is_file():
-            why = "it used checkpoint_every=0, or it ended before its first checkpoint"
-            raise UserError(f"the run {name} saved no checkpoint", why, "train again")
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
-        raise UserError(f"{name} {what}", fix=fix)
+        raise UserError(f"{name} is not a folder with a checkpoint", fix=fix)
     folder = checkpoint.parents[1] / LAST
     if merge and folder.exists():
         folder = folder.with_name(MERGED)

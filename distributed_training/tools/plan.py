@@ -132,11 +132,7 @@ def run(
     print(table(listed, labels, all_columns=arguments.all))
     print()
     if len(fitting) > len(listed):
-        num_hidden = len(fitting) - len(listed)
-        num_too_large = len(choices) - len(fitting)
-        too_large = f", and {num_too_large} do not fit" if num_too_large else ""
-        fit = "layout fits" if num_hidden == 1 else "layouts fit"
-        print(f"{num_hidden} more {fit}{too_large}. --all lists all layouts.")
+        print(f"--all lists all {len(choices)} layouts.")
     gbit = None
     if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9

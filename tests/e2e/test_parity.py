@@ -71,7 +71,7 @@ def test_every_layout_is_compared_with_one_process(tmp_path):
     assert verdicts == {**good, "3d": "skipped", "forgetful": "differs"}
     assert "Gradient norm of step " in page["runs"][-1]["why"]
     html = (repository / "runs/parity-x2/parity.html").read_text()
-    for text in ("3 of 5 layouts", "Differs: 1 (forgetful)", "Skipped: 1 (3d)", "1e-05 for loss"):
+    for text in ("3 of 5 layouts", "forgetful (differs)", "3d (skipped)", "1e-05 for loss"):
         assert text in html
     assert {run["set"]["model"] for run in page["runs"]} == {"gpt2-tiny-4-blocks"}
     assert not [*(repository / "runs/parity-x2/runs").glob("*/checkpoints")]

