@@ -82,7 +82,7 @@ class Recorder(Callback):
 
     def on_history(self, trainer: Trainer) -> None:
         if self.record is not None:
-            self.record.update(**vars(trainer.history), startup_s=trainer.startup.seconds)
+            self.record.update(**vars(trainer.history))
 
     def after_training(self, trainer: Trainer) -> None:
         self.disk_traffic = {
@@ -123,6 +123,7 @@ class Recorder(Callback):
         total = {name: sum(rank["disk"][name] for rank in ranks) for name in self.disk_traffic}
         return {
             **vars(trainer.history),
+            "startup_s": trainer.startup.seconds,
             "profile": self.profile and self.profile.record,
             "performance": performance,
             "memory": memory | {"by_rank": ranks},
