@@ -3,9 +3,9 @@
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read this file from top to bottom: operations, orders, the clock, costs, printing. ZB-V, whose order
-needs the most code, comes last. The file needs no other files. If the folder `pipedream/` is next
-to this file, the program also accepts the options of `python -m pipedream`.
+Read this file from top to bottom: operations, orders, the clock, costs, printing. The file needs no
+other files. If the folder `pipedream/` is next to this file, the program also accepts the options
+of `python -m pipedream`.
 """
 
 import math
@@ -73,6 +73,15 @@ def zero_bubble(m: int, ahead: int, delay: int) -> str:
     return "".join(in_turn("F" * m, ["I"] * delay + ["IW"] * (m - delay), ahead)) + "W" * delay
 
 
+def zb_v(m: int, p: int, r: int) -> str:
+    """Return rank r's word under ZB-V (arXiv 2401.10241), in PyTorch's order, for `2p - 1` or more
+    microbatches. Lowercase letters are operations on the way up the V."""
+    word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
+    # This part repeats until the rank's first stage has run all forward passes.
+    word += "FIWfiw" * (m - (2 * p - 1 - r)) + "IWfiw" * (p - 1 - r)
+    return word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r
+
+
 SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]] = {
     # One microbatch in the pipeline at a time: all ranks but one are idle.
     "naive": ("Naive", lambda r, p, m: "FB" * m),
@@ -90,7 +99,8 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
     # Twice as many warm-up forwards, in twice the memory. With 2p - 1 microbatches and F = I = W,
     # no rank idles between its first and its last operation.
     "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - r) - 1, 2 * r)),
-    "zb-v": ("ZB-V", None),  # has no word, because it depends on the durations
+    # Rank r has the stages r and 2p - 1 - r. Rank 0 computes the loss and gets gradients early.
+    "zb-v": ("ZB-V", lambda r, p, m: zb_v(m, p, r)),
 }
 """Title, and a function of r, p and m that returns rank r's word: one letter per operation."""
 
@@ -138,14 +148,15 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     return orders
 
 
-def build(name: str, p: int, m: int, v: int = 2, duration: Any = None) -> list[Order]:
-    """Return each rank's order. Only interleaved 1F1B uses `v`, and only ZB-V uses `duration`."""
+def build(name: str, p: int, m: int, v: int = 2) -> list[Order]:
+    """Return each rank's order. Only interleaved 1F1B uses `v`. If ZB-V has too few microbatches,
+    the surplus microbatches are taken out of the order for `2p - 1`."""
     _, word = SCHEDULES[name]
-    if name == "interleaved":
-        return interleaved(p, m, v)
     if word is None:
-        return zb_v(p, m, duration or {"F": 1, "I": 1, "W": 1, "send": 0})
-    return from_words([word(r, p, m) for r in range(p)])
+        return interleaved(p, m, v)
+    count = max(m, 2 * p - 1) if name == "zb-v" else m
+    orders = from_words([word(r, p, count) for r in range(p)])
+    return [[op for op in order if op[2] < m] for order in orders]
 
 
 # --- The clock -------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     duration = stage_durations(config, v)
-    orders = build(name, p, m, v, duration)
+    orders = build(name, p, m, v)
     times, ends = simulate(orders, duration)
     makespan = max(ends)
     spans = sum(ends) - sum(times[order[0]][0] for order in orders)
@@ -434,129 +445,6 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if not accepted:
             sys.exit(f"error: {change} is not accepted; write --set KEY=VALUE with a key of CONFIG")
     return config
-
-
-# --- ZB-V, whose order depends on the durations ----------------------------------------------
-
-
-def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
-    """Return each rank's order as in the code of ZB-V's authors (arXiv 2401.10241). The V is filled
-    several times, and the idle times in one filling determine how long each rank may idle in the
-    next. The result is the filling in which the longest idle time of any rank is shortest."""
-    best: list[str] = []
-    least: Fraction | float = math.inf
-    for delayable_steps in ("iFf", "i", "Ff", ""):
-        allowed_idle = [Fraction(0)] * p
-        before: Fraction | float = math.inf
-        while least:
-            words, idle = fill_v(p, m, duration, allowed_idle, delayable_steps)
-            if max(idle) < least:
-                best, least = words, max(idle)
-            if max(idle) >= before:
-                break
-            before = longest = max(idle)
-            allowed_idle = [longest - idle_time for idle_time in idle]
-    return from_words(best)
-
-
-def fill_v(
-    p: int, m: int, duration: Durations, allowed_idle: Sequence[Fraction], delayable_steps: str
-) -> tuple[list[str], list[Fraction]]:
-    """Return each rank's word, and its idle time after its first F. F and I follow a pattern.
-    Lowercase letters are operations on the way up the V. W fills the time in which a rank would
-    wait. Rank r may be idle for `allowed_idle[r]`, or for the longest idle time of any rank if that
-    is longer. `delayable_steps` contains the letters of the steps that W may delay in addition to
-    I."""
-    words = [""] * p
-    pending_w = [""] * p  # by rank: letters of the W whose I has run
-    clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
-    ends: dict[tuple[str, int, int], Fraction] = {}  # by step, rank and microbatch
-
-    def done(r: int, step: str) -> int:
-        return words[r].count(step)
-
-    def held(r: int) -> int:
-        return done(r, "F") + done(r, "f") - done(r, "W") - done(r, "w")
-
-    def arrival(r: int, step: str) -> Fraction:
-        """Return the time at which the step's input arrives from the previous or the next rank.
-        Return 0 if the input does not come from another rank."""
-        source = r - 1 if step in "Fi" else r + 1
-        if step in "Ww" or not 0 <= source < p:
-            return Fraction(0)
-        return ends[step, source, done(r, step)] + duration["send"]
-
-    def run(r: int, step: str) -> None:
-        start = max(clock[r], arrival(r, step))
-        if words[r]:
-            idle[r] += start - clock[r]
-        clock[r] = ends[step, r, done(r, step)] = start + duration[step.upper()]
-        words[r] += step
-        pending_w[r] += {"I": "W", "i": "w"}.get(step, "")
-
-    def run_weights(r: int) -> None:
-        step, pending_w[r] = pending_w[r][0], pending_w[r][1:]
-        run(r, step)
-
-    def run_after_weights(r: int, step: str) -> None:
-        """Run each W that ends before the step's input arrives. Run one more W if the rank would
-        otherwise idle longer than allowed. Then run the step."""
-        while pending_w[r] and arrival(r, step) >= clock[r] + duration["W"]:
-            run_weights(r)
-        spare = max(*idle, allowed_idle[r]) - idle[r]
-        if (
-            pending_w[r]
-            and (step == "I" or step in delayable_steps)
-            and arrival(r, step) - clock[r] > spare
-        ):
-            run_weights(r)
-        run(r, step)
-
-    # Microbatch 0 goes down the V and up again. A rank that waits for it runs more F.
-    for r in range(p):
-        run(r, "F")
-    for r in reversed(range(p)):
-        up = arrival(r, "f")
-        while held(r) <= 2 * (p - 1 - r) and clock[r] + duration["F"] <= up and done(r, "F") < m:
-            for rank in range(r + 1):
-                run(rank, "F")
-        run(r, "f")
-    # Each rank catches up with the previous rank, with F and f alternately.
-    turns = 0
-    for r in range(1, p):
-        while len(words[r]) < len(words[r - 1]) or done(r, "f") <= done(r - 1, "f") < m:
-            step = "Ff"[turns % 2]
-            turns += 1
-            for rank in reversed(range(r, p)):
-                if done(rank, step) < m:
-                    run(rank, step)
-    # Then each rank alternates one backward and one forward.
-    for _ in range(2 * m):
-        going_down = []
-        for r in range(p):
-            arrived = r == p - 1 or done(r, "I") < done(r + 1, "I") or done(r, "i") == m
-            if arrived and done(r, "I") < done(r, "i"):
-                going_down.append(r)
-        for r in reversed(going_down):
-            run_after_weights(r, "I")
-        for r in range(p):
-            if r not in going_down:
-                run_after_weights(r, "i")
-        for r in range(p):
-            first, second = done(r, "F"), done(r, "f")
-            if second < first and (r == p - 1 or second < done(r + 1, "f")):
-                step = "f"
-            elif first < m and (second == first or r == 0 or first < done(r - 1, "F")):
-                step = "F"
-            else:
-                continue
-            while held(r) == 2 * p:  # as much as rank 0 holds under 1F1B
-                run_weights(r)
-            run_after_weights(r, step)
-    for r in range(p):
-        while pending_w[r]:
-            run_weights(r)
-    return words, idle
 
 
 if __name__ == "__main__":

@@ -129,8 +129,7 @@ function readValue(key, plain) {
 function changed(chosen, patch) {
   const next = { ...chosen, ...patch };
   const keys = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
-  if (next.schedule === "search") keys.push("K", "scale");
-  if (next.schedule === "search" || next.schedule === "zb-v") keys.push("F", "I", "W", "c");
+  if (next.schedule === "search") keys.push("K", "scale", "F", "I", "W", "c");
   const [before, after] = [resolved(chosen), resolved(next)];
   if (!("moves" in patch) && keys.some((key) => after[key] !== before[key])) next.moves = [];
   if (next.scale.length % next.p) { // one per rank, or the same number for each rank
@@ -167,7 +166,7 @@ function wholeSchedule(name, chosen) {
   let schedule;
   if (name === "search") schedule = fromWords(searchedFor(chosen).words);
   else if (name === "csv") schedule = fromCsv(chosen.csv);
-  else schedule = SCHEDULES[name].build(p, policyOf(name).flushes ? m : m * n, v, chosen);
+  else schedule = SCHEDULES[name].build(p, policyOf(name).flushes ? m : m * n, v);
   if (policyOf(name).flushes) schedule = repeat(schedule, n);
   if (cut) schedule = cutBackwards(schedule);
   return recompute ? recomputed(schedule, kept) : schedule;

@@ -80,8 +80,8 @@ function interleaved(p, m, v) {
   }));
 }
 
-// torch's order, which is the same for all durations, for 2p - 1 or more microbatches.
-function zbVFixed(r, p, m) {
+// ZB-V in torch's order, for 2p - 1 or more microbatches.
+function zbV(r, p, m) {
   const count = Math.max(m, 2 * p - 1);
   let word = "F".repeat(2 * (p - r) - 1) + "fF".repeat(r) + "fiw".repeat(p - r);
   for (let i = 0; i < count - p; i++) {
@@ -330,14 +330,9 @@ const SCHEDULES = {
     says: "More forward passes run ahead, with nearly twice the memory. No rank pauses.",
   },
   "zb-v": {
-    build: zbV, title: "ZB-V",
-    idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
-    says: "Each rank has two stages, placed in a V. No rank pauses. The memory is that of 1F1B.",
-  },
-  "zb-v-fixed": {
-    build: byRank(zbVFixed), title: "ZB-V, torch's order",
+    build: byRank(zbV), title: "ZB-V",
     idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
-    says: "ZB-V in PyTorch's order, which is the same for all durations.",
+    says: "Each rank has two stages, placed in a V. The memory is that of 1F1B.",
   },
   "v-half": {
     build: vHalf, title: "V-Half",

@@ -126,7 +126,7 @@ def shown_timelines() -> dict[str, list[Timeline]]:
     without timelines are left out."""
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
-    rows = [row for row in compare(CONFIG) if isinstance(row, Row) and row.name != "zb-v-fixed"]
+    rows = [row for row in compare(CONFIG) if isinstance(row, Row)]
     return {
         "naive_pipeline": [measure("naive", CONFIG).batch],
         "microbatch_forward": list(map(forwards_only, (measure("gpipe", uncut).batch, gpipe))),

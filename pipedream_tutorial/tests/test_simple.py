@@ -85,7 +85,7 @@ def test_table_rows_match_a_full_simulation(name):
     """The values of a table row equal the values from a full simulation. If the schedule has a
     flush, the row's times for consecutive batches are computed from a single simulated batch."""
     row, entry = measure(name, BASE_CONFIG), SCHEDULES[name]
-    batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
+    batch = build_schedule(name, 4, 8)
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)
     for shown, schedule, shares in (
         (row.batch, batch, row.batch_idle),
@@ -246,7 +246,7 @@ def test_script_runs_without_the_package(tmp_path):
 
     done = typed("schedule=zb-v", "weight_gradient=2", "columns=time,activ.")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\nZB-V                      33.5      4\n" in done.stdout
+    assert "\nZB-V                      34.5      4\n" in done.stdout
     assert typed("--help").stdout.strip() == simple.__doc__.strip()
     for wrong in ("stages=2", "num_stages=0", "schedule=v-half", "columns=span,tim", "forward=x"):
         done = typed(wrong)

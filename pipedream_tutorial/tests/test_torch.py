@@ -21,7 +21,7 @@ SHARED_SCHEDULES: list[tuple[str, str, int]] = [
     ("interleaved", "ScheduleInterleaved1F1B", 2),
     ("interleaved", "ScheduleInterleaved1F1B", 3),
     ("zb-h1", "ScheduleInterleavedZeroBubble", 1),
-    ("zb-v-fixed", "ScheduleZBVZeroBubble", 2),
+    ("zb-v", "ScheduleZBVZeroBubble", 2),
     ("dualpipe-v", "ScheduleDualPipeV", 2),
 ]
 

@@ -49,10 +49,8 @@ class PictureData:
 
     @property
     def possible_rows(self) -> list[Row]:
-        """Rows of all schedules that these sizes allow. ZB-V's fixed order is left out, because the
-        pictures need only one ZB-V order."""
-        rows = [row for row in self._rows if isinstance(row, Row)]
-        return [row for row in rows if row.name != "zb-v-fixed"]
+        """Rows of all schedules that these sizes allow."""
+        return [row for row in self._rows if isinstance(row, Row)]
 
     @property
     def refusals(self) -> list[str]:

@@ -23,7 +23,7 @@ from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
 from pipedream.simulate.trace import Slice, transfers
 
-RECORD_FORMAT = 2  # in format 1, "zb-v" was torch's order for all durations
+RECORD_FORMAT = 1
 Record = Mapping[str, Any]
 Report = dict[str, Any]
 """Results from one rank's run: slices (thread, operation, start_ns, end_ns) and (stage,

@@ -97,7 +97,7 @@ class ClosedForm:
     peak_activations: Callable[[ClosedFormInputs, int], Fraction | int]
     """Peak activations of rank r, in microbatches on all of its layers. The formula is exact for
     all sizes that the schedule allows, with these exceptions: V-Min and schedules without a flush
-    need m >= p, and ZB-V needs F = I = W. Otherwise, the formula is an upper bound."""
+    need m >= p. Otherwise, the formula is an upper bound."""
     peak_versions: Callable[[ClosedFormInputs, int], int] = lambda c, s: 1
     """Maximum number of weight versions on stage s, in a run of at least 2 p microbatches and 3
     batches."""
@@ -182,16 +182,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2401.10241",
     ),
     "zb-v": ClosedForm(
-        makespan_idle=lambda c: (c.p - 1) * c.f / 2,
-        span_idle_formula=lambda c, r, x: Fraction(0),
-        idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.f == c.i and c.w > 0 and c.w % c.f == 0,
-        peak_activations=lambda c, r: min(c.m, c.p),
-        idle_text="(p-1) F / 2; 0 within the own span",
-        range_text="F = I, W a multiple of F, m >= 2p-1",
-        published="0 within the own span if F = I = W",
-        source="2401.10241",
-    ),
-    "zb-v-fixed": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
         span_idle_formula=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,

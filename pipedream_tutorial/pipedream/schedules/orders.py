@@ -8,9 +8,8 @@ our orders equal torch's orders (tests/test_torch.py).
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 
 import pipedream_simple as simple
@@ -28,21 +27,6 @@ def eager_1f1b(p: int, m: int) -> Orders:
     messages have time to arrive."""
     words = [simple.in_turn("F" * m, "B" * m, 2 * (p - s) - 1) for s in range(p)]
     return simple.from_words(words)
-
-
-def zb_v_fixed(p: int, m: int) -> Orders:
-    """Return ZB-V in torch's order, which does not depend on durations. Torch defines the order for
-    `2p - 1` or more microbatches. For a smaller m, return the order for `2p - 1` microbatches
-    without the operations of the surplus microbatches."""
-    count = max(m, 2 * p - 1)
-    words = []
-    for r in range(p):
-        word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
-        # This part repeats until the rank's first stage has run all forward passes.
-        word += "FIWfiw" * (count - (2 * p - 1 - r))
-        word += "IWfiw" * (p - 1 - r)
-        words.append(word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r)
-    return [[op for op in order if op[2] < m] for order in simple.from_words(words)]
 
 
 def dualpipe_v(p: int, m: int) -> Orders:
@@ -165,8 +149,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     "zb-h1": ScheduleSpec("ZB-H1", partial(simple.build, "zb-h1")),
     "zb-h2": ScheduleSpec("ZB-H2", partial(simple.build, "zb-h2")),
-    "zb-v": ScheduleSpec("ZB-V", partial(simple.build, "zb-v"), options=("duration",)),
-    "zb-v-fixed": ScheduleSpec("ZB-V, torch's order", zb_v_fixed),
+    "zb-v": ScheduleSpec("ZB-V", partial(simple.build, "zb-v")),
     "v-half": ScheduleSpec("V-Half", v_half, options=("reorder",)),
     "v-min": ScheduleSpec("V-Min", v_min, options=("reorder",)),
     "dualpipe-v": ScheduleSpec("DualPipeV", dualpipe_v),
@@ -178,25 +161,16 @@ SEARCH_PREFIX = "search-"
 """Prefix for the name of an order from a search. The limit on microbatches per rank follows."""
 
 
-def build_schedule(
-    name: str,
-    p: int,
-    m: int,
-    v: int = 2,
-    *,
-    reorder: bool = True,
-    duration: Mapping[str, Fraction | int] | None = None,
-) -> Schedule:
+def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = True) -> Schedule:
     """Build the named schedule for p ranks and m microbatches. `v` is the number of chunks for
-    interleaved 1F1B. Only V-Half and V-Min use `reorder`. Only ZB-V uses `duration`, which maps
-    kinds of operations and "send" to durations. Raises UserError for an unknown name and for sizes
-    that the schedule does not allow."""
+    interleaved 1F1B. Only V-Half and V-Min use `reorder`. Raises UserError for an unknown
+    name and for sizes that the schedule does not allow."""
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
     if min(p, m, v) < 1:
         raise UserError(f"p={p}, m={m} and v={v} are not accepted", "each must be 1 or more")
-    option_values = {"v": v, "reorder": reorder, "duration": duration}
+    option_values = {"v": v, "reorder": reorder}
     try:
         orders = entry.orders(p, m, **{option: option_values[option] for option in entry.options})
     except ValueError as error:  # pipedream_simple.py does not raise UserError

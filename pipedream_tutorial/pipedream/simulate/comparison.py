@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipedream_simple import DURATIONS, stage_durations
+from pipedream_simple import DURATIONS
 
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm, ClosedFormInputs
@@ -178,10 +178,7 @@ def measure(name: str, config: Config) -> Row:
     if name in SCHEDULES:
         title = SCHEDULES[name].title
         policy = SCHEDULES[name].policy
-        duration = stage_durations({**config}, 2)  # for ZB-V, which assumes equal stages
-        schedule = build_schedule(
-            name, p, m, config["chunks"], reorder=config["reorder"], duration=duration
-        )
+        schedule = build_schedule(name, p, m, config["chunks"], reorder=config["reorder"])
     elif name == "search":
         if config["recompute"] is not None:
             raise UserError("search has no recomputation", "set recompute=none")

@@ -375,7 +375,7 @@ KIND_OF = {
     "gpipe": "whole backward passes", "1f1b": "whole backward passes",
     "interleaved": "whole backward passes", "pipedream": "no flush",
     "zb-h1": "split backward passes", "zb-h2": "split backward passes",
-    "zb-v": "split, stages in a V", "zb-v-fixed": "split, stages in a V",
+    "zb-v": "split, stages in a V",
     "v-half": "split, stages in a V",
     "v-min": "split, stages in a V",
 }  # fmt: skip
@@ -403,7 +403,7 @@ def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
 
 
 HELD_MICROBATCHES = {
-    "zb-h2": 2 * RANKS - 1, "1f1b": None, "zb-h1": RANKS, "zb-v-fixed": RANKS,
+    "zb-h2": 2 * RANKS - 1, "1f1b": None, "zb-h1": RANKS, "zb-v": RANKS,
     "v-half": RANKS // 2 + 1, "v-min": (RANKS + 4) // 3,
 }  # fmt: skip
 """Schedule -> the most microbatches that each rank holds. None stands for p - r."""
@@ -421,8 +421,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
         [4.2], columns=2, left=0.95, right=0.3,
         notes=[
             record["workload"].replace(" a stage", " per stage").replace(" a micro", " per micro"),
-            f"{_machine(record)}, m = 8; ZB-V in torch's fixed order, V-Half and V-Min "
-            "without reordering",
+            f"{_machine(record)}, m = 8; V-Half and V-Min without reordering",
         ],
     )  # fmt: skip
     ranks = range(RANKS)
@@ -432,7 +431,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
         for ax, values in zip(axes, (counts, gib[name]), strict=True):
             ax.plot(ranks, values, color=LINE_COLORS[row], **style)
         title = title_of(name).partition(",")[0].partition(" ")[0]
-        label_shift = {"zb-h1": 1.1, "zb-v-fixed": -1.1}.get(name, 0)
+        label_shift = {"zb-h1": 1.1, "zb-v": -1.1}.get(name, 0)
         axes[1].annotate(
             f"{title} {gib[name][0]:.1f} to {gib[name][-1]:.1f}",
             (RANKS - 0.86, gib[name][-1] + label_shift),

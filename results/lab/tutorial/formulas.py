@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, prod
+from math import ceil
 from typing import NamedTuple
 
 import checkout  # noqa: F401
@@ -57,9 +57,7 @@ def run(
     communication: Fraction = Fraction(0),
     stage_scale: list[Fraction] | None = None,
 ) -> Timeline:
-    ticks = prod(time.denominator for time in (c.f, c.i, c.w))
-    duration = {"F": int(c.f * ticks), "I": int(c.i * ticks), "W": int(c.w * ticks), "send": 0}
-    schedule = build_schedule(name, c.p, c.m, c.v, duration=duration)
+    schedule = build_schedule(name, c.p, c.m, c.v)
     costs = build_costs(
         schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w,
         communication=communication, stage_scale=stage_scale,

@@ -44,14 +44,11 @@ def load_records(folder: Path) -> dict[str, dict[str, Any]]:
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):
             record = records[path.name] = _load(path)
-            if record.get("format") not in (1, RECORD_FORMAT):
+            if record.get("format") != RECORD_FORMAT:
                 raise UserError(
                     f"{path} is not a record of format {RECORD_FORMAT}",
                     "make it again with pipedream_runtime.py --record",
                 )
-            for case in record["cases"]:  # "zb-v" was PyTorch's order in format 1
-                if record["format"] == 1 and case["schedule"] == "zb-v":
-                    case["schedule"] = "zb-v-fixed"
     return records
 
 
@@ -84,8 +81,7 @@ ACTIVATIONS = {
     "interleaved": "min(m v, (v-1) q + 2 (p-1-r) + 1) / v, with q microbatches per round",
     "zb-h1": "min(m, p)",
     "zb-h2": "min(m, 2p-1)",
-    "zb-v": "at most min(p, m)",
-    "zb-v-fixed": "min(p, m, (m+1+r)/2)",
+    "zb-v": "min(p, m, (m+1+r)/2)",
     "v-half": "p//2 + 1 (if m >= p+2)",
     "v-min": "at most (p+4) // 3",
     "dualpipe-v": "p + 1/2 (the activations of 2p+1 stages)",

@@ -92,7 +92,7 @@ def depth_table(study: Record, num_stages: int) -> str:
     return "\n".join(lines)
 
 
-TABLE_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
+TABLE_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-v")
 
 
 def bubble_table(record: Record) -> str:
