@@ -4,6 +4,7 @@ not import torch. saver.py writes checkpoints and documents the files in them.""
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from distributed_training.records.folder import (
 from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, crc32_of, parse_as, relative_path, shown
+from distributed_training.settings.files import crc32, crc32_of, parse_as, shown
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
@@ -211,7 +212,7 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         if run.status == "ok":
             why = "has finished"
         elif differences := _differences(meta, plan):
-            command = f"--resume {relative_path(checkpoint.parents[1])}"
+            command = f"--resume {os.path.relpath(checkpoint.parents[1])}"
             why = f"used different settings: {differences}. To continue that run, restore these "
             why += f"settings and use {command}"
         elif not is_same and claims.is_locked(checkpoint.parents[1]):

@@ -40,7 +40,7 @@ from distributed_training.models.weights import (
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import expand_home, load_json, shown
+from distributed_training.settings.files import load_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -290,7 +290,6 @@ def find_model(name: str) -> ModelSpec:
         hub_id = name
         folder = _fetch_config(hub_id)
     else:
-        expand_home("model", name)  # raises UserError for a name that cannot be a path
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
         config = load_json(folder / CONFIG_FILE, "model")

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, FiniteFloat
 from distributed_training.data import hub
 from distributed_training.models.weights import fetch_weights
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, load_json, parse_as, shown
+from distributed_training.settings.files import load_json, parse_as, shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -48,8 +48,6 @@ def read_adapters(folder: Path) -> AdapterConfig:
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
-    # This call raises UserError if the path cannot be used.
-    expand_home("base_model_name_or_path", config.base_model_name_or_path)
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:
         what = f"{file}: init_lora_weights={shown(initial)} is not supported"

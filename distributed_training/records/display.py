@@ -1,6 +1,7 @@
 """Print the header, progress and summary of a run on rank 0, and fill page templates. This module
 does not import torch."""
 
+import os
 import re
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from distributed_training.models import folder_label
 from distributed_training.plan.layout import format_axes
 from distributed_training.records.record import Record
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import plural, relative_path
+from distributed_training.settings.files import plural
 from distributed_training.settings.machine import GIB
 
 MIN_REAL_SHARE = 0.5  # if the share of real tokens is lower, the header suggests other settings
@@ -155,7 +156,7 @@ def format_duration(seconds: float) -> str:
 def short_path(path: str | Path) -> str:
     """Return a path in printable form. A path inside the current folder is shown as a relative
     path."""
-    relative = relative_path(path)
+    relative = os.path.relpath(path)
     return printable(str(path) if relative.startswith("..") else relative)
 
 

@@ -27,27 +27,6 @@ _CRC_BLOCK_BYTES = 4096
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def expand_home(key: str, text: str) -> str:
-    """Expand `~` in `text`, which may be a path. Raises UserError if the path cannot be looked up
-    because the user is unknown, the name is too long or a folder is not accessible."""
-    try:
-        Path(text).expanduser().exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{key}={shown(text)} cannot be used as a path", why) from None
-    # A Path would turn "./a" into "a", which could be a name on the Hub.
-    return os.path.expanduser(text)
-
-
-def relative_path(path: str | Path) -> str:
-    """Return `path` relative to the current folder. If the current folder has been removed, return
-    the absolute path."""
-    try:
-        return os.path.relpath(path)
-    except FileNotFoundError:
-        return str(path)
-
-
 def resolve_user_path(text: str | Path) -> Path:
     """Return the path to a file or folder that the user names. A relative path refers to the
     current folder, or to the checkout if the path exists only there."""

@@ -1,6 +1,7 @@
 """Merge CONFIG, a preset and the command line into one validated, immutable Request. This module
 does not import torch."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def build_config(
     values["engine_options"] = validate(options_class, engine_values).model_dump()
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
-            values[name] = files.expand_home(name, values[name])
+            # A Path would turn "./a" into "a", which could be a name on the Hub.
+            values[name] = os.path.expanduser(values[name])
     effective_values = {
         name: value for name, value in config_values.items() if value != keys[name].default
     }
@@ -82,7 +84,7 @@ def build_config(
 
 def load_preset(name_or_path: str) -> dict[str, Any]:
     """Return the values of a preset. `name_or_path` is the name of a shipped preset or a path."""
-    path = Path(files.expand_home("preset", name_or_path))
+    path = Path(name_or_path).expanduser()
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
     document = files.load_json(path, "preset")

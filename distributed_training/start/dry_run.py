@@ -3,6 +3,7 @@ torch."""
 
 import argparse
 import json
+import os
 import secrets
 import shlex
 import textwrap
@@ -18,7 +19,6 @@ from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.records.display import describe_prediction
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import relative_path
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
 from distributed_training.start.launch import requested_cluster
@@ -55,7 +55,7 @@ def print_plan(
         notes.append(f"{note}To tokenize and preview the dataset, use the data command")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(plan, relative_path(script), arguments)
+    command = launch_command(plan, os.path.relpath(script), arguments)
     print(describe_plan(plan, "(the current command, without --dry-run)" if process else command))
     return 0
 
@@ -84,7 +84,7 @@ def describe_plan(plan: Plan, command: str) -> str:
     """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed
     configuration."""
     requested = plan.requested.to_key_values()
-    source = relative_path(plan.strategy.source)
+    source = os.path.relpath(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0
     predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
     num_steps = f"{plan.num_steps:,}" if plan.num_steps else "unknown until the data is tokenized"

@@ -43,13 +43,7 @@ from distributed_training.records.results import (
 )
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    expand_home,
-    load_json,
-    parse_as,
-    plural,
-    require_writable,
-)
+from distributed_training.settings.files import load_json, parse_as, plural, require_writable
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
@@ -164,7 +158,7 @@ def build_runs(
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
     if arguments.plan is not None:
-        file = Path(expand_home("the plan", arguments.plan))
+        file = Path(arguments.plan).expanduser()
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
         document = load_json(file, "plan")
         plan = parse_as(ComparisonPlan, document, f"{file} is not a plan of runs", fix)
@@ -214,7 +208,7 @@ def build_runs(
     if not configs:
         raise UserError(runs[0].why)
     if arguments.out:
-        return runs, Path(expand_home("--out", arguments.out))
+        return runs, Path(arguments.out).expanduser()
     return runs, Path(configs[0].output_dir) / f"compare-{name}-x{processes}"
 
 

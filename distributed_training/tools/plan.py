@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -24,13 +25,7 @@ from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import (
-    expand_home,
-    plural,
-    relative_path,
-    require_writable,
-    shown,
-)
+from distributed_training.settings.files import plural, require_writable, shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
@@ -74,7 +69,7 @@ def run(
     command = shlex.join(["python", *sys.argv])
     job_file = None
     if arguments.write:
-        job_file = Path(expand_home("--write", arguments.write))
+        job_file = Path(arguments.write).expanduser()
         require_writable(job_file.parent, "name another file with --write", job_file.name)
 
     cluster = _cluster(arguments)
@@ -148,7 +143,7 @@ def run(
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
     for label, choice in picks:
         options = build_options(choice.plan, arguments, configure)
-        print(f"  # {label}\n  {launch_command(choice.plan, relative_path(script), options)}")
+        print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
     if job_file is not None:
         options = build_options(first.plan, arguments, configure)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []

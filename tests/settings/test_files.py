@@ -8,7 +8,6 @@ from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     MARK,
-    expand_home,
     fingerprint_file,
     load_json,
     require_writable,
@@ -20,9 +19,9 @@ from tests.support import refused
 
 def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
     monkeypatch.setenv("HOME", "/some/home")
-    for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("a/b.txt", "a/b.txt")):
-        assert expand_home("output_dir", text) == path
-    assert expand_home("dataset", "b" * 255) == "b" * 255
+    for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("./a/b", "./a/b")):
+        for key in PATHS:
+            assert getattr(build_config({key: text}), key) == path
 
 
 def test_a_changed_file_has_another_fingerprint(tmp_path, monkeypatch):
@@ -66,13 +65,6 @@ def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
         require_writable(tmp_path, "--out", "b", "a")
     (tmp_path / "b").write_text(f"# {MARK}")
     require_writable(tmp_path, "--out", "b", "c")
-
-
-@pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
-def test_paths_that_the_system_rejects_are_refused(text):
-    for key in PATHS:
-        with refused(f"{key}="):
-            build_config({key: text})
 
 
 @pytest.mark.parametrize(
