@@ -15,7 +15,6 @@ import numpy as np
 import psutil
 import torch
 
-from distributed_training.records.record import Record
 from distributed_training.settings.machine import GIB, find_gpu
 
 MAX_WARMUP_STEPS = 5
@@ -125,10 +124,9 @@ def disk_bytes() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Destination for per-step values and a final summary. The default functions drop all
-    values."""
+    """Destination for per-step values. The default functions drop all values."""
 
-    send: Callable[..., object] = lambda values, step=None: None  # step is None for the summary
+    send: Callable[[dict[str, float], int], object] = lambda values, step: None
     end: Callable[[], object] = lambda: None
 
     def log_step(self, row: dict[str, Any]) -> None:
@@ -145,21 +143,6 @@ class Tracker:
         memory = {name.replace("_bytes", "_gib"): size for name, size in peaks.items()}
         values |= {f"memory/{name}": size / GIB for name, size in memory.items() if size}
         self.send(values, row["step"])
-
-    def close(self, r: Record) -> None:
-        """Send the summary of the run and close the tracker."""
-        evaluation = r.evaluations[-1] if r.evaluations else {}
-        sizes = r.memory.get("peak_reserved_bytes") or r.memory.get("peak_host_bytes")
-        summary = {
-            "loss": r.loss_curve[-1][1] if r.loss_curve else None,
-            "validation_loss": evaluation.get("loss"),
-            "perplexity": evaluation.get("perplexity"),
-            "bits_per_byte": evaluation.get("bits_per_byte"),
-            "tokens_per_s": r.performance.get("tokens_per_s"),
-            "peak_memory_gib": sizes and sizes / GIB,
-        }
-        self.send({f"final/{name}": value for name, value in summary.items() if value is not None})
-        self.end()
 
 
 def perplexity(loss: float) -> float:
@@ -227,7 +210,7 @@ def _build_tensorboard(run_dir: Path, step: int) -> Tracker:
     purge_options = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge_options)
 
-    def send(values: dict[str, float], step: int | None = None) -> None:
+    def send(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 

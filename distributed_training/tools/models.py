@@ -29,7 +29,7 @@ from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
 from distributed_training.models import ModelSpec, find_model, peft, weights
-from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
+from distributed_training.models.adapters import base_folder, base_name, is_adapter
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
@@ -71,7 +71,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     weights_name = weights_name if run == folder else folder.name
     if not (run / PLAN_FILE).is_file() or weights_name == MERGED:
         if (folder / "config.json").is_file() or is_adapter(folder):
-            return find_model(str(base_folder(folder))), folder
+            return find_model(base_name(folder) if is_adapter(folder) else str(folder)), folder
         if folder.exists():
             fix = "name the folder of a run or of a model in Hugging Face format"
             raise UserError(f"{name} is neither a run nor a model", fix=fix)
@@ -92,17 +92,11 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
-    """Return the folder that contains the tokenizer for the weights in `folder`. If `folder` has no
-    tokenizer, use the tokenizer of the adapters' base model or of the published model `spec`. If
-    there is no such model, return `folder`."""
-    if hub.has_tokenizer(folder) or not is_adapter(folder):
-        if spec.hub_id and not hub.has_tokenizer(folder):
-            config = build_config({}, overrides=[f"model={spec.hub_id}"])
-            return choose_tokenizer(config, config, spec, config.weights, [])[1]
-        return folder
-    base = base_folder(folder)
-    name = read_adapters(folder).base_model_name_or_path
-    return base if hub.has_tokenizer(base) or Path(name).is_dir() else hub.fetch_tokenizer(name)
+    """Return the folder that contains the tokenizer for the weights in `folder`: the tokenizer in
+    `folder` or the tokenizer of the adapters' base model or of the published model `spec`."""
+    config = build_config({"model": spec.hub_id or str(folder)})
+    source = "pretrained" if spec.hub_id and not hub.has_tokenizer(folder) else str(folder)
+    return choose_tokenizer(config, config, spec, source, [])[1]
 
 
 def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:

@@ -119,7 +119,7 @@ def train(
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished_record)
-        tracker.close(finished_record)
+        tracker.end()
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         if trainer.checkpoints.saved_step:
