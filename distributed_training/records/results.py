@@ -253,23 +253,21 @@ class Comparison:
 
     def _results(self) -> Table:
         """Return the table of speed, memory and losses. Failed layouts also have a row."""
-        about = "Each time is the median over the steps of a run."
-        if any(len(layout.records) > 1 for layout in self.layouts):
-            about += " Cells show the mean ± standard deviation over the seeds."
-        if not any(r.machine["gpu_name"] for r in self.records):
-            about += (
-                " Peak RAM is that of the process that uses the most, and it includes libraries."
-            )
+        about = (
+            "Each time is the median over the steps of a run. With several seeds, cells show the "
+        )
+        about += "mean ± standard deviation. Peak RAM is that of the process that uses the most, "
+        about += "and it includes libraries."
         table = self._table("Results", about, self.layouts, RESULTS)
         table.columns["status"] = [layout.status for layout in self.layouts]
         return table
 
     def _predictions(self) -> Table:
         """Return the table that compares each plan's prediction with its run."""
-        memory = "the peak RAM, including libraries, of the process that uses the most memory"
-        if any(r.machine["gpu_name"] for r in self.records):
-            memory = "the peak memory of tensors on the fullest GPU"
-        about = f"The peak memory is {memory}. Each prediction was made before its run."
+        about = (
+            "The peak is that of tensors on the fullest GPU or, without GPUs, of the RAM of the "
+        )
+        about += "fullest process, with libraries. Each prediction was made before its run."
         layouts = self.finished if any(r.prediction for r in self.records) else []
         return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
 

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -32,7 +31,7 @@ from distributed_training.planner.conflicts import droppable_keys
 from distributed_training.planner.layouts import Candidate, fill_mesh
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, format_duration, short_path
+from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.results import (
     EMPTY_CELL,
     RESULTS,
@@ -282,11 +281,6 @@ def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], s
             train(run, out)
             run.seconds = time.monotonic() - start
         line = f"{prefix}{name}: {conclude(run)}"
-        num_remaining = count_runs(runs, "remaining")
-        durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
-        if num_remaining and durations_s:
-            seconds = num_remaining * statistics.mean(durations_s)
-            line += f" ({plural(num_remaining, 'run')} remaining, about {format_duration(seconds)})"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(prefix)), flush=True)
 
 

@@ -54,4 +54,4 @@ def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
         assert f"{record['evaluations'][-1]['loss']:.4f}" in page
         assert f"{record['evaluations'][-1]['loss']:.4f}" in result.stdout
     assert "differ in lr_floor" in result.stdout
-    assert page.count("<img") == 3
+    assert page.count("<img") == 1

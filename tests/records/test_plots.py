@@ -1,12 +1,10 @@
 """Test that plots show the values in the records."""
 
-import dataclasses
 import math
 
 import pytest
 
-from distributed_training.records.plots import build_figures
-from distributed_training.records.record import METRICS_FILE
+from distributed_training.records.plots import plot_losses
 from distributed_training.records.report import build_sections, save_plots
 from distributed_training.records.results import Comparison, LayoutRow
 from tests.records.test_comparison import over_seeds  # noqa: F401
@@ -31,9 +29,8 @@ def curves(axes):
 def test_plots_show_the_values_of_the_records():
     names = ["dp", "zero2", "fsdp"]
     records = [made_record(strategy__name=name) for name in names]
-    figures = build_figures(of_runs(*records, made_record(finished=False, status="oom")))
-    assert list(figures) == ["loss"]
-    plotted = curves(figures["loss"].axes[0])
+    figure = plot_losses(of_runs(*records, made_record(finished=False, status="oom")))
+    plotted = curves(figure.axes[0])
     assert list(plotted) == names
     steps, losses = plotted["dp"]
     assert (list(steps), list(losses)) == ([1, 64], [3.5, 3.0625])
@@ -43,28 +40,19 @@ def test_non_finite_losses_are_gaps_and_runs_without_losses_have_no_line(tmp_pat
     gap = made_record(loss_curve=[[1, 3.5], [2, None], [3, 3.0]])
     never = made_record(strategy__name="dp", loss_curve=[[1, None], [2, None]])
     empty = made_record(strategy__name="fsdp", loss_curve=[])
-    figures = build_figures(of_runs(gap, never, empty))
-    (losses,) = [losses for _, losses in curves(figures["loss"].axes[0]).values()]
+    figure = plot_losses(of_runs(gap, never, empty))
+    (losses,) = [losses for _, losses in curves(figure.axes[0]).values()]
     assert (losses[0], losses[2]) == (3.5, 3.0)
     assert math.isnan(losses[1])
-    assert build_figures(of_runs(empty)) == {}
+    assert plot_losses(of_runs(empty)) is None
     assert save_plots(build_sections([Comparison(layouts=[])]), tmp_path / "x") == []
     assert not (tmp_path / "x").exists()
 
 
-def test_each_seed_has_a_line_in_the_color_of_its_layout(over_seeds, tmp_path):  # noqa: F811
-    (tmp_path / METRICS_FILE).write_text('{"step_time_s": 0.5}\n' * 4)
-    layouts = [
-        dataclasses.replace(
-            layout, records=[r.model_copy(update={"run_dir": tmp_path}) for r in layout.records]
-        )
-        for layout in over_seeds.layouts
-    ]
-    figures = build_figures(layouts)
-    steps, times = (figures[name].axes[0].lines for name in ("loss", "loss-by-time"))
-    assert list(curves(figures["loss"].axes[0])) == ["zero2", "dp"]
-    assert [line.get_color() for line in steps[:6]] == ["C0"] * 4 + ["C1"] * 2
-    assert steps[2].get_ydata().tolist() == pytest.approx([3.89, 3.79, 3.69, 3.59])
-    assert times[0].get_xdata().tolist() == [0.5, 1.0, 1.5, 2.0]
-    for dots, last in ((steps[3], 4), (times[3], 2.0)):
-        assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([0, last], [4, 4])
+def test_each_seed_has_a_line_in_the_color_of_its_layout(over_seeds):  # noqa: F811
+    figure = plot_losses(over_seeds.layouts)
+    lines = figure.axes[0].lines
+    assert list(curves(figure.axes[0])) == ["zero2", "dp"]
+    assert [line.get_color() for line in lines[:6]] == ["C0"] * 4 + ["C1"] * 2
+    assert lines[2].get_ydata().tolist() == pytest.approx([3.89, 3.79, 3.69, 3.59])
+    assert (list(lines[3].get_xdata()), list(lines[3].get_ydata())) == ([0, 4], [4, 4])
