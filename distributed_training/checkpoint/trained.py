@@ -74,10 +74,10 @@ class TrainedModel:
         fill_parameters(model, weights, device)
         if self.adapters:
             self._check(fingerprint)
-            initial = self.adapters.initial(self.spec.size)
-            values = {"lora_rank": initial.rank, "lora_alpha": initial.alpha}
-            config = build_config({**values, "lora_targets": ",".join(initial.targets)})
-            apply_lora(model, config, device, initial.tensors)
+            rank = self.adapters.rank
+            values = {"lora_rank": rank, "lora_alpha": self.adapters.scale * rank}
+            config = build_config({**values, "lora_targets": self.adapters.targets})
+            apply_lora(model, self.spec, config, device, self.adapters.stacked())
         return model.eval().requires_grad_(False)
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:

@@ -44,7 +44,7 @@ class DeepSpeedEngine(base.Engine):
         cpu = torch.device("cpu")
         weights.fill(model, cpu)
         if config.lora_rank:
-            apply_lora(model, config, cpu, weights.adapters)
+            apply_lora(model, plan.model, config, cpu, weights.adapters)
             # ZeRO-3 frees a block's weights when the gradient of its input is computed, so the
             # first block's input also needs a gradient.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
@@ -56,7 +56,7 @@ class DeepSpeedEngine(base.Engine):
             name: (rows if name in vocab_names else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
-        blocks.apply_checkpointing(model, config.activation_checkpointing, config.lora_rank)
+        blocks.apply_checkpointing(model, config.activation_checkpointing)
         model.loss = blocks.build_loss(config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
         if strategy.zero.stage == 3:

@@ -58,9 +58,9 @@ def parallelize(
     if tp_mesh is not None:
         tp_partial_names = apply_tp(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
-        tp_partial_names = apply_lora(stage, config, topology.device, weights.adapters)
+        tp_partial_names = apply_lora(stage, plan.model, config, topology.device, weights.adapters)
     mode, compiled = config.activation_checkpointing, bool(config.compile)
-    blocks.apply_checkpointing(stage, mode, config.lora_rank, compiled=compiled)
+    blocks.apply_checkpointing(stage, mode, compiled=compiled)
     stage.loss = blocks.build_loss(config)
     if tp_mesh is not None:
         stage.loss, stage.project = shard_output(stage.loss, tp_mesh, plan.tp_parts)

@@ -233,14 +233,23 @@ class ModelSpec:
             rows = part.reshape(-1, *values.shape[1:])
             yield file_name(name, self.size), rows.t() if transposed else rows
 
-    def split_by_hf_matrix(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split `rows` among the Hugging Face matrices that the matrix named `matrix` contains.
-        `rows` has one entry per row of that matrix. Return {name of the Hugging Face matrix: its
-        rows}."""
-        tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
-        row_shape = rows.shape[1:]
+    def hf_rows(self, matrix: str, targets: str | None = None) -> dict[str, torch.Tensor]:
+        """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
+        those parts of the matrix named `matrix` that `targets` selects (see
+        `ModelSize.adapted_parts`)."""
+        import torch
+
+        name = matrix.split(".", 2)[2]
+        size = self.size
+        num_rows, _ = size.block_matrices[size.matrix_names.index(name)]
+        rows = torch.arange(num_rows, device="cpu")
+        tensors = self.code.to_hf(f"{matrix}.weight", rows, size)
+        names = zip(tensors, size.adapted_parts(None)[name], strict=True)
+        selected = size.adapted_parts(targets).get(name, {})
         return {
-            name.removesuffix(".weight"): tensor.reshape(-1, *row_shape) for name, tensor in tensors
+            hf_name.removesuffix(".weight"): tensors[hf_name].flatten()
+            for hf_name, part in names
+            if part in selected
         }
 
     def check_weights(self, folder: Path) -> None:

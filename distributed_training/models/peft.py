@@ -5,7 +5,7 @@ import importlib.util
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from distributed_training.models import ModelSpec, split_consecutive
-from distributed_training.models.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    AdapterConfig,
-    read_adapters,
-)
+from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import all_finite, write_tensors
@@ -32,22 +27,10 @@ PREFIX = "base_model.model."
 _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
 
 
-class InitialAdapters(NamedTuple):
-    """Initial adapters for a run that continues training earlier adapters."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]  # names of matrices in our blocks
-    # A [rank, in] and B [out, rank] under our names, and a mask of B if some of its values stay 0
-    tensors: dict[str, torch.Tensor]
-    base_fingerprint: str | None  # fingerprint of the base weights
-
-
 class _Adapter(NamedTuple):
-    """LoRA matrices A and B (fp32) for a subset of the rows of one matrix in this package's
-    model."""
+    """LoRA matrices A and B (fp32) of one Hugging Face matrix, and the rows of this package's
+    matrix to which the rows of B belong."""
 
-    name: str
     rows: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
@@ -59,6 +42,7 @@ class Adapters:
     matrices, each with its own adapter."""
 
     by_matrix: Mapping[str, list[_Adapter]]
+    targets: str | None  # Hugging Face matrices with adapters, as the value of `lora_targets`
     rank: int
     scale: float  # factor by which B A is scaled before it is added to the weights
     base_fingerprint: str | None  # fingerprint of the base weights
@@ -107,50 +91,49 @@ class Adapters:
 
         return read
 
-    def initial(self, size: ModelSize) -> InitialAdapters:
-        """Return the adapters in a form from which training can continue.
-
-        If a matrix in this package combines several Hugging Face matrices, each of them may have
-        its own A matrix. The A matrix of the combined adapter stacks the distinct A matrices. The
-        rank can therefore be larger than the rank of the trained adapters. A mask keeps each row of
-        B at 0 in the columns that belong to other adapters."""
-        matrices = self.by_matrix.items()
-        distinct = {
-            name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
-        }
-        rank = self.rank * max(map(len, distinct.values()))
+    def stacked(self) -> dict[str, torch.Tensor]:
+        """Return the adapters under this package's names, as `apply_lora` stacks them."""
         tensors = {}
-        shapes = dict(zip(size.matrix_names, size.block_matrices, strict=True))
-        for name, adapters in matrices:
-            rows, columns = shapes[name.split(".", 2)[2]]
-            stacked_a = torch.zeros(rank, columns)
-            b_rows = torch.zeros(rows, rank)
-            mask = torch.zeros(rows, rank)
-            is_used = torch.zeros(rank)
-            for adapter in adapters:
-                matches = (i for i, a in enumerate(distinct[name]) if torch.equal(adapter.a, a))
-                first = self.rank * next(matches)
-                ranks = slice(first, first + self.rank)
-                stacked_a[ranks] = adapter.a
-                b_rows[adapter.rows, ranks] = adapter.b
-                mask[adapter.rows, ranks] = is_used[ranks] = 1.0
-            tensors[f"{name}.adapter.a"] = stacked_a
-            tensors[f"{name}.adapter.b"] = b_rows
-            if not torch.equal(mask, is_used.expand_as(mask)):
-                tensors[f"{name}.adapter.mask"] = mask
-        targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in self.by_matrix)
-        return InitialAdapters(rank, self.scale * rank, targets, tensors, self.base_fingerprint)
+        for name, adapters in self.by_matrix.items():
+            order = torch.cat([adapter.rows for adapter in adapters]).argsort()
+            tensors[f"{name}.adapter.a"] = torch.cat([adapter.a for adapter in adapters])
+            tensors[f"{name}.adapter.b"] = torch.cat([adapter.b for adapter in adapters])[order]
+        return tensors
 
 
 def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     """Return the adapters in `folder`. Raises UserError if they are not plain LoRA adapters for the
     model."""
     config = read_adapters(folder)
-    tensors, metadata = _read_tensors(config, spec, folder)
-    base_fingerprint, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
+    file = folder / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(file)
+        with safe_open(file, "pt") as weight_file:
+            metadata = weight_file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        pickled = file.with_suffix(".bin")
+        fix = "download them again"
+        if pickled.is_file():
+            fix = f"load {pickled} with PEFT and save it again"
+        raise UserError(f"adapters {file} cannot be read", why, fix) from None
+    base = metadata.get("base_fingerprint")
+    if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
+        raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
+    all_parts = [name for parts in spec.size.adapted_parts(None).values() for name in parts]
+    parts = [
+        part for part in all_parts
+        if any(name.endswith(f".{part}.lora_A.weight") for name in tensors)
+    ]  # fmt: skip
+    if not parts:
+        raise UserError(
+            f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
+        )
+    targets = None if parts == all_parts else ",".join(parts)
     return Adapters(
-        by_matrix=_group_by_matrix(tensors, spec, folder), rank=config.r, scale=config.scale,
-        base_fingerprint=base_fingerprint, rounding=rounding, origin=folder,
+        by_matrix=_group_by_matrix(tensors, spec, targets, config.r, folder), targets=targets,
+        rank=config.r, scale=config.scale, base_fingerprint=base,
+        rounding=metadata.get("base_rounding"), origin=folder,
     )  # fmt: skip
 
 
@@ -163,9 +146,11 @@ def adapters_from_state(
 ) -> Adapters:
     """Return the adapters of a run. `state` maps this package's parameter names to the run's
     tensors."""
+    rank, targets = config.lora_rank, config.lora_targets
+    tensors = to_peft(state, spec, config)
     return Adapters(
-        by_matrix=_group_by_matrix(to_peft(state, spec), spec, origin), rank=config.lora_rank,
-        scale=config.lora_alpha / config.lora_rank, base_fingerprint=str(fingerprint),
+        by_matrix=_group_by_matrix(tensors, spec, targets, rank, origin), targets=targets,
+        rank=rank, scale=config.lora_alpha / rank, base_fingerprint=str(fingerprint),
         rounding=base_rounding(config), origin=origin,
     )  # fmt: skip
 
@@ -182,7 +167,7 @@ def save_adapters(
     """Write the adapters in `state` to a folder that PEFT can load. `state` maps this package's
     parameter names to tensors. `base` is the folder of the base model or its name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, rank = _drop_zeros(to_peft(state, spec))
+    tensors = to_peft(state, spec, config)
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
     if (rounding := base_rounding(config)) is not None:
         metadata["base_rounding"] = rounding
@@ -190,8 +175,8 @@ def save_adapters(
     document: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": config.lora_alpha * rank / config.lora_rank,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted({".".join(name.split(".")[-4:-2]) for name in tensors}),
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
@@ -205,49 +190,27 @@ def base_rounding(config: RunConfig) -> str | None:
     return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 
-def _drop_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-    """Remove unneeded zeros from adapters. The keys of `tensors` are PEFT's names. Return
-    (adapters, their rank).
-
-    Adapters whose B is zero are removed. In the remaining adapters, zero columns of B are removed
-    together with the corresponding rows of A. The new rank is the largest number of nonzero columns
-    in any B."""
-    nonzero = {}  # name of B -> (columns, nonzero ones first; number of nonzero columns)
-    for name, b in tensors.items():
-        if ".lora_B." in name:
-            nonzero[name] = torch.argsort(~b.any(0), stable=True), int(b.any(0).sum())
-    rank = max(count for _, count in nonzero.values())
-    if rank == 0:  # Nothing has been trained yet.
-        return tensors, len(next(iter(nonzero.values()))[0])
-    trimmed = {}
-    for name, (order, count) in nonzero.items():
-        if count == 0:  # this Hugging Face matrix is a part of ours that has no adapter
-            continue
-        a_name = name.replace(".lora_B.", ".lora_A.")
-        columns = order[:rank].sort().values
-        trimmed[a_name] = tensors[a_name][columns].contiguous()
-        trimmed[name] = tensors[name][:, columns].contiguous()
-    return trimmed, rank
-
-
-def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Convert adapters from this package's parameter names to PEFT's. If one matrix in this package
-    combines several Hugging Face matrices, each of these gets a copy of A and its own rows of B."""
+def to_peft(
+    state: Mapping[str, torch.Tensor], spec: ModelSpec, config: RunConfig
+) -> dict[str, torch.Tensor]:
+    """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
+    Hugging Face matrix are separate."""
     tensors = {}
-    for name, a in state.items():
+    for name, stacked_a in state.items():
         matrix, is_a, _ = name.partition(".adapter.a")
         if is_a:
-            b = state[f"{matrix}.adapter.b"]
-            for hf_name, rows in spec.split_by_hf_matrix(matrix, b).items():
-                tensors[f"{PREFIX}{hf_name}.lora_A.weight"] = a.clone()
-                tensors[f"{PREFIX}{hf_name}.lora_B.weight"] = rows.contiguous()
+            rows = spec.hf_rows(matrix, config.lora_targets)
+            stacked_b = state[f"{matrix}.adapter.b"]
+            b = torch.empty_like(stacked_b)
+            b[torch.cat([*rows.values()]).argsort()] = stacked_b
+            for hf_name, a_part, b_part in zip(
+                rows, stacked_a.split(config.lora_rank), b.split([*map(len, rows.values())]),
+                strict=True,
+            ):  # fmt: skip
+                name_a, name_b = _peft_names(hf_name)
+                tensors[name_a] = a_part.contiguous()
+                tensors[name_b] = b_part.contiguous()
     return tensors
-
-
-def read_initial(spec: ModelSpec, folder: Path) -> InitialAdapters:
-    """Return the adapters in `folder` in a form from which training can continue. Raises UserError
-    if they are not plain LoRA adapters for the model."""
-    return read_folder(spec, folder).initial(spec.size)
 
 
 def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[dict[str, Any], str]:
@@ -255,41 +218,26 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
     training the adapters in `folder`. Raises UserError if CONFIG sets a different rank, alpha or
     targets, or if the adapters do not fit `model`."""
     adapters = read_adapters(folder)
-    initial = read_initial(model, folder)
-    targets = None if initial.targets == model.size.matrix_names else ",".join(initial.targets)
-    keys: dict[str, Any] = {}
-    adapter_values = {
-        "lora_rank": (adapters.r, initial.rank),
-        "lora_alpha": (adapters.lora_alpha, initial.alpha),
-        "lora_targets": (targets, targets),
-    }
-    for key, (shown_value, value) in adapter_values.items():
-        config_value = getattr(config, key)
-        if config.is_set(key) and config_value not in (shown_value, value):
-            what = f"{key}={config_value!r} does not match the adapters in {folder}"
+    initial = read_folder(model, folder)
+    adapted_parts = model.size.adapted_parts
+    keys: dict[str, Any] = {
+        "lora_rank": adapters.r, "lora_alpha": initial.scale * adapters.r,
+        "lora_targets": initial.targets,
+    }  # fmt: skip
+    for key, value in keys.items():
+        typed = getattr(config, key)
+        if key == "lora_targets":
+            matches = adapted_parts(typed) == adapted_parts(value)
+        else:
+            matches = typed in (value, getattr(adapters, key, None))
+        if config.is_set(key) and not matches:
+            what = f"{key}={typed!r} does not match the adapters in {folder}"
             fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
-            raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
-        keys[key] = value
+            raise UserError(what, f"the adapters have {key}={value!r}", fix)
     if not config.is_set("lora_dropout"):
         keys["lora_dropout"] = adapters.lora_dropout
     note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
-    note += adapters.base_model_name_or_path
-    if initial.rank != adapters.r:
-        note += (
-            ". They need as much memory as adapters of rank "
-            f"{initial.rank}, because q, k and v (or gate "
-        )
-        note += "and up) each have their own A matrix"
-    return keys, note
-
-
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors without duplicates."""
-    distinct: list[torch.Tensor] = []
-    for tensor in tensors:
-        if not any(torch.equal(tensor, other) for other in distinct):
-            distinct.append(tensor)
-    return distinct
+    return keys, note + adapters.base_model_name_or_path
 
 
 def check_base(fingerprint: int, base: str | None, origin: object) -> None:
@@ -311,126 +259,38 @@ def has_quantized_base(folder: Path) -> bool:
         return "base_rounding" in (weight_file.metadata() or {})
 
 
-def _iter_matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """Yield (our_name, num_columns, hf_name, rows) for each Hugging Face matrix in the blocks.
-    `our_name` names the matrix in this package that contains the Hugging Face matrix. `rows`
-    contains the indices of the rows of `our_name` that belong to the Hugging Face matrix."""
-    size = spec.size
-    for layer in range(size.num_layers):
-        for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
-            name = f"blocks.{layer}.{matrix}"
-            row_numbers = torch.arange(rows)[:, None]
-            for hf_name, hf_rows in spec.split_by_hf_matrix(name, row_numbers).items():
-                yield name, columns, hf_name, hf_rows[:, 0]
-
-
-def _group_by_matrix(
-    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, origin: object
-) -> dict[str, list[_Adapter]]:
-    """Group adapters by the matrix in this package that they adapt. The keys of `tensors` are
-    PEFT's names. Raises UserError if an adapter's A or B is missing or does not fit the matrix."""
-    by_matrix = defaultdict[str, list[_Adapter]](list)
-    for name, columns, hf_name, rows in _iter_matrices(spec):
-        a, b = (tensors.get(name) for name in _peft_names(hf_name))
-        if a is not None or b is not None:
-            a, b = _check_pair(a, b, (len(rows), columns), f"{origin}: {hf_name}")
-            by_matrix[name].append(_Adapter(name, rows, a.float(), b.float()))
-    return dict(by_matrix)
-
-
 def _peft_names(matrix: str) -> tuple[str, str]:
     """Return PEFT's names for A and B of a Hugging Face matrix."""
     return f"{PREFIX}{matrix}.lora_A.weight", f"{PREFIX}{matrix}.lora_B.weight"
 
 
-def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
-    """Raise UserError unless all `names` belong to adapters of matrices in the blocks. `names` are
-    the tensor names in an adapter file."""
-    allowed = {name for _, _, hf_name, _ in _iter_matrices(spec) for name in _peft_names(hf_name)}
-    if unexpected := next((name for name in names if name not in allowed), None):
-        what = f"{shown(unexpected)} is not an adapter of a matrix in {spec.label}'s blocks"
+def _group_by_matrix(
+    tensors: Mapping[str, torch.Tensor],
+    spec: ModelSpec,
+    targets: str | None,
+    rank: int,
+    origin: object,
+) -> dict[str, list[_Adapter]]:
+    """Group adapters by the matrix in this package that they adapt. The keys of `tensors` are
+    PEFT's names. Raises UserError unless there is a finite A and B of rank `rank` for exactly those
+    matrices of all blocks that `targets` selects."""
+    by_matrix = defaultdict[str, list[_Adapter]](list)
+    remaining = dict(tensors)
+    size = spec.size
+    for layer in range(size.num_layers):
+        for matrix, (_, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
+            our_name = f"blocks.{layer}.{matrix}"
+            for hf_name, rows in spec.hf_rows(our_name, targets).items():
+                pair = []
+                shapes = ([rank, columns], [len(rows), rank])
+                for name, shape in zip(_peft_names(hf_name), shapes, strict=True):
+                    tensor = remaining.pop(name, None)
+                    if tensor is None or list(tensor.shape) != shape or not all_finite(tensor):
+                        what = f"{origin}: {name} is not a finite tensor of shape {shape}"
+                        raise UserError(what, fix="use adapters of the same matrices in all blocks")
+                    pair.append(tensor.float())
+                by_matrix[our_name].append(_Adapter(rows, *pair))
+    if remaining:
+        what = f"{origin}: {min(remaining)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
-
-
-def _check_pair(
-    a: torch.Tensor | None, b: torch.Tensor | None, shape: tuple[int, int], what: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B. Raises UserError unless both are finite and fit a matrix of `shape`
-    [out, in]."""
-    if a is None or b is None:
-        missing_name = "lora_A" if a is None else "lora_B"
-        raise UserError(f"{what} has no {missing_name}", fix="download the adapters again")
-    rank = len(a) if a.dim() == 2 else 0
-    for name, tensor, expected in (("A", a, [rank, shape[1]]), ("B", b, [shape[0], rank])):
-        if list(tensor.shape) != expected or not tensor.is_floating_point():
-            actual = f"{tensor.dtype} {list(tensor.shape)}"
-            problem = f"{what}: lora_{name} is {actual}"
-            fix = "use the adapters of this model"
-            raise UserError(problem, f"it should be a float tensor of shape {expected}", fix)
-        if not all_finite(tensor):
-            fix = "train or download the adapters again"
-            raise UserError(f"{what}: lora_{name} has non-finite values", fix=fix)
-    return a, b
-
-
-def _read_tensors(
-    config: AdapterConfig, spec: ModelSpec, folder: Path
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of the adapters in `folder`, and the metadata of their file. The metadata
-    may contain the fingerprint of the base weights. Raises UserError if the file is missing,
-    damaged or inconsistent with the config."""
-    file = folder / ADAPTER_WEIGHTS
-    try:
-        with safe_open(file, "pt") as weight_file:
-            metadata = weight_file.metadata() or {}
-            # Check the names first, because loading hundreds of thousands of tensors takes a
-            # minute.
-            _refuse_others(weight_file.keys(), spec)
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        pickled = file.with_suffix(".bin")
-        fix = "download them again"
-        if pickled.is_file():
-            fix = f"load {pickled} with PEFT and save it again"
-        raise UserError(f"adapters {file} cannot be read", why, fix) from None
-    base = metadata.get("base_fingerprint")
-    if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
-        raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
-    _check_names(config, tensors, spec, folder)
-    return tensors, metadata
-
-
-def _check_names(
-    config: AdapterConfig, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
-) -> None:
-    """Raise UserError unless the tensors are adapters of rank `config.r` for exactly the targets in
-    `config`."""
-    for name, tensor in tensors.items():
-        if name.endswith(".lora_A.weight") and tensor.dim() == 2 and len(tensor) != config.r:
-            what = f"{folder}: {name} has rank {len(tensor)}, but r is {config.r}"
-            why = f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} do not belong together"
-            raise UserError(what, why, "download both again")
-    adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
-    if not adapted:
-        raise UserError(f"{folder}: {ADAPTER_WEIGHTS} has no adapters", fix="download them again")
-    targets = config.target_modules
-    if not isinstance(targets, list):  # a pattern, which may select blocks, or None
-        targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
-    for _, _, hf_name, _ in _iter_matrices(spec):
-        is_target = any(hf_name == target or hf_name.endswith(f".{target}") for target in targets)
-        if is_target != (hf_name in adapted):
-            has = (
-                "has no adapter but is a target"
-                if is_target
-                else "has an adapter but is not a target"
-            )
-            if targets is not config.target_modules:
-                why = "all blocks must have adapters of the same matrices"
-                fix = "merge the adapters with PEFT"
-                raise UserError(f"{folder}: {hf_name} has no adapter", why, fix)
-            why = f"target_modules in {ADAPTER_CONFIG} does not match {ADAPTER_WEIGHTS}"
-            fix = (
-                "download both again, or set model to auto if the adapters belong to another model"
-            )
-            raise UserError(f"{folder}: {hf_name} {has}", why, fix)
+    return dict(by_matrix)

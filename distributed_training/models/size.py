@@ -1,7 +1,7 @@
 """Describe the shape of a model: sizes, parameter counts and FLOPs. This module does not import
 torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributed_training.settings.errors import UserError
@@ -55,8 +55,11 @@ class ModelSize:
     # Number of groups of hidden units that tp keeps together; None if there are no groups
     mlp_units: int | None = None
     block_tensors: int = 12  # number of parameter tensors in a block
-    # Module names of `block_matrices`, in the same order; `lora_targets` selects from them
+    # Module names of `block_matrices`, in the same order
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
+    # Module name -> the Hugging Face matrices that this matrix contains, in the order of `to_hf`:
+    # their names within a block and numbers of rows. {}: these are the matrices themselves
+    hf_matrices: dict[str, dict[str, int]] = field(default_factory=dict)
     splits: bool = True  # whether tp can shard the model and pp can partition it
     traced: TracedCosts | None = None  # traced costs; if given, they replace the formulas
     packs: bool = True  # whether attention can separate packed records
@@ -104,25 +107,40 @@ class ModelSize:
         outside_blocks += self.position_parameters + self.final_norm_parameters
         return outside_blocks + self.num_layers * self.block_parameters
 
-    def adapted_matrices(self, targets: str | None) -> tuple[str, ...]:
-        """Return the names of the matrices selected by `targets`, the value of `lora_targets` in
-        CONFIG. None selects all matrices. Raises UserError for an unknown name."""
+    def adapted_parts(self, targets: str | None) -> dict[str, dict[str, int]]:
+        """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
+        `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
+        matrices. As in PEFT, a target selects the matrices whose names end with it. Raises
+        UserError for a target that selects no matrix."""
+        matrices = self.hf_matrices or {
+            name: {name: rows}
+            for name, (rows, _) in zip(self.matrix_names, self.block_matrices, strict=True)
+        }
         if targets is None:
-            return self.matrix_names
-        names = tuple(name.strip() for name in targets.split(","))
-        if unknown := set(names).difference(self.matrix_names):
-            why = f"the blocks have no matrix named {', '.join(sorted(unknown))}"
-            fix = f"choose from {', '.join(self.matrix_names)}"
-            raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
-        return names
+            return matrices
+        suffixes = [f".{target.strip()}" for target in targets.split(",")]
+        names = [f".{name}" for parts in matrices.values() for name in parts]
+        for suffix in suffixes:
+            if not any(name.endswith(suffix) for name in names):
+                why = f"the blocks have no matrix named {suffix[1:]}"
+                fix = f"choose from {', '.join(name[1:] for name in names)}"
+                raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
+        selected = {
+            our_name: {
+                name: rows for name, rows in parts.items() if f".{name}".endswith(tuple(suffixes))
+            }
+            for our_name, parts in matrices.items()
+        }
+        return {our_name: parts for our_name, parts in selected.items() if parts}
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
         """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
-        names = self.adapted_matrices(targets)
+        adapted = self.adapted_parts(targets)
         per_rank = shared = 0
-        for index, (rows, columns) in enumerate(self.block_matrices):
-            if self.matrix_names[index] in names:
+        for index, name in enumerate(self.matrix_names):
+            columns = self.block_matrices[index][1]
+            for rows in adapted.get(name, {}).values():
                 split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
                 shared += rank * common
                 per_rank += rank * (common + split // tp)

@@ -2,17 +2,22 @@
 
 The weights W are frozen. An adapter changes the output of a matrix to
 `W x + (alpha / rank) B A dropout(x)`. A is [rank, in], and B is [out, rank]. B is initialized to 0,
-so training starts from the outputs of the base model."""
+so training starts from the outputs of the base model.
+
+As in PEFT, each Hugging Face matrix has its own A and B. If one of our matrices contains several of
+them, their A matrices are stacked, and so are their B matrices, in the order of our rows."""
 
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models import ModelSpec
+from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.tensor import call_with_rank_dropout
 from distributed_training.settings.config import RunConfig
@@ -20,6 +25,7 @@ from distributed_training.settings.config import RunConfig
 
 def apply_lora(
     model: Decoder,
+    spec: ModelSpec,
     config: RunConfig,
     device: torch.device,
     initial_values: Mapping[str, torch.Tensor],
@@ -33,22 +39,22 @@ def apply_lora(
     parameters whose gradients must be summed over tp."""
     model.requires_grad_(False)
     tp_partial_names = set()
-    targets = model.size.adapted_matrices(config.lora_targets)
-    for name, linear in list(model.named_modules()):
-        if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
-            continue
+    adapted = spec.size.adapted_parts(config.lora_targets)
+    for name in [f"blocks.{number}.{matrix}" for number in model.blocks for matrix in adapted]:
+        linear: Any = model.get_submodule(name)
+        rows = spec.hf_rows(name, config.lora_targets)
         weight = linear.weight
         # Use the sizes of the layer, because a quantized weight has a different shape.
-        rows = linear.out_features
-        columns = linear.in_features
-        # The initial values depend only on the name and the seed, and are rounded like the weights.
-        generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
-        a = torch.empty(config.lora_rank, columns)
-        a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-        a = initial_values.get(f"{name}.adapter.a", a)
-        b = initial_values.get(f"{name}.adapter.b", torch.zeros(rows, config.lora_rank))
+        num_rows = linear.out_features
+        a = initial_values.get(f"{name}.adapter.a")
+        if a is None:
+            a = torch.cat([_draw(hf_name, linear.in_features, config) for hf_name in rows])
+        positions, _ = torch.cat(
+            [part_rows * len(rows) + index for index, part_rows in enumerate(rows.values())]
+        ).sort()
+        b = torch.zeros(len(positions), config.lora_rank)
+        b = initial_values.get(f"{name}.adapter.b", b)
         a, b = (x.to(model.compute_dtype or x.dtype).float().to(device) for x in (a, b))
-        mask = initial_values.get(f"{name}.adapter.mask")
         mask_rank = None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
@@ -56,40 +62,56 @@ def apply_lora(
             placement_a, placement_b = Replicate(), Shard(0)
             if by_columns:
                 placement_a, placement_b = Shard(1), Replicate()
+            else:
+                num_rows //= mesh.size()
+                positions = positions.chunk(mesh.size())[mesh.get_local_rank()]
+                positions = positions - mesh.get_local_rank() * num_rows * len(rows)
             a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
             b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
-            if mask is not None:
-                mask = distribute_tensor(mask, mesh, [placement_b], src_data_rank=None).to_local()
             tp_partial_names.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
             if by_columns and config.lora_dropout and not config.sequence_parallel:
                 mask_rank = mesh.get_local_rank()
         linear.adapter = Adapter(a, b, config, mask_rank)
-        if mask is not None:
-            linear.adapter.mask = mask.to(device)
+        if len(positions) < num_rows * len(rows):
+            linear.adapter.positions = positions.to(device)
+            linear.adapter.num_blocks = num_rows * len(rows)
     return tp_partial_names
 
 
-class Adapter(nn.Module):
-    """LoRA adapter for one matrix."""
+def _draw(hf_name: str, columns: int, config: RunConfig) -> torch.Tensor:
+    """Return the initial A [lora_rank, columns] of a Hugging Face matrix: Kaiming uniform, as in
+    PEFT. The values depend only on the matrix's name and the seed."""
+    key = config.seed * 100_003 + zlib.crc32(hf_name.encode())
+    generator = torch.Generator().manual_seed(key)
+    a = torch.empty(config.lora_rank, columns)
+    return a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
 
-    mask: torch.Tensor | None  # factors for B, [out, lora_rank]; a 0 keeps a value at 0
+
+class Adapter(nn.Module):
+    """LoRA adapters of the k Hugging Face matrices that one matrix contains."""
+
+    # If k > 1 or some rows have no adapter, B is expanded to [out, k lora_rank]. In the block of
+    # columns of each Hugging Face matrix, only the rows of this matrix are not zero.
+    positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
+    num_blocks = 0  # out times k
 
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
     ) -> None:
-        """Create the adapter from the matrices `a`, [lora_rank, in], and `b`, [out, lora_rank]. Set
-        `mask_rank` to this rank's position along tp if the ranks have the same random state but
-        different columns of the input. Each rank then draws a different dropout mask."""
+        """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
+        [rows with adapters, lora_rank]. Set `mask_rank` to this rank's position along tp if the
+        ranks have the same random state but different columns of the input. Each rank then draws a
+        different dropout mask."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
         self.mask_rank = mask_rank
-        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("positions", None, persistent=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Add the adapter's output for the input x [.., in] to the matrix's output y [.., out]."""
+        """Add the adapters' output for the input x [.., in] to the matrix's output y [.., out]."""
         inputs = x
         if isinstance(x, DTensor):
             # If x is replicated, each rank computes only one term of the gradient of x.
@@ -103,7 +125,10 @@ class Adapter(nn.Module):
             inputs = call_with_rank_dropout(self._apply_dropout, self.mask_rank, inputs)
         hidden = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
         b = local_part(self.b).to(x.dtype)
-        delta = F.linear(hidden, b if self.mask is None else b * self.mask.to(x.dtype))
+        if self.positions is not None:
+            blocks = b.new_zeros(self.num_blocks, b.shape[1])
+            b = blocks.index_copy(0, self.positions, b).view(-1, hidden.shape[-1])
+        delta = F.linear(hidden, b)
         if isinstance(y, DTensor):
             delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
         return y + delta

@@ -95,7 +95,7 @@ def choose_model(
         name, settings = _choose_for_cpu(config, num_processes, strategy, notes)
     model = find_model(name)
     if config.lora_rank and not continues_adapters:
-        model.size.adapted_matrices(config.lora_targets)
+        model.size.adapted_parts(config.lora_targets)
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 

@@ -116,7 +116,8 @@ class RunConfig(Options):
     lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
     """Dropout on the input of the LoRA adapters. 0: off."""
     lora_targets: Text | None = training_key(None, aliases=("lora_target_modules",))
-    """Matrices in each block that have adapters, such as qkv,mlp_in. None: all matrices."""
+    """Matrices with adapters, by their names in transformers, such as q_proj,v_proj. None: all
+    matrices of the blocks."""
     strategy: Text = layout_key(AUTO)
     """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
     deepspeed_config: Text | None = layout_key(None)

@@ -182,8 +182,8 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     model, weights, fingerprint = build_model(plan, topology)
     initial_adapters = None
     if plan.adapters_dir is not None:
-        initial_adapters = peft.read_initial(plan.model, plan.adapters_dir)
-        weights = replace(weights, adapters=initial_adapters.tensors)
+        initial_adapters = peft.read_folder(plan.model, plan.adapters_dir)
+        weights = replace(weights, adapters=initial_adapters.stacked())
     engine = plan.strategy.load_engine()(model, weights, plan, topology)
     if config.lora_rank:
         engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))

@@ -101,13 +101,19 @@ KINDS: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {**_SHAPE, **_HEADS}),
 }  # fmt: skip
 
+# GPT-2's matrices are not linear layers, so it has no transformers' code in this package.
+_GPT2 = ("GPT2", {
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
+    "bos_token_id": 0, "eos_token_id": 0,
+})  # fmt: skip
 
-def make_folder(kind: str, folder: Path) -> Path:
-    """Save a model of the given kind to `folder`, and return `folder`. All parameters are random,
-    including norms and biases."""
-    name, values = KINDS[kind]
+
+def make_folder(kind: str, folder: Path, **changes: object) -> Path:
+    """Save a model of the given kind, gpt2 or one of KINDS, to `folder`, and return `folder`. All
+    parameters are random, including norms and biases. `changes` replace values of the config."""
+    name, values = KINDS.get(kind, _GPT2)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**values)
+    config = getattr(transformers, f"{name}Config")(**{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

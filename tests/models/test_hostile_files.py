@@ -73,7 +73,7 @@ def adapters(tmp_path):
         for name, rows, columns in (("qkv", 192, 64), ("mlp_out", 64, 256)):
             state[f"blocks.{number}.{name}.adapter.a"] = torch.randn(2, columns)
             state[f"blocks.{number}.{name}.adapter.b"] = torch.randn(rows, 2)
-    config = RunConfig(lora_rank=2, lora_targets="qkv,mlp_out")
+    config = RunConfig(lora_rank=2, lora_targets="c_attn,mlp.c_proj")
     peft.save_adapters(state, spec, config, tmp_path, base="gpt2-tiny", fingerprint=0)
     return spec, tmp_path
 
@@ -89,15 +89,14 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
 @pytest.mark.parametrize(
     ("tensors", "config", "words"),
     [
-        ({A: torch.zeros(2, 65)}, {}, ["lora_A"]),
-        ({B: None}, {}, ["lora_B"]),
-        ({A: None, A.replace("_A.", "_B."): None}, {}, ["h.0.attn.c_attn"]),
-        ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["h.7.attn.c_attn"]),
-        ({}, {"r": 3}, ["r is 3"]),
+        ({A: torch.zeros(2, 65)}, {}, [A, "[2, 64]"]),
+        ({B: None}, {}, [B]),
+        ({A: None, A.replace("_A.", "_B."): None}, {}, [A]),
+        ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["h.7.attn.c_attn.lora_A"]),
+        ({}, {"r": 3}, [A, "[3, 64]"]),
         ({}, {"bias": "all"}, ["bias='all'"]),
         ({}, {"layers_to_transform": [0]}, ["layers_to_transform=[0]"]),
         ({}, {"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
-        ({}, {"target_modules": ["c_attn"]}, ["mlp.c_proj"]),
         ({}, {"use_dora": True}, ["use_dora"]),
     ],
 )

@@ -21,7 +21,7 @@ def test_peft_loads_the_exported_adapters(kind, tmp_path):
     spec = find_model(f"{HUB_PREFIX}{folder}")
     config = build_config({"lora_rank": 4, "lora_alpha": 8.0, "model": spec.path})
     model = read_model(spec, folder)
-    apply_lora(model, config, torch.device("cpu"), {})
+    apply_lora(model, spec, config, torch.device("cpu"), {})
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(learning) == 2 * spec.size.num_layers * len(spec.size.matrix_names)
     with torch.no_grad():

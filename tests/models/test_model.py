@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models import find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.models.initial_weights import hashed_normal
@@ -18,6 +18,7 @@ from distributed_training.settings.files import ROOT
 
 # The vocabulary size 300 is not a multiple of 128, so the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
+SPEC = ModelSpec(label="small", family="gpt2", size=SIZE)
 
 
 def random_model(dropout=0.0):
@@ -133,8 +134,8 @@ def test_selective_checkpointing_recomputes_only_the_matmuls_of_adapters():
     config = RunConfig(lora_rank=2)
     for mode in ("none", "selective"):
         model = random_model()
-        apply_lora(model, config, torch.device("cpu"), {})
-        apply_checkpointing(model, mode, config.lora_rank)
+        apply_lora(model, SPEC, config, torch.device("cpu"), {})
+        apply_checkpointing(model, mode)
         with FlopCounterMode(display=False) as counter:
             model(*random_batch()).backward()
         flops[mode] = counter.get_total_flops()

@@ -89,6 +89,12 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
+def batches(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's micro-batches for each of the first `steps` steps."""
+    steps = range(arguments["steps"])
+    return all_cases(arguments, lambda run: [run.batch(step).micro_batches for step in steps])
+
+
 def train_without_inductor(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but without Inductor's generated code, because compiling C++ takes
     seconds per kernel. Compiled functions are still traced, decomposed and partitioned as they

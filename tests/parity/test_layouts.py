@@ -41,7 +41,11 @@ REFERENCES = {
     "lora": LORA,
     # These adapters have inputs that are equal on all tp ranks, so all ranks draw the same masks as
     # a single process.
-    "dropped": {**LORA, "lora_dropout": 0.3, "lora_targets": "qkv,mlp_in"},
+    "dropped": {
+        **LORA,
+        "lora_dropout": 0.3,
+        "lora_targets": "q_proj,k_proj,v_proj,gate_proj,up_proj",
+    },
 }
 # Activation checkpointing and the chunked loss are combined with mechanisms that other cases test
 # without them. No micro-batch is a multiple of the chunk size.
@@ -130,6 +134,8 @@ TRACED = {
         "packed/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
         "packed/pp2-recomputed": {**mesh(pp=2), **micro_batches(4), **SELECTIVE, **COMPILED},
         "packed/pp2-zb-h1": {**mesh(pp=2), **micro_batches(4), **ZB_H1, **COMPILED},
+        "lora/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED, **SELECTIVE},
+        "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
         # Only in this family do the blocks receive the embeddings unchanged.

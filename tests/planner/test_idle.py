@@ -12,7 +12,7 @@ from tests.support import CPU_MACHINE, refused
 TYPED = {
     "fsdp_prefetch": "2", "bucket_cap_mb": "25", "gradient_compression": "bf16",
     "pipeline_schedule": "gpipe", "offload_dir": "/tmp/offload",
-    "lora_alpha": "8", "lora_dropout": "0.1", "lora_targets": "qkv",
+    "lora_alpha": "8", "lora_dropout": "0.1", "lora_targets": "c_attn",
 }  # fmt: skip
 USES = {
     "fsdp_prefetch": {"strategy": "fsdp"}, "bucket_cap_mb": {}, "gradient_compression": {},
@@ -51,7 +51,7 @@ def test_a_typed_key_has_an_effect_or_is_refused(key):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("pipeline_schedule", "gpipe"), ("offload_dir", "/tmp/offload"), ("lora_alpha", 8.0),
-     ("lora_dropout", 0.1), ("lora_targets", "qkv")],
+     ("lora_dropout", 0.1), ("lora_targets", "c_attn")],
 )  # fmt: skip
 def test_a_key_without_effect_in_config_gives_a_note(key, value):
     (note,) = notes_of({key: value})

@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
+# Our names -> Hugging Face names
+_NAMES = {
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "blocks": "h",
+    "norm_1": "ln_1",
+    "qkv": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "norm_2": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+    "norm_out": "ln_f",
+}
+
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
     """Return the ModelSize of a GPT-2 model. Its `num_parameters` equals the parameter count of
@@ -33,6 +47,12 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
         num_positions=num_positions,
         hidden_size=d,
         block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
+        hf_matrices={
+            "qkv": {_NAMES["qkv"]: 3 * d},
+            "attention_out": {_NAMES["attention_out"]: d},
+            "mlp_in": {_NAMES["mlp_in"]: 4 * d},
+            "mlp_out": {_NAMES["mlp_out"]: d},
+        },
         block_parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
         block_parameters_split=12 * d**2 + 7 * d,
         block_norm_parameters=4 * d,
@@ -58,19 +78,6 @@ MODEL_TYPES = ("gpt2",)
 _PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB_IDS = {name: f"openai-community/{name}" for name in _PUBLISHED}
 STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
-# Our names -> Hugging Face names
-_NAMES = {
-    "token_embedding": "wte",
-    "position_embedding": "wpe",
-    "blocks": "h",
-    "norm_1": "ln_1",
-    "qkv": "attn.c_attn",
-    "attention_out": "attn.c_proj",
-    "norm_2": "ln_2",
-    "mlp_in": "mlp.c_fc",
-    "mlp_out": "mlp.c_proj",
-    "norm_out": "ln_f",
-}
 _OUTPUT_ROWS = "output_rows.weight"
 Count = Annotated[int, Field(ge=1)]
 

@@ -135,7 +135,8 @@ def llama_size(config: Config) -> ModelSize:
     count of the model in transformers."""
     d = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
-    qkv = heads + 2 * config.num_key_value_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    qkv = heads + 2 * kv
     hidden = config.intermediate_size
     matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
     split_bias = qkv if config.biases[0] else 0
@@ -153,6 +154,12 @@ def llama_size(config: Config) -> ModelSize:
         mlp_units=hidden // unit_size(hidden),
         hidden_size=d,
         block_matrices=matrices,
+        hf_matrices={
+            "qkv": {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
+            "attention_out": {_NAMES["attention_out"]: d},
+            "mlp_in": {"mlp.gate_proj": hidden, "mlp.up_proj": hidden},
+            "mlp_out": {_NAMES["mlp_out"]: d},
+        },
         block_parameters=split + replicated_bias + sum(norms),
         block_parameters_split=split,
         block_norm_parameters=sum(norms),

@@ -16,12 +16,11 @@ from distributed_training.predict.mechanism import (
 
 def adapter_costs(timing: Timing) -> PassCosts:
     """Return the costs of a block's adapters, which are bound by memory bandwidth."""
-    outputs = sum(rows for rows, _ in timing.size.block_matrices) / timing.tp
-    adapted = timing.size.adapted_matrices(timing.config.lora_targets)
-    memory_cost_per_pass = timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs)
-    return np.outer((4, 7, 0), memory_cost_per_pass) * (
-        len(adapted) / len(timing.size.matrix_names)
-    )
+    size = timing.size
+    adapted = size.adapted_parts(timing.config.lora_targets)
+    matrices = zip(size.matrix_names, size.block_matrices, strict=True)
+    outputs = sum(rows for name, (rows, _) in matrices if name in adapted) / timing.tp
+    return np.outer((4, 7, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs))
 
 
 def base_bytes(rank: PipelineRank) -> int:
