@@ -51,7 +51,7 @@ def another_value(key):
 
 OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
     "model": "gpt2", "dataset": "embedded", "tokenizer": "gpt2", "weights": "random",
-    "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "qkv",
+    "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "q_proj",
 }  # fmt: skip
 
 
