@@ -34,7 +34,7 @@ def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     result = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
     assert_ok(result)
     (out,) = (repository / "runs").glob("compare-*")
-    records = [json.loads(file.read_text()) for file in sorted(out.glob("gpt2-tiny-*.json"))]
+    records = [json.loads(file.read_text()) for file in sorted(out.glob("runs/2*/record.json"))]
     assert [record["strategy"]["name"] for record in records] == ["dp", "lr-floor"]
     assert [record["config"].get("lr_floor") for record in records] == [None, FLOOR]
 
@@ -48,7 +48,7 @@ def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     assert not {*dp[above + 1 :]} & {*floor[above + 1 :]}
 
     table = re.findall(r"^\| (\S.*?) +\|.* ok +\|$", (out / "compare.md").read_text(), re.M)
-    assert table == ["dp", "lr-floor lr_floor=1e-3"]
+    assert table == ["dp", "lr-floor"]
     page = (out / "compare.html").read_text()
     for record in records:
         assert f"{record['evaluations'][-1]['loss']:.4f}" in page
