@@ -24,7 +24,6 @@ from pipedream.runtime.launch import CASE_ENV, launch, run_worker, this_rank
 from pipedream.schedules.orders import (
     SCHEDULES,
     SEARCH_PREFIX,
-    TRAINABLE,
     layers_per_stage,
     schedule_for_training,
 )
@@ -133,7 +132,7 @@ def _runnable_schedules(config: Mapping[str, Any]) -> list[str]:
     to stderr."""
     p = config["num_stages"]
     fitting = []
-    for name in TRAINABLE:
+    for name in SCHEDULES:
         try:
             for m in config["num_microbatches"]:
                 schedule, _ = schedule_for_training(name, p, m, config["num_batches"])

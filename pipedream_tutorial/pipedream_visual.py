@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
     "input_gradient": 1,  # time of the half of the backward pass that computes the input's gradient
     "weight_gradient": 1,  # time of the half that computes the weights' gradients
     "communication": 0,  # time of a message between two ranks, which keep computing meanwhile
-    "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipe and -V)
+    "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipeV)
     "stage_scale": None,  # one factor per stage or chunk, such as [1, 1, 2, 1]; None: equal stages
     "weight_size": 1,  # memory of a rank's weights, relative to a microbatch's activations
     "output": "figures",  # folder for the pictures, created if necessary

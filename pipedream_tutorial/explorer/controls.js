@@ -33,7 +33,7 @@ const RULES = {
   },
   saving: {
     name: "overlap_saving", most: 1, ends: [0, 1],
-    label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipe and DualPipeV)",
+    label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipeV)",
   },
   kept: {
     name: "recompute", most: 1, ends: [0, 1],
@@ -264,6 +264,6 @@ function showControls(chosen, level) {
 function isOfUse(key, { schedule, other, recompute }) {
   if (key === "kept") return recompute;
   if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
-  const needs = { v: ["interleaved"], saving: ["dualpipe-v", "dualpipe"] }[key];
+  const needs = { v: ["interleaved"], saving: ["dualpipe-v"] }[key];
   return !needs || needs.includes(schedule) || needs.includes(other);
 }

@@ -104,10 +104,9 @@ function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, hei
   }).join("");
 }
 
-// Return 0 for a rank's first stage (or the first copy of the model), and higher numbers, which
-// mean paler shades, for others.
-function paleness({ numStages, copies, stagesPerRank, numRanks }, stage) {
-  return Math.floor(stage / (copies > 1 ? numStages : numRanks)) / Math.max(2, copies * stagesPerRank);
+// Return 0 for a rank's first stage, and higher numbers, which mean paler shades, for others.
+function paleness({ stagesPerRank, numRanks }, stage) {
+  return Math.floor(stage / numRanks) / Math.max(2, stagesPerRank);
 }
 
 // Draw a measured run below its simulation: thinner, and with the difference between the ends.

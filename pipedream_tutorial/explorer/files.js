@@ -7,8 +7,7 @@ const WRITTEN = /^(\d{1,9})([FBIW])(\d{1,9})$/;
 const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 
 // Line endings match Python's csv module.
-function toCsv({ orders, copies, ops }) {
-  if (copies > 1) throw new RuleError("a CSV file cannot describe two copies of the model");
+function toCsv({ orders, ops }) {
   if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV file cannot contain recomputation");
   return orders.map((order) => order.map(itemText).join() + "\r\n").join("");
 }

@@ -150,7 +150,6 @@ function relativeError(found, exact) {
 function train(run, chosen) {
   if (!chosen.gradients) return null;
   const { schedule } = run.timeline;
-  if (schedule.copies > 1) return { reason: "schedules with two copies of the model can only be simulated." };
   if (chosen.recompute && !run.policy.stashed) {
     return { reason: "with recomputation, the forward pass would be repeated with newer weights." };
   }

@@ -119,8 +119,8 @@ const POLICIES = {
 // Map each operation to {its version, kept: versions that its stage keeps after it, behind: updates
 // at its own update that its weights do not include}. The result depends only on the orders, not on
 // times.
-function weightUse({ ops, numStages, copies }, policy, batchSize) {
-  const own = range(numStages * copies).map(() => []);
+function weightUse({ ops, numStages }, policy, batchSize) {
+  const own = range(numStages).map(() => []);
   for (const op of ops) own[op.stage].push(op);
   return new Map(own.flatMap((line) => stageUse(line, policy, batchSize, numStages)));
 }

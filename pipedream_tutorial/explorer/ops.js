@@ -109,14 +109,13 @@ function changedOps(orders, change) {
   return orders.map((order) => order.map((item) => item.map(change)));
 }
 
-// copies: copies of the model. The numbers of a second copy's stages follow those of the first.
 // kept: the share of a microbatch's activations on a stage that is kept from its F to its R.
 class Schedule {
-  constructor(orders, copies = 1, kept = 1) {
-    Object.assign(this, { orders, copies, kept });
+  constructor(orders, kept = 1) {
+    Object.assign(this, { orders, kept });
     this.ops = orders.flat(2);
     this.numRanks = orders.length;
-    this.numStages = (1 + Math.max(...this.ops.map((op) => op.stage))) / copies;
+    this.numStages = 1 + Math.max(...this.ops.map((op) => op.stage));
     this.stagesPerRank = Math.max(1, Math.floor(this.numStages / orders.length));
     this.numMicrobatches = new Set(this.ops.map((op) => op.microbatch)).size;
     this.rankOf = new Map(orders.flatMap((order, rank) => order.flat().map((op) => [op.text, rank])));
@@ -128,18 +127,17 @@ class Schedule {
     return item.flatMap(({ kind, stage, microbatch }) => {
       const key = (wanted, at) => keyOf(wanted, at, microbatch);
       const either = (first, second, at) => key(this.rankOf.has(key(first, at)) ? first : second, at);
-      const place = stage % this.numStages;
-      if (kind === "F") return place ? [key("F", stage - 1)] : [];
+      if (kind === "F") return stage ? [key("F", stage - 1)] : [];
       if (kind === "W") return [key("I", stage)];
       if (kind === "R") return [key("F", stage)];
       const own = either("R", "F", stage);
-      return place === this.numStages - 1 ? [own] : [own, either("I", "B", stage + 1)];
+      return stage === this.numStages - 1 ? [own] : [own, either("I", "B", stage + 1)];
     });
   }
 
   // Return the same stages with other orders.
   withOrders(orders) {
-    return new Schedule(orders, this.copies, this.kept);
+    return new Schedule(orders, this.kept);
   }
 }
 
@@ -161,12 +159,12 @@ function cutBackwards(schedule) {
 }
 
 // Return the same orders with R, a second forward pass, before every backward pass.
-function recomputed({ orders, copies }, kept) {
+function recomputed({ orders }, kept) {
   const again = orders.map((order) => order.flatMap((item) => {
     const { kind, stage, microbatch } = item.at(-1);
     return kind === "B" || kind === "I" ? [[buildOp("R", stage, microbatch)], item] : [item];
   }));
-  return new Schedule(again, copies, Fraction.parse(kept).toNumber());
+  return new Schedule(again, Fraction.parse(kept).toNumber());
 }
 
 // Durations as fractions, by a stage's position in the model. `scale` has a factor for each equal
@@ -190,8 +188,8 @@ function buildCosts({ numStages, stagesPerRank }, { F, I, W, c, saving = 0, scal
   };
 }
 
-function durationOf(item, costs, numStages) {
-  const lasts = item.map(({ kind, stage }) => costs[kind][stage % numStages]);
+function durationOf(item, costs) {
+  const lasts = item.map(({ kind, stage }) => costs[kind][stage]);
   if (lasts.length === 1) return lasts[0];
   const [shorter, longer] = lasts.sort((a, b) => Number(a.n * b.d - b.n * a.d));
   const { n, d } = costs.saving;
@@ -209,7 +207,7 @@ function withoutMicrobatch(item) {
 function simulate(schedule, costs) {
   const { orders } = schedule;
   const items = new Map(orders.flat(1).map((item) => [withoutMicrobatch(item), item]));
-  const exact = [...items.values()].map((item) => durationOf(item, costs, schedule.numStages));
+  const exact = [...items.values()].map((item) => durationOf(item, costs));
   const { tick, counts: [c, ...counts] } = inTicks([costs.c, ...exact]);
   const durations = new Map([...items.keys()].map((key, k) => [key, counts[k]]));
   const lines = orders.map(() => []);

@@ -3,8 +3,7 @@
 // of its ranks.
 //
 // A rank's order is a word, as in pipedream_simple.py, with one letter per operation and two per
-// pair. Lowercase letters belong to the rank's second stage, which is on the way up a V or in a
-// second copy.
+// pair. Lowercase letters belong to the rank's second stage, which is on the way up a V.
 "use strict";
 
 // Each kind runs a stage's microbatches in order. A whole backward pass counts as both halves. A
@@ -33,13 +32,6 @@ function fromWords(words, m = Infinity) {
 // Return orders from the word of rank r of p.
 function byRank(wordOf) {
   return (p, m) => fromWords(range(p).map((r) => wordOf(r, p, m)), m);
-}
-
-// microbatchOf(i, copy): index of a copy's microbatch i among all microbatches.
-function twoCopies(words, microbatchOf) {
-  const p = words.length;
-  const renumbered = ({ kind, stage, microbatch: i }) => buildOp(kind, stage, microbatchOf(i, stage < p ? 0 : 1));
-  return new Schedule(changedOps(fromWords(words).orders, renumbered), 2);
 }
 
 function times(count, ...steps) {
@@ -237,44 +229,6 @@ function dualpipeWord(r, p, m) {
   ];
 }
 
-// DualPipeV on half as many ranks, unfolded: each rank becomes two mirrored ranks.
-// One copy's stages are on the way down, and the other's on the way up.
-function dualpipe(p, m) {
-  if (p % 2 || m % 2 || m < 2 * p) {
-    const even = p + (p % 2);
-    const rule = "dualpipe needs an even number of ranks and an even number of microbatches";
-    const what = `${rule}, with at least 2 microbatches per rank`;
-    throw new RuleError(`${what}, but p=${p} and m=${m}; use p=${even} and m=${Math.max(2 * even, m + (m % 2))}`);
-  }
-  const half = range(p / 2).map((r) => dualpipeWord(r, p / 2, m / 2));
-  const swapped = (letter) => (letter < "a" ? letter.toLowerCase() : letter.toUpperCase());
-  const mirrored = half.toReversed().map((word) => word.map((step) => [...step].map(swapped)));
-  return twoCopies([...half, ...mirrored], (i, copy) => i + copy * (m / 2));
-}
-
-// The batch consists of units of p microbatches. In a unit, each direction is a 1F1B of p / 2
-// microbatches. If every operation takes one slot, no rank uses a slot twice (schedules/orders.py
-// explains why).
-function chimera(p, m) {
-  if (p % 2 || m % p) {
-    const what = "chimera needs an even number of ranks and whole units of p microbatches";
-    throw new RuleError(`${what}, not p=${p}, m=${m}; use p=${p + (p % 2)} and a multiple of ${p + (p % 2)} microbatches`);
-  }
-  const half = p / 2;
-  const words = range(p).map((r) => {
-    const slots = [];
-    for (let i = 0; i < m / 2; i++) {
-      const begin = Math.floor(i / half) * 2 * p + 2 * (i % half);
-      slots[begin + r] = "F";
-      slots[begin + p - 1 - r] = "f";
-      slots[begin + p + r] = "b";
-      slots[begin + 2 * p - 1 - r] = "B";
-    }
-    return slots.filter(Boolean);
-  });
-  return twoCopies(words, (i, copy) => Math.floor(i / half) * p + copy * half + (i % half));
-}
-
 const oneFOneB = byRank((r, p, m) => alternating(m, p - 1 - r));
 
 // `policy`: flush by default. `idle`: idle time of a rank until the end, for equal stages and c = 0
@@ -348,16 +302,6 @@ const SCHEDULES = {
     build: dualpipeV, title: "DualPipeV",
     idle: "(p - 1) * (2 * F + I - min(I, W)) / 2", when: "F >= I",
     says: "Each rank has two stages. A forward and a backward pass run as a pair to hide messages.",
-  },
-  dualpipe: {
-    build: dualpipe, title: "DualPipe",
-    idle: "(p / 2 - 1) * (2 * F + I - min(I, W))", when: "F >= I",
-    says: "Two copies of the model are filled from both ends of the pipeline. Passes run in pairs.",
-  },
-  chimera: {
-    build: chimera, title: "Chimera",
-    idle: "(p - 2) * (max(F, B) + (m / p - 1) * abs(F - B))",
-    says: "Two copies of the model run in opposite directions. Each copy fills the idle time of the other copy.",
   },
 };
 const OWN = {

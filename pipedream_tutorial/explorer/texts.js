@@ -78,8 +78,7 @@ function showLegend(panes, chosen) {
   const measured = shown.some((pane) => pane.measured);
   const entries = [
     ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
-    [schedules.some(({ copies, stagesPerRank }) => copies * stagesPerRank > 1), "",
-      "paler: a rank's later stages, or the second copy"],
+    [schedules.some(({ stagesPerRank }) => stagesPerRank > 1), "", "paler: a rank's later stages"],
     [chosen.byVersion, "", "below: the kind of operation; above: the version of the weights that it uses (W uses none)"],
     [measured, "bad", "under a measured operation: it ended later than simulated"],
     [measured, "good", "under a measured operation: it ended earlier than simulated"],

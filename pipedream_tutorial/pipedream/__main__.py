@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "schedule": "all",  # a schedule, all, search (find an order), or the path of an order's CSV
     "memory": None,  # with schedule=search: maximum microbatches held per rank; None: num_stages
     "prove": 0,  # with schedule=search: seconds for OR-Tools to prove the shortest order
-    "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipe and -V)
+    "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipeV)
     "recompute": None,  # share of activations that F keeps if R recomputes the rest; None: no R
     "reorder": True,  # True: V-Half and V-Min as published; False: only their block, repeated
     "stage_scale": None,  # one factor per stage or chunk, such as [1, 1, 2, 1]; None: equal stages
@@ -77,7 +77,7 @@ USED_BY = {
     "prove": ("search",),
     "chunks": ("interleaved", "all"),
     "reorder": ("v-half", "v-min", "all"),
-    "overlap_saving": ("dualpipe-v", "dualpipe", "all"),
+    "overlap_saving": ("dualpipe-v", "all"),
 }
 SCHEDULES_TO_TRAIN = (
     "naive", "gpipe", "1f1b",
@@ -169,9 +169,6 @@ def export(row: Row, config: dict[str, Any]) -> None:
         if config["recompute"] is not None:
             problem = "a CSV file cannot contain recomputation"
             raise UserError(problem, "set recompute=none")
-        if schedule.copies > 1:
-            problem = f"{row.name} keeps two copies of the model, which a CSV file cannot describe"
-            raise UserError(problem, "choose another schedule")
         if not row.flushes:
             problem = f"{row.name} does not flush, and a CSV file cannot contain weight updates"
             raise UserError(problem, "add --set schedule=1f1b, the same order with a flush")

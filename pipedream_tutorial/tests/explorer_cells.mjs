@@ -26,7 +26,7 @@ const answer = {
     const { schedule, lines, tick, c } = timeline;
     const { idle, span, peakActivations, mixed } = numbers;
     const usesOf = (stage) => schedule.ops.filter((op) => op.stage === stage).map((op) => [op, use.get(op.text)]);
-    const byStage = range(schedule.numStages * schedule.copies).map(usesOf);
+    const byStage = range(schedule.numStages).map(usesOf);
     const most = (key) => byStage.map((uses) => Math.max(...uses.map(([, own]) => own[key] ?? 0)));
     const forward = byStage.map((uses) => uses.filter(([op]) => op.kind === "F"));
     return {

@@ -188,19 +188,3 @@ def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:
         assert measured[0] == p - 1 - half * Fraction(2 * p - 3, 2)
         assert (measured[0] == readme(c, half)) == (p == 2)
         assert (len(set(measured)) == 1) == (p == 2)
-
-
-def test_chimera_matches_the_formulas_in_its_paper() -> None:
-    for p in (2, 4, 6, 8):
-        for units in (1, 2, 3):
-            n = p * units
-            equal = ClosedFormInputs(p, n, 1, Fraction(1), Fraction(1, 2), Fraction(1, 2))
-            assert simulated("chimera", equal).makespan_fraction == Fraction(p - 2, 2 * n + p - 2)
-            twice = simulated("chimera", case_with_durations(p, n)).makespan_fraction
-            paper = Fraction(2 * (p - 2), 3 * n + 2 * (p - 2))
-            assert (twice == paper) == (units == 1 or p == 2)
-    assert (
-        simulated("chimera", case_with_durations(4, 8)).makespan_fraction
-        == Fraction(1, 5)
-        > Fraction(1, 7)
-    )

@@ -155,7 +155,7 @@ def test_rectangles_match_the_timeline(shipped: dict[str, Figure]) -> None:
 def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
     counts = [1, 2, 4, 8, 16, 32, 64]
     curves = idle_curves(CONFIG, counts)
-    assert sum(len(curve.closed) for curve in curves) > 40
+    assert sum(len(curve.closed) for curve in curves) > 30
     for curve in curves:
         assert curve.closed.items() <= curve.simulated.items()
     for measure_index, ax in enumerate(shipped["bubble_vs_microbatches"].axes):

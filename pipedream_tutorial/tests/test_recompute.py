@@ -72,7 +72,7 @@ def test_recomputation_adds_m_forward_passes_and_no_idle_time(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "pipedream", "chimera"]
+    "name", ["naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "pipedream"]
 )
 @pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
 def test_peak_activations_of_schedules_with_unsplit_backward_passes(

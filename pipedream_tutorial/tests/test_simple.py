@@ -122,7 +122,7 @@ def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monk
     )
     rows = compare(BASE_CONFIG | {"num_stages": 3, "num_microbatches": 4})
     refused = [row for row in rows if isinstance(row, Refused)]
-    assert [row.title for row in refused] == ["DualPipeV", "DualPipe", "Chimera"]
+    assert [row.title for row in refused] == ["DualPipeV"]
     words = " ".join(text.split())
     for row in refused:
         assert f"{row.title} not possible: {row.reason}" in words

@@ -58,11 +58,11 @@ def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Sch
     for op in s.ops():
         kinds.setdefault((op.stage, op.microbatch), []).append(op.kind)
     assert all(sorted(found) in (["B", "F"], ["F", "I", "W"]) for found in kinds.values())
-    # Each microbatch goes through one whole copy, and microbatches are numbered from 0.
+    # Microbatches are numbered from 0.
     n = s.num_stages
     for i in range(s.num_microbatches):
         stages = sorted(stage for stage, j in kinds if j == i)
-        assert stages in [list(range(copy * n, (copy + 1) * n)) for copy in range(s.copies)]
+        assert stages == list(range(n))
     assert len({rank for op, rank in s.rank_by_op().items() if op.stage == 0}) == 1
 
 
@@ -87,7 +87,7 @@ def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Tim
                     assert len(wanted) == 2 or not after
                 inputs += [end[op] + (c if rank_of[op] != event.rank else 0) for op in wanted]
             assert event.start == max(inputs)
-            assert event.end == event.start + t.costs.duration(event.item, n)
+            assert event.end == event.start + t.costs.duration(event.item)
 
 
 @FIXED
@@ -140,11 +140,3 @@ def test_costs_are_divided_among_a_ranks_stages_and_scaled_per_stage() -> None:
     assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
     with pytest.raises(ValueError, match="3 factors for 2 ranks"):
         build_costs(s, stage_scale=[1, 2, 3])
-    # In Chimera, a stage's durations depend on its position in the model, not on its number, so
-    # they are equal in both copies.
-    s = build_schedule("chimera", 2, 2)
-    t = simulate(s, build_costs(s, stage_scale=[1, 5]))
-    lengths = {str(e.item): e.end - e.start for e in t.events}
-    assert lengths == {
-        "0F0": 1, "0B0": 2, "1F0": 5, "1B0": 10, "2F1": 1, "2B1": 2, "3F1": 5, "3B1": 10
-    }  # fmt: skip

@@ -93,7 +93,7 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
     assert joined == expected
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
 def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> None:
     """A predicted trace contains the simulated times of all operations and transfers, even if
@@ -120,7 +120,7 @@ def test_predicted_trace_matches_the_timeline(name: str, communication: str) -> 
     assert {ns(e["dur"]) for e in transfer_events} == ({latency * tick} if latency else set())
 
 
-@pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
+@pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v"])
 def test_counters_match_the_activations_in_flight(name: str) -> None:
     """At the end of each microbatch's last pass, the counter of held activations equals the number
     of microbatches in flight. A microbatch is in flight from the start of its F to the end of its

@@ -20,7 +20,7 @@ from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.comparison import Config, closed_form, measure
 
 BUBBLE_SCHEDULES = (
-    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
+    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
 )  # fmt: skip
 STEADY_NOTE = "Consecutive batches: each rank starts its next batch as soon as it is free"
 MARKERS = "osD^vPX*<>hpd8H"

@@ -61,7 +61,7 @@ class PictureData:
 
 def kind_colors(schedule: Schedule) -> Coloring:
     """Return a function that maps an operation to the color of its kind. The color is paler for a
-    rank's later stages, which include the stages of a second copy of the model."""
+    rank's later stages."""
     pale = {
         stage: position / max(2, len(stages))
         for stages in schedule.stages_by_rank()
@@ -75,7 +75,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Color, str]] = [entry for kind, entry in KINDS.items() if kind in used]
     if any(len(entry) > 1 for t in timelines for entry in t.schedule.stages_by_rank()):
-        entries.append((page.lighten(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
+        entries.append((page.lighten(KINDS["F"][0], 1 / 2), "paler: 2nd stage"))
     swatches = [Patch(fc=color, ec=EDGE, lw=0.6, label=text) for color, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 

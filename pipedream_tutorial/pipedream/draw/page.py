@@ -159,7 +159,7 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
         else:
             raise RuntimeError("there is no space for all labels")
         text.set(position=offset, ha={-1: "right", 0: "center", 1: "left"}[side])
-        boxes.append(box)
+        boxes.append(box.padded(PIXELS_PER_POINT))  # a label is drawn up to a pixel larger
         lines.append(line)
         if hypot(*offset) > LEADER_DISTANCE:
             line_ends = ax.transData.inverted().transform(line.vertices)

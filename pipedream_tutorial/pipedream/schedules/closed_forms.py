@@ -77,10 +77,6 @@ def _net_delay(c: ClosedFormInputs, r: int) -> Fraction:
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
-def distance_from_edge(c: ClosedFormInputs, r: int) -> int:
-    return min(r, c.p - 1 - r)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
     """Formulas for one schedule. The defaults describe a pipeline that fills once and then
@@ -223,28 +219,5 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         range_text="F >= I, m >= 2p",
         published="(p-1) (F&B + B - 3W) / 2 for 2p stages on p ranks: equal if F = I >= W",
         source="2412.19437",
-    ),
-    "dualpipe": ClosedForm(
-        makespan_idle=lambda c: (c.p // 2 - 1) * (2 * c.f + c.i - min(c.i, c.w)),
-        span_idle_formula=lambda c, r, x: (
-            x - distance_from_edge(c, r) * (c.f + c.i - min(c.i, c.w))
-        ),
-        idle_holds=lambda c: c.f >= c.i,
-        peak_activations=lambda c, r: c.p + 1,
-        idle_text="(p/2-1) (2F + I - min(I,W)) without overlap within pairs",
-        range_text="F >= I",
-        published="(p/2-1) (F&B + B - 3W): equal if F = I >= W",
-        source="2412.19437",
-    ),
-    "chimera": ClosedForm(
-        # Every unit of p microbatches after the first costs (p-2) |F - B| more.
-        makespan_idle=lambda c: (
-            (c.p - 2) * (max(c.f, c.backward) + (c.m // c.p - 1) * abs(c.f - c.backward))
-        ),
-        span_idle_formula=lambda c, r, x: x - distance_from_edge(c, r) * c.total,
-        peak_activations=lambda c, r: c.p // 2 + 1 + distance_from_edge(c, r),
-        idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
-        published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
-        source="2107.06925",
     ),
 }

@@ -61,12 +61,10 @@ def item_of(ops: Sequence[Op]) -> Item:
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Order of operations for every rank. Stages are numbered from 0 in the order of the forward
-    pass. The stages of a second copy of the model (Chimera, DualPipe) follow, and each microbatch
-    goes through one copy."""
+    pass."""
 
     name: str
     orders: tuple[tuple[Item, ...], ...]  # by rank: operations in the order in which they run
-    copies: int = 1
     kept: Fraction = Fraction(1)  # share of a stage's activations that is kept from F to R
 
     @property
@@ -75,12 +73,10 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        """Number of stages in one copy. A stage's position in the model is `stage % num_stages`."""
-        return len({stage for _, stage in self.microbatches_of}) // self.copies
+        return len({stage for _, stage in self.microbatches_of})
 
     @property
     def stages_per_rank(self) -> int:
-        """Number of stages per rank in one copy of the model."""
         return max(1, self.num_stages // self.num_ranks)
 
     @cached_property
@@ -125,14 +121,13 @@ class Schedule:
         """Return the operations whose results this operation needs, including operations of the
         same stage."""
         kind, stage, i = op
-        position = stage % self.num_stages
         if kind == "F":
-            return [Op("F", stage - 1, i)] if position else []
+            return [Op("F", stage - 1, i)] if stage else []
         if kind == "W":
             return [Op("I", stage, i)]
         recompute = Op("R", stage, i)
         needs = [recompute if op != recompute and recompute in self else Op("F", stage, i)]
-        if kind != "R" and position + 1 < self.num_stages:
+        if kind != "R" and stage + 1 < self.num_stages:
             next_op = Op("I", stage + 1, i)
             needs.append(next_op if next_op in self else next_op._replace(kind="B"))
         return needs
@@ -224,7 +219,7 @@ def _parse(cell: str, where: str) -> Item:
     return item_of(ops)
 
 
-def build_from_orders(name: str, lines: Orders, copies: int = 1) -> Schedule:
+def build_from_orders(name: str, lines: Orders) -> Schedule:
     """Build a schedule from each rank's operations. Tuples are converted to Op."""
     orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
-    return Schedule(name=name, orders=tuple(orders), copies=copies)
+    return Schedule(name=name, orders=tuple(orders))

@@ -2,7 +2,7 @@
 returns the order of every rank. This module does not import torch.
 
 The schedules that a student reads first are in pipedream_simple.py. V-Half and V-Min are in
-building_blocks.py. This file defines the schedules with pairs or with two copies of the model. The
+building_blocks.py. This file defines the other schedules. The
 papers are named in closed_forms.py. For schedules that torch.distributed.pipelining also provides,
 our orders equal torch's orders (tests/test_torch.py).
 """
@@ -70,60 +70,6 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     return line
 
 
-def dualpipe(p: int, m: int) -> Orders:
-    """Return DualPipe's orders for two copies of the model in opposite directions, each with half
-    of the microbatches. DualPipe is DualPipeV on half as many ranks, unfolded: two mirrored ranks
-    do the work of one. For the first copy, one of the two ranks runs the descending half of the V,
-    and the other runs the ascending half. For the second copy, the roles are reversed."""
-    if p % 2 or m % 2 or m < 2 * p:
-        even = p + p % 2
-        raise UserError(
-            "dualpipe needs an even number of ranks and an even number of microbatches, with at "
-            f"least 2 microbatches per rank, but p={p} and m={m}",
-            f"use p={even} and m={max(2 * even, m + m % 2)}",
-        )
-
-    def unfolded(op: Op, r: int) -> Op:
-        """Return the DualPipe operation that rank r runs in place of a DualPipeV operation. Rank r
-        holds position r of the first copy of the model, and position p - 1 - r of the second
-        copy."""
-        return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
-
-    lines: list[list[Item]] = []
-    for r in range(p):
-        folded = _dualpipe_line(min(r, p - 1 - r), p // 2, m // 2)
-        lines.append([item_of([unfolded(op, r) for op in item.parts]) for item in folded])
-    return lines
-
-
-def chimera(p: int, m: int) -> Orders:
-    """Return orders for two copies of the model in opposite directions, each with half of the
-    microbatches. The batch consists of units of p microbatches. In a unit, each direction runs 1F1B
-    with `p / 2` microbatches and fills the idle time of the other direction."""
-    if p % 2 or m % p:
-        raise UserError(
-            f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
-            f"m={m}",
-            f"use p={p + p % 2} and a multiple of {p + p % 2} microbatches",
-        )
-    # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot s +
-    # 2 i and B in slot 2p - 1 - s + 2 i. A unit starts 2p slots after the previous unit. No rank
-    # uses a slot twice. On each rank, the F slots of one direction have the same parity as the B
-    # slots of the other direction, and p / 2 F slots alternate with p / 2 B slots.
-    lines: list[list[tuple[int, simple.Op]]] = [[] for _ in range(p)]
-    for microbatch in range(m):
-        unit, index = divmod(microbatch, p)
-        upwards, i = divmod(index, p // 2)
-        begin = unit * 2 * p + 2 * i
-        for s in range(p):
-            rank, stage = (p - 1 - s, p + s) if upwards else (s, s)
-            lines[rank] += [
-                (begin + s, ("F", stage, microbatch)),
-                (begin + 2 * p - 1 - s, ("B", stage, microbatch)),
-            ]
-    return [[op for _, op in sorted(line)] for line in lines]
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
     """A schedule's title, orders and weight policy."""
@@ -132,7 +78,6 @@ class ScheduleSpec:
     orders: Callable[..., Orders]  # function of (p, m) and the named `options`
     policy: str = "flush"  # a key of policies.POLICIES
     options: tuple[str, ...] = ()
-    copies: int = 1  # copies of the model; schedules with two copies can only be simulated
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
@@ -153,10 +98,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     "v-half": ScheduleSpec("V-Half", v_half, options=("reorder",)),
     "v-min": ScheduleSpec("V-Min", v_min, options=("reorder",)),
     "dualpipe-v": ScheduleSpec("DualPipeV", dualpipe_v),
-    "dualpipe": ScheduleSpec("DualPipe", dualpipe, copies=2),
-    "chimera": ScheduleSpec("Chimera", chimera, copies=2),
 }
-TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
 SEARCH_PREFIX = "search-"
 """Prefix for the name of an order from a search. The limit on microbatches per rank follows."""
 
@@ -175,20 +117,15 @@ def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = Tru
         orders = entry.orders(p, m, **{option: option_values[option] for option in entry.options})
     except ValueError as error:  # pipedream_simple.py does not raise UserError
         raise UserError(*str(error).split("; ")) from None
-    return build_from_orders(name, orders, entry.copies)
+    return build_from_orders(name, orders)
 
 
 def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
     """Return the schedule for all batches, and its weight policy. Batches of flushing schedules are
-    repeated, and other schedules continue without a pause. Raises UserError for schedules that can
-    only be simulated, for sizes that a schedule does not allow, and for 2BW with too few
-    microbatches per batch."""
-    if name in SCHEDULES and name not in TRAINABLE:
-        raise UserError(
-            f"{name} can only be simulated", f"train with one of {', '.join(TRAINABLE)}"
-        )
+    repeated, and other schedules continue without a pause. Raises UserError for
+    sizes that a schedule does not allow, and for 2BW with too few microbatches per batch."""
     batch = build_schedule(name, num_stages, num_microbatches)
     policy = SCHEDULES[name].policy
     if policy == "flush":

@@ -101,11 +101,10 @@ class Row:
 
     @cached_property
     def _weight_use(self) -> dict[int, WeightUse]:
-        """Weight versions of each stage, in the order of the stages. The stages of a second copy of
-        the model follow."""
+        """Weight versions of each stage, in the order of the stages."""
         if self.flushes:  # needs no simulation
             batch = self.batch.schedule
-            return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
+            return dict.fromkeys(range(batch.num_stages), ONE_VERSION)
         return weight_use(self._peak_schedule, self.policy, self.batch.schedule.num_microbatches)
 
     @property
@@ -122,8 +121,7 @@ class Row:
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
-        """Parameters that each rank keeps, in units of a rank's share of the model. Two copies of
-        the model (Chimera, DualPipe) count as two."""
+        """Parameters that each rank keeps, in units of a rank's share of the model."""
         schedule = self._peak_schedule
         version_counts = (
             sum(self._weight_use[stage].peak_versions for stage in stages)
@@ -213,7 +211,7 @@ def closed_form(name: str, config: Config) -> tuple[ClosedForm, ClosedFormInputs
         or len(set(scale)) > 1
         or config["communication"]
         or config["recompute"] is not None
-        or (config["overlap_saving"] and name.startswith("dualpipe"))
+        or (config["overlap_saving"] and name == "dualpipe-v")
         or ("reorder" in SCHEDULES[name].options and not config["reorder"])
     ):
         return None

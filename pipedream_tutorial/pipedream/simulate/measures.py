@@ -91,7 +91,7 @@ def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
     curves = []
     for order, stages in zip(schedule.flat, schedule.stages_by_rank(), strict=True):
         kept = dict.fromkeys(stages, 1)
-        steps: Steps = [(0, Fraction(schedule.copies))]
+        steps: Steps = [(0, Fraction(1))]
         for op in order:
             kept[op.stage] = use[op.stage].live[op]
             count = Fraction(sum(kept.values()), schedule.stages_per_rank)

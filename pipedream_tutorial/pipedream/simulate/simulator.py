@@ -51,12 +51,12 @@ class Costs:
     Sending occupies neither rank."""
     overlap_saving: Fraction = Fraction(0)  # share of a pair's shorter half hidden by the longer
 
-    def duration(self, item: Item, num_stages: int) -> Fraction:
+    def duration(self, item: Item) -> Fraction:
         """Return the time that a rank needs for an operation or a pair."""
         halves = []
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
-            f, i, w = (durations_by_stage[stage % num_stages] for durations_by_stage in durations)
+            f, i, w = (durations_by_stage[stage] for durations_by_stage in durations)
             halves.append({"F": f, "R": f, "B": i + w, "I": i, "W": w}[kind])
         hidden = self.overlap_saving * min(halves) if len(halves) > 1 else 0
         return sum(halves, Fraction(0)) - hidden
@@ -240,8 +240,7 @@ def _build_rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[
         # One item of each kind, including pairs
         one_of_each = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()
         kinds.append({_kind(item): item for item in one_of_each})
-    n = schedule.num_stages
-    durations = {kind: costs.duration(item, n) for items in kinds for kind, item in items.items()}
+    durations = {kind: costs.duration(item) for items in kinds for kind, item in items.items()}
     times = [costs.communication, *durations.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)

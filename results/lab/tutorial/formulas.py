@@ -22,8 +22,10 @@ from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs
 from pipedream.schedules.ops import with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import idle as measured_idle
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
+from pipedream.simulate.trace import transfers
 
 from results.lab.tutorial.pages import FOLDER
 from results.lab.tutorial.traffic import (
@@ -67,7 +69,6 @@ def run(
 
 def evaluate(text: str, c: ClosedFormInputs, **extra_symbols: object) -> Fraction:
     """Evaluate a formula in the pages' notation, such as '(p-1) (F+B) / v' or 'p//2 + 1'."""
-    text = re.sub(r"\|(F-B)\|", r"abs(\1)", text.replace("\\", ""))
     text = re.sub(r"(?<=\d)(?=[a-zA-Z(])|(?<=\))(?=\()|(?<=[\w)])\s+(?=[\w(])", "*", text)
     symbols = {
         "p": Fraction(c.p),
@@ -86,6 +87,10 @@ def evaluate(text: str, c: ClosedFormInputs, **extra_symbols: object) -> Fractio
 def idle(name: str, c: ClosedFormInputs) -> Fraction:
     timeline = run(name, c)
     return timeline.makespan - c.m * c.total
+
+
+def num_messages(name: str, c: ClosedFormInputs) -> int:
+    return len(list(transfers(build_schedule(name, c.p, c.m, c.v))))
 
 
 def idle_at_end(timeline: Timeline) -> list[Fraction]:
@@ -117,7 +122,7 @@ class Check:
 
 def memory_check(name: str, text: str) -> Check:
     """Return a check of the largest number of microbatches that each rank holds."""
-    formula = re.split(r", a round| \(2p\+1| \(if", text)[0]
+    formula = re.split(r", with q | \(the activations| \(if ", text)[0]
     at_most = formula.startswith("at most ")
 
     def claimed(c: ClosedFormInputs) -> object:
@@ -141,7 +146,7 @@ def memory_check(name: str, text: str) -> Check:
 def idle_check(name: str, text: str) -> Check:
     """Return a check that each rank's idle time equals the table's formula for the values of p and
     m that the table covers."""
-    formula = re.split(r", (?![^()]*\))|; | \(if ", text)[0]
+    formula = re.split(r", (?![^()]*\))|; | \(if | with d = | without ", text)[0]
 
     def holds(c: ClosedFormInputs) -> bool:
         limits = {"interleaved": c.m >= c.p, "v-half": c.p >= 3, "v-min": c.p >= 2 and c.p % 3 > 0}
@@ -155,7 +160,7 @@ def idle_check(name: str, text: str) -> Check:
 
 def version_check(name: str, text: str) -> Check:
     """Return a check of the number of weight versions that each stage keeps."""
-    formula = text.partition(" (a")[0]
+    formula = text.partition(" (if")[0]
     policy = POLICIES[SCHEDULES[name].policy]
 
     def claimed(c: ClosedFormInputs) -> list[Fraction]:
@@ -337,6 +342,24 @@ def schedule_checks() -> Iterator[Check]:
         lambda c: c.m >= c.p,
         lambda c: evaluate("(p-1) (F + I - min(F,I,W))", c),
         lambda c: idle("zb-h1", c),
+    )
+    yield Check(
+        "ZB-H2, m >= 2p-1: no gap if and only if F + I <= 2 min(F,W)",
+        lambda c: c.m >= 2 * c.p - 1 > 1,
+        lambda c: c.f + c.i <= 2 * min(c.f, c.w),
+        lambda c: not any(measured_idle(run("zb-h2", c)).span),
+    )
+    yield Check(
+        "ZB-V: no gap if F = I = W and m >= 2p-1",
+        lambda c: c.m >= 2 * c.p - 1 and c.f == c.i == c.w,
+        lambda c: True,
+        lambda c: not any(measured_idle(run("zb-v", c)).span),
+    )
+    yield Check(
+        "interleaved: (pv-1) / (p-1) times as many messages as 1F1B",
+        lambda c: c.p > 1,
+        lambda c: Fraction(c.p * c.v - 1, c.p - 1),
+        lambda c: Fraction(*(num_messages(name, c) for name in ("interleaved", "1f1b"))),
     )
     yield Check(
         "1F1B: rank r ends r B before rank 0",

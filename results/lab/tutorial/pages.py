@@ -85,8 +85,6 @@ ACTIVATIONS = {
     "v-half": "p//2 + 1 (if m >= p+2)",
     "v-min": "at most (p+4) // 3",
     "dualpipe-v": "p + 1/2 (the activations of 2p+1 stages)",
-    "dualpipe": "p+1",
-    "chimera": "p/2 + 1 + min(r, p-1-r)",
 }
 """Closed forms for the largest number of microbatches that rank r holds."""
 VERSIONS = {
@@ -141,8 +139,7 @@ def _formula_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) 
     for cells in dict.fromkeys(texts.values()):
         names = "; ".join(SCHEDULES[name].title for name in texts if texts[name] == cells)
         lines.append(f"| {names} | {' | '.join(cells)} |")
-    # Escape the bars of absolute values, which would otherwise end a cell.
-    return "\n".join(lines).replace("|F-B|", r"\|F-B\|")
+    return "\n".join(lines)
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
