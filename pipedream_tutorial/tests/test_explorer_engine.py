@@ -152,7 +152,7 @@ def test_idle_time_formulas_match_the_simulator():
 
 def test_explorer_links_in_the_readme_are_accepted():
     links = re.findall(r"\(explorer\.html(#[^)]*)\)", (FOLDER / "README.md").read_text())
-    assert len(links) >= 8
+    assert len(links) >= 9
     assert run_explorer([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
 
 

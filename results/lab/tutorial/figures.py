@@ -56,6 +56,9 @@ RANKS = 4  # ranks of the drawn records on H200s
 FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
+HELD_NOTE = "held: most microbatches whose activations each rank holds; W (or B) frees them"
+
+
 class Picture(NamedTuple):
     """Arguments for lay_out. `unit` replaces the label of the time axis, and `rows` replaces the
     rank numbers."""
@@ -79,7 +82,8 @@ def _batch_panels(names: Sequence[str], communication: Fraction | int = 0) -> li
     for name in names:
         row = row_of(name, communication=communication)
         shares = idle_text(row.batch_idle)
-        text = f"{row.title}: ends at {number(row.batch.makespan)}, idle {shares}"
+        held = ", ".join(map(number, row.peak_activations))
+        text = f"{row.title}: ends at {number(row.batch.makespan)}, idle {shares}; held: {held}"
         panels.append(Panel(text, row.batch))
     return panels
 
@@ -117,7 +121,7 @@ def interleaving() -> Picture:
     panels = _batch_panels(("1f1b", "interleaved"))
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
     title = f"Two stages per rank: a rank idles for {idles[1]} time units instead of {idles[0]}"
-    return Picture(title, panels)
+    return Picture(title, panels, notes=(HELD_NOTE,))
 
 
 def zero_bubble() -> Picture:
@@ -129,6 +133,7 @@ def zero_bubble() -> Picture:
     notes = (
         "From batch to batch, ranks do not idle either, unless the optimizer step waits for all "
         "ranks, for example to clip the global gradient norm",
+        HELD_NOTE,
     )
     return Picture(title, panels, notes=notes)
 
@@ -144,7 +149,8 @@ def communication() -> Picture:
         f"Messages take {number(c)}, as long as a forward pass. They delay GPipe by {delays[0]}, "
         f"1F1B by {delays[1]} and ZB-H2 by {delays[2]} time units"
     )
-    return Picture(title, panels, legend=[*kind_legend([p.timeline for p in panels]), MESSAGE])
+    legend = [*kind_legend([p.timeline for p in panels]), MESSAGE]
+    return Picture(title, panels, notes=(HELD_NOTE,), legend=legend)
 
 
 class Message(NamedTuple):
