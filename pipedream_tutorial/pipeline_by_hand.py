@@ -109,8 +109,8 @@ def main() -> None:
         optimizer.step()  # after all backward passes of the batch: the flush
         optimizer.zero_grad()
         if step % 10 == 0 and stage.r == stage.p - 1:
-            print(f"step {step}: loss {loss:.6f}", flush=True)
-    print(f"stage {stage.r} held the activations of {stage.most_held} micro-batches", flush=True)
+            print(f"step {step}: loss {loss:.6f}\n", end="")  # one write, so that lines do not mix
+    print(f"stage {stage.r} held the activations of {stage.most_held} micro-batches\n", end="")
     dist.destroy_process_group()
 
 
