@@ -85,6 +85,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
             sentence, command = commands.build_continue_command(plan)
             message = f"Stopped. {sentence}\n  {printable(command)}"
     try:
+        if is_on_all_ranks and topology.rank:
+            time.sleep(2)  # rank 0 reports what all ranks raise
         is_first_cause = records.mark_stopped(
             plan.run_dir, status, reason, consequence=lost_connection
         )

@@ -251,12 +251,12 @@ def test_a_finished_run_can_be_extended(run_dir, tmp_path):
         output_dir = tmp_path / name
         assert_ok(train({**values, "max_steps": steps, "output_dir": str(output_dir)}))
         curves.append(only_record(output_dir)["loss_curve"])
-    first_run_dir = only_record(output_dir)["run_dir"]
-    result = heavy_pool().script(["--resume", first_run_dir, "--max_steps", 4])
+    resume = ["--resume", only_record(output_dir)["run_dir"], "--output_dir", output_dir]
+    result = heavy_pool().script([*resume, "--max_steps", 4])
     assert_ok(result)
     assert "max_steps was 2 and is now 4" in " ".join(result.stdout.split())
     curves.append(only_record(output_dir)["loss_curve"])
     assert curves[0][:2] == curves[1]
     assert curves[0] == curves[2]
-    extension = heavy_pool().script(["--resume", first_run_dir, "--max_steps", 3])
+    extension = heavy_pool().script([*resume, "--max_steps", 3])
     assert_refused(extension, "max_steps was 4 and is now 3")

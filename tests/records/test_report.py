@@ -124,7 +124,7 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "empty")
     for typed, path in (([], "runs"), (["."], "report FOLDER"), (["./x"], "x")):
         with refused(path):
-            main(typed)
+            main(typed, tmp_path / "empty" / "runs")
 
 
 def tables_of(text):
