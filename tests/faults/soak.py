@@ -91,9 +91,9 @@ FAULTS = {
     "killed": KILLED,
     "killed while saving": KILLED,
     "killed at the start": Expected(("", "running", "failed", "interrupted"), KILLED.named),
-    "launcher killed": Expected(("interrupted", "ok"), r"the launcher \(process \d+\) was killed"),
+    "launcher killed": STOPPED,  # the kernel sends SIGTERM to the ranks
     "all killed": Expected(("running",), ""),
-    "frozen": Expected(("failed",), r"(lost|waiting for) rank {rank}\b", 60, 100),
+    "frozen": Expected(("failed",), r"rank {rank} was stopped \(SIGSTOP\)", 60, 100),
     "hangs": Expected(("failed",), r"waiting for rank {rank}\b", 60, 100),
     "told to stop": STOPPED,
     "rank told to stop": STOPPED,
@@ -106,7 +106,9 @@ FAULTS = {
     "folder removed": Expected(("", "failed"), r"was removed or renamed", removes=True),
     # After the export, before the record is finished
     "killed after the export": KILLED,
-    "frozen after the export": Expected(("failed",), r"(lost|waiting for) rank {rank}\b", 60, 100),
+    "frozen after the export": Expected(
+        ("failed",), r"rank {rank} was stopped \(SIGSTOP\)", 60, 100
+    ),
     # After the record is finished
     "killed at the end": Expected(("ok",), r"note: .*(rank {rank}\b|finished)"),
     "frozen at the end": Expected(("ok",), r"note: .*(rank {rank}\b|finished)", 60, 100),
