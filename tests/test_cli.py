@@ -11,7 +11,6 @@ import pytest
 import real_model_example
 from distributed_training import cli
 from distributed_training.plan.plan import Plan
-from distributed_training.settings import request
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.keys import Parser
 from distributed_training.settings.strategies import list_strategies
@@ -191,8 +190,6 @@ def test_output_dir_of_config_is_relative_to_the_script(name, monkeypatch, tmp_p
     assert planned({name: "here"}).output_dir == str(tmp_path / "here")
     assert planned({name: "here"}, "--output_dir", "there").output_dir == "there"
     assert planned({}).output_dir == str(tmp_path / "runs")
-    monkeypatch.setattr(request, "strategy_defaults", lambda _: {"checkpoint_every": 7})
-    assert planned({}).set_by["checkpoint_every"] == "strategy"
 
 
 def command(monkeypatch, *argv):

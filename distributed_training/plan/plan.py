@@ -54,8 +54,6 @@ class Draft:
     run_dir: Path  # proposed folder of this run; `reserve_run_dir` chooses the final folder
     # This run's folder for state that is kept on disk; None if no state is kept on disk
     offload_dir: Path | None
-    # Keys that CONFIG does not set and that the strategy's defaults set
-    from_defaults: tuple[str, ...]
     engine_options: dict[str, Any]  # values of the keys that the strategy's engine adds
     # Number of steps between parameter synchronizations (settings/keys.py: Options); None if
     # gradients are averaged in every step

@@ -211,7 +211,6 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload_dir,
-        from_defaults=tuple(key for key, setter in request.set_by.items() if setter == "strategy"),
         engine_options=request.engine_options,
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),

@@ -24,7 +24,7 @@ from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import defaults_for, load_strategy, named_strategy
+from distributed_training.settings.strategies import load_strategy, named_strategy
 
 BATCH_KEYS = ("batch_size", "grad_accum_steps")
 
@@ -148,8 +148,6 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
     inherited["engine_options"] = config.engine_options | engine_options
     config = with_values(config, **inherited)
-    if is_same_strategy:
-        config = with_values(config, **defaults_for(config, earlier.strategy.name))
     return config if is_batch_new else keep_global_batch(config, earlier, num_processes, notes)
 
 

@@ -24,7 +24,6 @@ from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
-    defaults_for,
     list_strategies,
     load_strategy,
     strategy_options,
@@ -72,7 +71,7 @@ def rank_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
         ):
             continue
         with contextlib.suppress(UserError):
-            for plan in enumerate_plans(with_strategy(request, name), cluster):
+            for plan in enumerate_plans(with_values(request, strategy=name), cluster):
                 # Two strategies that give the same layout have the same key.
                 strategy = plan.strategy
                 is_requested = name == request.strategy or plan.config.deepspeed_config
@@ -96,7 +95,7 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     if name == AUTO:
         is_split = request.tp not in (None, 1) or request.pp not in (None, 1)
         name = "zero2" if request.deepspeed_config else "3d" if is_split else "dp"
-    request = with_strategy(request, name)
+    request = with_values(request, strategy=name)
     strategy = load_strategy(request)
     config, model = choose_model(request, cluster.machine, cluster.num_processes, strategy, [])
     lay_out(Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh), cluster)
@@ -220,14 +219,6 @@ def layout_name(plan: Draft) -> str:
     if plan.batch.num_microbatches > 1:
         words.append(f"m{plan.batch.num_microbatches}")
     return " ".join(words)
-
-
-def with_strategy(config: Request, name: str) -> Request:
-    """Return CONFIG with the strategy `name` and its defaults instead of strategy=auto. Keys that
-    the user set are kept, even if the strategy does not accept them."""
-    if name == config.strategy:
-        return config
-    return with_values(config, strategy=name, **defaults_for(config, name))
 
 
 def suggest_settings(plan: Draft, cluster: Cluster) -> str:

@@ -196,7 +196,6 @@ def header_rows(r: Record) -> dict[str, str]:
     if config.get("lora_rank"):
         model += f"; {format_count(r.num_learning or 0)} adapter parameters are trained"
     device = r.machine["gpu_name"] or f"CPU ({plural(r.machine['num_cpus'], 'core')})"
-    defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real_share = data["real_token_share"]
     samples = f"{data['num_train_samples']:,} training and {data['num_validation_samples']:,} "
     samples += f"validation samples of {length:,} tokens"
@@ -219,7 +218,6 @@ def header_rows(r: Record) -> dict[str, str]:
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}, {format_axes(r.mesh)}: "
                     f"{r.strategy['sharding']}",
         "options": _options(r),
-        "defaults": defaults and f"the strategy sets {defaults}",
         "pipeline": pipeline,
         "predicted": describe_prediction(
             r.prediction, r.num_steps, on_gpu=bool(r.machine["gpu_name"])

@@ -90,7 +90,6 @@ class Record(History):
     config: dict[str, Any]
     engine_options: dict[str, Any] = {}  # keys that only this strategy's engine declares
     config_requested: dict[str, Any] = {}  # CONFIG as the user wrote it
-    from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy set
     # Keys: name, as in CONFIG, and sharding, a description of the sharded state
     strategy: dict[str, Any]
     work: dict[str, Any]  # equal for runs that can be compared

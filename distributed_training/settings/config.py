@@ -242,18 +242,15 @@ class Request(RunConfig):
     # Values of the keys that the strategy's engine declares
     engine_options: dict[str, Any] = Field(default_factory=dict)
     # key -> source of the value; "CONFIG" only if the value differs from the key's default
-    set_by: dict[str, Literal["CONFIG", "preset", "command line", "strategy"]] = Field(
-        default_factory=dict
-    )
+    set_by: dict[str, Literal["CONFIG", "preset", "command line"]] = Field(default_factory=dict)
     preset: str | None = None
     force: bool = False  # start the run even if it is predicted not to fit
     # Fail if data, weights or tokenizers are missing, instead of using the embedded ones
     strict: bool = False
 
     def is_set(self, *names: str) -> bool:
-        """Return whether the user set any of the keys `names`. A strategy's defaults do not
-        count."""
-        return any(self.set_by.get(name, "strategy") != "strategy" for name in names)
+        """Return whether the user set any of the keys `names`."""
+        return not self.set_by.keys().isdisjoint(names)
 
     def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, followed by the engine's own options."""

@@ -11,11 +11,7 @@ from distributed_training.settings.config import AUTO, KEYS, PATHS, Request, val
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.keys import map_by_key, read_keys
-from distributed_training.settings.strategies import (
-    list_strategies,
-    strategy_defaults,
-    strategy_options,
-)
+from distributed_training.settings.strategies import list_strategies, strategy_options
 
 PRESETS_DIR = files.ROOT / "configs" / "presets"
 
@@ -29,8 +25,7 @@ def build_config(
     strict: bool = False,
 ) -> Request:
     """Merge CONFIG, a preset and `key=value` strings; later sources take precedence. The strategy's
-    defaults replace values of CONFIG that are None or "auto", and the strategy's engine may add
-    keys. Raises UserError for a key, value or preset that cannot be used."""
+    engine may add keys. Raises UserError for a key, value or preset that cannot be used."""
     preset_document = {} if preset is None else load_preset(preset)
     override_texts = []
     for text in overrides:
@@ -55,15 +50,7 @@ def build_config(
     override_values = preset_values | {
         name: keys[name].parse(text) for name, text in typed_texts.items()
     }
-    source = f"strategy {strategy}'s defaults"
-    default_values = {}
-    for name, value in map_by_key(strategy_defaults(strategy).items(), keys, source).items():
-        if keys[name].work:
-            why = "strategies would then train differently and could not be compared"
-            raise UserError(f"{source} contain {name}", why, f"remove {name} from its config.json")
-        if name not in override_values and config_values.get(name) in (None, AUTO):
-            default_values[name] = value
-    values = {**config_values, **override_values, **default_values}
+    values = {**config_values, **override_values}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
     values["engine_options"] = validate(options_class, engine_values).model_dump()
     for name in PATHS.intersection(values):
@@ -77,8 +64,7 @@ def build_config(
     set_by |= dict.fromkeys(preset_values, "preset") | dict.fromkeys(typed_texts, "command line")
     effective_values |= override_values
     set_by = {name: setter for name, setter in set_by.items() if effective_values[name] != AUTO}
-    values["set_by"] = set_by | dict.fromkeys(default_values, "strategy")
-    values |= {"preset": preset, "force": force, "strict": strict}
+    values |= {"set_by": set_by, "preset": preset, "force": force, "strict": strict}
     return validate(Request, values)
 
 

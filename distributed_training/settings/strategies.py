@@ -5,7 +5,6 @@ does not import torch.
 Keys of config.json:
 - `deepspeed`: a DeepSpeed configuration or its path, relative to the checkout or the folder
 - `mesh`: the sizes of the axes
-- `defaults`: values of keys that are None or "auto" in CONFIG
 - `engine`: an engine's name or file. The default is "native" if `mesh` is set. Otherwise, it is
   "deepspeed".
 
@@ -24,7 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
-from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Request, RunConfig
+from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
@@ -35,9 +34,7 @@ _OFFLOAD_LOCATIONS = {
     "cpu": "in host memory",
     "nvme": "on disk",
 }  # DeepSpeed's device -> description
-_FORM_ADVICE = (
-    'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
-)
+_FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +95,6 @@ class _StrategyFile(BaseModel, strict=True, extra="forbid"):
     name: str
     mesh: dict[str, int] | None = None
     deepspeed: Any = None
-    defaults: dict[str, Any] = {}
     engine: str = Field(
         default_factory=lambda values: "deepspeed" if values.get("mesh") is None else "native"
     )
@@ -243,20 +239,6 @@ def list_strategies() -> dict[str, _StrategyFile]:
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {strategy.name: strategy for strategy in map(_read_strategy_file, by_number)}
-
-
-def strategy_defaults(name: str) -> dict[str, Any]:
-    """Return a strategy's values for keys that are None or "auto" in CONFIG."""
-    return {} if name == AUTO else _find_strategy(name).defaults
-
-
-def defaults_for(config: Request, name: str) -> dict[str, Any]:
-    """Return the defaults of the strategy `name` for keys that are None or "auto" in `config`. The
-    result also contains the updated `set_by`, which maps each key to the source of its value."""
-    defaults = strategy_defaults(name).items()
-    used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
-    other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
-    return {**used_defaults, "set_by": other_setters | dict.fromkeys(used_defaults, "strategy")}
 
 
 def strategy_options(name: str) -> type[Options]:

@@ -91,8 +91,6 @@ def describe_plan(plan: Plan, command: str) -> str:
     lines = ["resolved CONFIG"]
     for key, value in plan.settings.items():
         origin = "" if requested[key] == value else f"    (was {requested[key]!r})"
-        if key in plan.from_defaults:
-            origin = "    (the strategy's default)"
         lines.append(f"  {key:<24} {value!r}{origin}")
     lines += [
         f"  batch: {plan.batch.describe()}",

@@ -255,7 +255,6 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "command": plan.command,
         "config": plan.settings,
         "config_requested": plan.requested.to_key_values(),
-        "from_strategy_defaults": list(plan.from_defaults),
         "engine_options": plan.engine_options,
         "deepspeed_json": plan.deepspeed_json,
         "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},

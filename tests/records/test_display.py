@@ -8,11 +8,10 @@ def header(**changes):
 
 
 def test_header_describes_the_run():
-    rows = header(from_strategy_defaults=["precision", "compile"])
+    rows = header()
     for name, words in {
         "model": ["gpt2-medium", "355M", "pretrained"],
         "strategy": ["zero2 x 4", "NVIDIA H200"],
-        "defaults": ["precision=bf16, compile=True"],
         "precision": ["bf16 compute", "fp32 master", "compiled"],
         "batch": ["global 32", "4 replicas", "2 micro-batches", "16,384 tokens"],
         "data": ["1,000 training", "200 validation", "512 tokens", "12.5% padding"],
@@ -23,7 +22,7 @@ def test_header_describes_the_run():
     sparse = header(data__real_token_share=0.049)["data"]
     assert "95.1% padding" in sparse
     assert "--pack auto" in sparse
-    assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
+    assert rows["pipeline"] == rows["options"] == ""
 
 
 def test_summary_shows_the_results():

@@ -82,32 +82,6 @@ def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):
         merged.seed = 2
 
 
-DEFAULTS = {"pipeline_schedule": "gpipe", "pp": 2, "checkpoint_every": 0}
-
-
-@pytest.mark.parametrize(
-    ("config", "overrides", "decided"),
-    [
-        ({"strategy": "pp", "pipeline_schedule": "auto", "pp": None}, [], DEFAULTS),
-        ({}, ["strategy=pp", "pp=4"], {"pipeline_schedule": "gpipe", "checkpoint_every": 0}),
-        ({"strategy": "pp", "save_steps": 3, "pp": 4}, ["pipeline_schedule=auto"], {}),
-    ],
-)
-def test_defaults_of_a_strategy_apply_to_keys_that_config_does_not_set(
-    config, overrides, decided, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(request, "strategy_defaults", {"auto": {}, "pp": DEFAULTS}.get)
-        built = build_config(config, overrides=overrides)
-    assert [key for key, who in built.set_by.items() if who == "strategy"] == list(decided)
-    assert not built.is_set(*decided)
-    written_out = build_config({**config, **decided}, overrides=overrides)
-    assert built.to_key_values() == written_out.to_key_values()
-    monkeypatch.setattr(request, "strategy_defaults", lambda _: {"seed": 1})
-    with refused("seed"):
-        build_config({})
-
-
 class OwnOptions(Options):
     rank: int = config_key(8, work=True)
     mode: Literal["a", "Bb"] = config_key("a", work=False)

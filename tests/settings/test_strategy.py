@@ -11,7 +11,6 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import (
     list_strategies,
     load_strategy,
-    strategy_defaults,
     strategy_options,
 )
 from tests.planner.helpers import NAMES
@@ -22,7 +21,7 @@ def test_shipped_strategies_have_their_order_and_meaning():
     assert list(list_strategies()) == [*NAMES, "local_sgd", "compressed"]
     for name in NAMES:
         strategy = named_strategy(name)
-        assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
+        assert strategy_options(name) == Options
         if strategy.engine != "native":
             # The loss scale starts and changes as in native engines, so all strategies skip the
             # same fp16 steps.
@@ -82,7 +81,7 @@ def test_a_clone_may_add_strategies(folders):
     folder, or in configs/."""
     inside = {"zero_optimization": {"stage": 1}}
     root = folders(**{
-        "10_inside": {"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},
+        "10_inside": {"name": "inside", "deepspeed": inside},
         "9_beside": {"name": "beside", "deepspeed": "ds.json"},
         "8_shared": {"name": "shared", "deepspeed": "configs/ds_config_zero3.json"},
         "without_number": {"name": "own", "mesh": {}},
@@ -96,7 +95,6 @@ def test_a_clone_may_add_strategies(folders):
         root / "10_inside" / "config.json", root / "without_number" / "config.json",
     ]  # fmt: skip
     assert strategies[-1].engine == "native"
-    assert strategy_defaults("inside") == {"batch_size": 2}
 
 
 @pytest.mark.parametrize(
