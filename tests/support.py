@@ -240,14 +240,9 @@ def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
     """Return the fingerprint that LoRA training computes for a folder's weights."""
+    from distributed_training.models.initial_weights import weights_checksum
 
-    from distributed_training.models.initial_weights import Fingerprint
-
-    samples = Fingerprint(spec.build_meta_model())
-    read = samples.watch(spec.weights_source(folder))
-    for name in samples.shapes:
-        read(name, ())
-    return samples.combine()
+    return weights_checksum(spec.build_meta_model(), spec.weights_source(folder))
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed_training.data import hub, report
-from distributed_training.data.cache import is_complete, read_meta, token_cache_dir, tokenize
+from distributed_training.data.cache import read_meta, token_cache_dir, tokenize
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
@@ -136,9 +136,9 @@ def read_data(draft: Draft, sources: Sources) -> Data:
 
 def load_planned_data(plan: Plan) -> Data:
     """Return a plan's samples. Tokenize the text if the token cache does not contain the plan's
-    tokens. The planner has verified the tokens, so ranks only check the sizes of the files."""
+    tokens. The planner has verified the tokens, so ranks do not read them all again."""
     folder = token_cache_dir() / (plan.cache or "")
-    if plan.cache and is_complete(folder):
+    if plan.cache and folder.is_dir():
         tokenizer = Tokenizer(plan.tokenizer_dir)
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
         return _build_data(folder, tokenizer, plan, [])

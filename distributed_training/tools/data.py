@@ -14,7 +14,7 @@ from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import all_samples, check_packing, num_held_out
+from distributed_training.data.samples import all_samples, num_held_out
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -57,8 +57,6 @@ def run(
     )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    # This raises the error that training would raise.
-    check_packing(counts["form"], config, can_pack=can_pack)
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)

@@ -28,7 +28,7 @@ from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import ModelSpec, find_model, peft, weights
+from distributed_training.models import ModelSpec, find_model, weights
 from distributed_training.models.adapters import base_folder, base_name, is_adapter
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
@@ -341,7 +341,7 @@ def merge_exported(exported: Path, to: str | None) -> int:
     export.save_full_model(trained, tokenizer, chat, base, folder, dtype)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
-    if peft.has_quantized_base(exported):
+    if trained.adapters and trained.adapters.rounding:
         print(f"note: {MERGED_NF4}")
     print(f"Exported the merged model to {short_path(folder)} in Hugging Face format.")
     return 0

@@ -18,9 +18,8 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.initial_weights import Fingerprint, InitialWeights
+from distributed_training.models.initial_weights import InitialWeights, weights_checksum
 from distributed_training.parallel import agree
-from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import required_extensions
@@ -186,18 +185,16 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         weights = replace(weights, adapters=initial_adapters.stacked())
     engine = plan.strategy.load_engine()(model, weights, plan, topology)
     if config.lora_rank:
-        engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
+        engine.base_fingerprint = fingerprint
         if initial_adapters is not None:
-            peft.check_base(
-                engine.base_fingerprint, initial_adapters.base_fingerprint, plan.adapters_dir
-            )
+            initial_adapters.check_base(fingerprint)
     seed_dropout(plan, topology, 0)
     return engine
 
 
-def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, Fingerprint]:
+def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, int]:
     """Return the model on the meta device, its initial weights and a fingerprint of its frozen
-    weights. Without LoRA, no weights are frozen and the fingerprint is empty.
+    weights, which is 0 without LoRA.
 
     With an NF4 base, this rank's device already holds the whole base model. All weights are rounded
     to the compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
@@ -215,9 +212,7 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     else:
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
-    fingerprint = Fingerprint(model)
-    if config.lora_rank:
-        source = fingerprint.watch(source)
+    fingerprint = weights_checksum(model, source) if config.lora_rank else 0
     weights = InitialWeights(source=source, round_to=compute_dtype)
     if config.base_dtype == "nf4":
         from distributed_training.models.nf4 import quantize_matrices
