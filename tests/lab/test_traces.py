@@ -50,7 +50,7 @@ def test_runs_of_a_plan_are_traced_on_two_processes(tmp_path):
     planned = {
         "dp": {"strategy": "dp"},
         "small buckets": {"strategy": "dp", "bucket_cap_mb": 0.1},
-        "refused": {"strategy": "dp", "fsdp_prefetch": 2},
+        "refused": {"strategy": "fsdp", "gradient_compression": "bf16"},
         "failed before": {"strategy": "dp"},
     }
     plan = {"what": "a test", "command": "its own", "common": common, "runs": planned}
@@ -65,7 +65,7 @@ def test_runs_of_a_plan_are_traced_on_two_processes(tmp_path):
     assert f"{record} already has: failed before" in shown.stdout
     found = json.loads(record.read_text())
     assert set(found["failed"]) == {"failed before", "refused"}
-    assert "cannot be used with strategy='dp'" in found["failed"]["refused"]
+    assert "gradient_compression='bf16'" in found["failed"]["refused"]
     runs = {name: run for name, run in found["runs"].items() if "failed" not in run}
     assert list(runs) == ["dp", "small buckets"]
     for name, run in runs.items():
