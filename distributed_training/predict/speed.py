@@ -137,8 +137,8 @@ class StepCosts(Timing):
 
     def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
-        rate = self.rates.update_memory_bytes_per_s or self.rates.memory_bytes_per_s
-        return sum(mechanism.update_bytes(process) for mechanism in self.mechanisms) / rate
+        num_bytes = sum(mechanism.update_bytes(process) for mechanism in self.mechanisms)
+        return num_bytes / self.rates.memory_bytes_per_s
 
     def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:
         """Return the time in seconds that data-parallel communication adds to the step."""
