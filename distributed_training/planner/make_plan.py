@@ -9,22 +9,16 @@ from distributed_training.data.corpus import check_dataset_path
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
-from distributed_training.planner.choose import choose_model, lay_out
+from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import DataValues, Sources, find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
-from distributed_training.planner.layouts import (
-    OPEN_BATCH,
-    OPEN_SETTINGS,
-    Candidate,
-    format_settings,
-)
-from distributed_training.planner.rank import choose_batch_size, chosen_settings, rank
+from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
+from distributed_training.planner.rank import choose_batch_size, choose_candidate
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import load_strategy, named_strategy
 
 BATCH_KEYS = ("batch_size", "grad_accum_steps")
 
@@ -91,20 +85,10 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
     checked later."""
     notes = [] if notes is None else notes
-    strategy = named_strategy(request)
-    machine = cluster.machine
-    config, model = choose_model(request, machine, cluster.num_processes, strategy, notes)
+    config = request
     if config.batch_size == AUTO:
         config = choose_batch_size(config, cluster, notes)
-    if strategy is None:
-        first = rank(config, cluster)[0]
-        settings = chosen_settings(first.plan)
-        text = f"the planner chose {first.plan.strategy.name} {format_settings(settings)}".rstrip()
-        step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
-        notes.append(text + step)
-        config = first.plan.requested.model_copy(update=settings)
-        strategy = load_strategy(config)
-    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    candidate = choose_candidate(config, cluster, notes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
     return replace(lay_out(candidate, cluster, notes), requested=request)
