@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from distributed_training.data.cache import token_cache_dir
@@ -10,7 +11,7 @@ from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import lay_out
-from distributed_training.planner.data import DataValues, Sources, find_sources, resolve_data_values
+from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
 from distributed_training.planner.rank import choose_batch_size, choose_candidate
@@ -26,7 +27,7 @@ BATCH_KEYS = ("batch_size", "grad_accum_steps")
 def make_plan(
     request: Request,
     cluster: Cluster,
-    read: Callable[[Draft, Sources], Data | None] = lambda draft, sources: None,
+    read: Callable[[Draft, Path], Data | None] = lambda draft, tokenizer_dir: None,
 ) -> Plan:
     """Return the plan for a run, after checking that the run can start. Files are downloaded only
     after the machine has passed the checks. `read` returns the run's samples, or None if the plan
@@ -42,12 +43,12 @@ def make_plan(
     # If the run is resumed again, its typed batch is compared with the batch that was typed here.
     draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
     check_run(predict(draft, cluster.rates), cluster, notes)
-    sources = find_sources(draft, notes)
+    draft, sources = find_sources(draft, notes)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
-    data = read(draft, sources)
-    data_values = DataValues() if data is None else resolve_data_values(draft, data, notes)
-    config = draft.config.model_copy(update=sources.config_values | data_values.config_values)
-    draft = replace(draft, config=config, packing=data_values.packing)
+    data = read(draft, sources.tokenizer_dir)
+    num_steps = None
+    if data is not None:
+        draft, num_steps = resolve_data_values(draft, data, notes)
     tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
@@ -74,7 +75,7 @@ def make_plan(
         sources=sources.fingerprints,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
-        num_steps=data_values.num_steps,
+        num_steps=num_steps,
         prediction=prediction.as_record(),
         notes=tuple(notes),
     )
