@@ -4,11 +4,9 @@ This module does not import torch.
 A setting that has no effect causes a note, because several strategies may share CONFIG, a preset or
 a command line."""
 
-import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
-from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.planner.layouts import Candidate
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError
@@ -79,16 +77,10 @@ def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> N
 def _check_model(candidate: Candidate) -> None:
     config = candidate.config
     size = candidate.model.size
-    model_setting = f"model={config.model!r}"
     if config.max_length > size.num_positions:
         why = f"the model has {size.num_positions} positions"
         fix = f"set max_length to {size.num_positions} or less"
-        # transformers' implementation has sliding-window attention, so longer samples are possible.
-        hub_name = f"{HUB_PREFIX}{config.model}"
-        with contextlib.suppress(UserError):
-            if config.max_length <= find_model(hub_name).size.num_positions:
-                fix += f", or model to {hub_name!r}"
-        _refuse(candidate, "max_length", model_setting, why, fix)
+        _refuse(candidate, "max_length", f"model={config.model!r}", why, fix)
 
 
 def _check_strategy(candidate: Candidate) -> None:

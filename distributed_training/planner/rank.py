@@ -119,23 +119,21 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
 
 def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
+    plan = choice.plan
+    candidate = Candidate(
+        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
+    )
     for mode in MODES[1:]:
         if choice.memory_fit == "yes":
             break
         with contextlib.suppress(UserError):
+            request = plan.requested.model_copy(update={"activation_checkpointing": mode})
             recomputed = predict(
-                lay_out(_candidate(choice.plan, activation_checkpointing=mode), cluster),
-                cluster.rates,
+                lay_out(replace(candidate, config=request), cluster), cluster.rates
             )
             if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
                 choice = recomputed
     return choice
-
-
-def _candidate(plan: Draft, **settings: object) -> Candidate:
-    """Return the plan's layout as a candidate, after changing settings of its request."""
-    request = plan.requested.model_copy(update=settings)
-    return Candidate(config=request, strategy=plan.strategy, model=plan.model, mesh=plan.mesh)
 
 
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:

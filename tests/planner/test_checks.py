@@ -78,9 +78,9 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
     checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
     # Processes on other machines do not count.
     checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
-    with refused("5 processes", "has only 4 GPUs", "--num_gpus 4"):
+    with refused("5 processes", "--num_gpus 4"):
         checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
-    with refused("has only 1 GPU."):
+    with refused("--num_gpus 1"):
         checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
 
 
@@ -138,7 +138,7 @@ def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter
         for size in (needed, needed - 1)
     )
     check_fit(enough)
-    with refused("2 processes need about", "GiB of RAM", "fewer processes"):
+    with refused("GiB of RAM", "2 processes"):
         check_fit(short)
 
 
