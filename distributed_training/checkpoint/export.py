@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,15 +92,6 @@ def generate_ids(
             return
         ids = [*ids, int(choice)]
         yield ids[-1]
-
-
-def submit_in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Call `write` with `arguments` in a background thread. Return a future that is done when the
-    call ends."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(write, *arguments)
-    pool.shutdown(wait=False)
-    return future
 
 
 def write_folder(

@@ -200,18 +200,6 @@ def test_state_is_written_directly_if_ram_cannot_hold_a_copy(tmp_path, monkeypat
     assert (load(folder, engine), engine.value) == (3, 3)
 
 
-def test_weights_of_the_last_save_are_available_only_with_a_copy(tmp_path, monkeypatch):
-    saver = Saver(plan_of(tmp_path), TOPOLOGY)
-    begin(saver, FakeEngine(3), 3)
-    assert saver.weights(3)["w"].unique().tolist() == [3]
-    assert not saver.weights(2)
-    saver.finish()
-    monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
-    begin(saver, FakeEngine(4), 4)
-    assert not saver.weights(4)
-    saver.finish()
-
-
 def test_a_flipped_bit_and_a_missing_file_are_detected(tmp_path):
     """Both a flipped bit and a missing file are detected. The file is large enough to be read in
     several pieces."""
