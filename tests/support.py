@@ -144,13 +144,6 @@ _START = {
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
     "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
     "num_parameters": 354_823_168,
-    "dtypes": {
-        "parameters": "bf16, fp32 master copy",
-        "arithmetic": "bf16",
-        "gradients": "bf16",
-        "optimizer_state": "fp32",
-        "reduction": "bf16",
-    },
     "batch": {
         "global_batch_size": 32,
         "micro_batch_size": 4,

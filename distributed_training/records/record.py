@@ -105,7 +105,6 @@ class Record(History):
     num_parameters: int  # parameters of the whole model
     # Trained parameters: all parameters or, with lora_rank, only the adapters. None if not recorded
     num_learning: int | None = None
-    dtypes: dict[str, str] | None = None  # tensor -> dtype; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # component -> bytes per process
     # Predicted before the run. The main keys are:
     # - peak_bytes, memory_bytes: size of the tensors in the process that uses the most memory, in

@@ -73,7 +73,6 @@ def train(
     history = records.History(**agree.broadcast_from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
-        record.update(dtypes=engine.describe_dtypes())
         display.table(header_rows(records.Record.model_validate(record.values)))
     profile = None
     if plan.config.profile:
@@ -264,7 +263,6 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_trained_parameters(config.lora_rank, config.lora_targets),
-        "dtypes": None,  # set once the engine is built
         "estimated_state_bytes": estimate_state(plan),
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),

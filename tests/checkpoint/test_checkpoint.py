@@ -40,7 +40,7 @@ class FakeEngine(Engine):
     """Engine whose state tensors are all filled with the same number."""
 
     # Saving and loading do not call these methods.
-    train_step = eval_step = logits = describe_dtypes = full_state = None
+    train_step = eval_step = logits = full_state = None
 
     def __init__(self, value=0):
         self.state = torch.full((10, 4), float(value))
