@@ -100,7 +100,6 @@ class Saver:
             step=step, work=self.plan.work, spread=self.plan.layout_fingerprint,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
-            sources=self.plan.sources,
         )  # fmt: skip
         self._save_row = {"step": step, "copied": self.memory is not None}
         self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)

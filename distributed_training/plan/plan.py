@@ -131,8 +131,6 @@ class Plan(Draft):
     # Name of the samples' folder in the token cache; None if the plan was made without cutting the
     # text into samples
     cache: str | None = None
-    # key -> fingerprint of the files that `weights` and `model` name, regardless of their location
-    sources: dict[str, str] = field(default_factory=dict)
     # Fingerprint of the samples (data/samples.py); "" if there are no samples yet
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)

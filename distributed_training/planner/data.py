@@ -22,12 +22,12 @@ from distributed_training.data.corpus import (
 from distributed_training.data.samples import AUTO_NUM_SAMPLES, Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
-from distributed_training.models.adapters import ADAPTER_WEIGHTS, base_folder, is_adapter
+from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import fingerprint_file, plural
+from distributed_training.settings.files import plural
 
 MAX_DRY_RUN_BYTES = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
 MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
@@ -40,7 +40,6 @@ class Sources:
     tokenizer_dir: Path
     weights_dir: Path | None
     adapters_dir: Path | None
-    fingerprints: dict[str, str]  # value of `Plan.sources`
 
 
 def find_sources(draft: Draft, notes: list[str]) -> tuple[Draft, Sources]:
@@ -83,18 +82,8 @@ def find_sources(draft: Draft, notes: list[str]) -> tuple[Draft, Sources]:
         )
     if spec.weights_dir is not None:  # a link such as runs/latest may change
         config_values["model"] = spec.path
-    fingerprints = dict[str, str]()
-    if weights_dir is not None:
-        fingerprints["weights"] = " ".join(map(fingerprint_file, weights.weight_files(weights_dir)))
-    if spec.weights_dir is not None:
-        fingerprints["model"] = fingerprint_file(spec.weights_dir / "config.json")
-    if adapters_dir is not None:
-        fingerprints["adapters"] = fingerprint_file(adapters_dir / ADAPTER_WEIGHTS)
     sources = Sources(
-        tokenizer_dir=tokenizer_dir,
-        weights_dir=weights_dir,
-        adapters_dir=adapters_dir,
-        fingerprints=fingerprints,
+        tokenizer_dir=tokenizer_dir, weights_dir=weights_dir, adapters_dir=adapters_dir
     )
     return replace(draft, config=config.model_copy(update=config_values)), sources
 

@@ -72,7 +72,6 @@ def make_plan(
         tokenizer_dir=sources.tokenizer_dir,
         weights_dir=sources.weights_dir,
         adapters_dir=sources.adapters_dir,
-        sources=sources.fingerprints,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
         num_steps=num_steps,

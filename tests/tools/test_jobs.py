@@ -67,7 +67,7 @@ def random_words(number):
 
 
 def sources_of():
-    return Sources(tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, fingerprints={})
+    return Sources(tokenizer_dir=Path(), weights_dir=None, adapters_dir=None)
 
 
 @pytest.fixture
