@@ -34,7 +34,7 @@ from distributed_training.settings.strategies import (
 TOLERANCE = 0.03
 TOLERANCE_ON_CPU = 0.2
 TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
-MAX_SLOWDOWN = 0.05  # maximum relative increase in step time for the layout with the least memory
+MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated
 MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
 FIRST_BATCH_SIZE = 8  # batch size for which the strategy is chosen, if both are open
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach

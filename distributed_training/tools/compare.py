@@ -295,8 +295,7 @@ def train(run: Run, out: Path) -> None:
     # Prefer a line that says why the run did not start over the last line.
     errors = [line for line in lines if line.startswith("error: ")]
     last_message = (errors or lines or [f"exit code {run.exit_code}"])[-1].removeprefix("error: ")
-    # There are several records if strategy "auto" ran out of memory and chose another layout.
-    for path in sorted({*folder.glob(RECORD_PATTERN)} - old_records):
+    for path in {*folder.glob(RECORD_PATTERN)} - old_records:
         run.record = records.load_record(path)
     if run.record is None:
         run.why = last_message

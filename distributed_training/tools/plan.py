@@ -77,12 +77,9 @@ def run(
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
     if arguments.calibrate:
-        if arguments.cluster is not None:
-            what = "--calibrate measures this machine, so it cannot be combined with --cluster"
-            raise UserError(what, fix="leave out --cluster")
-        if cluster.machine.gpu_name is None:
-            what = "--calibrate measures GPUs, but this machine has none"
-            raise UserError(what, fix="leave out --calibrate")
+        if not cluster.is_local or cluster.machine.gpu_name is None:
+            what = "--calibrate measures this machine's GPUs"
+            raise UserError(what, fix="run it on a machine with GPUs, without --cluster")
         file = calibration_file(cluster.machine.gpu_name)
         require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder")
         # Measure in separate processes, because measuring imports torch. Use as many processes as
