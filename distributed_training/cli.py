@@ -332,7 +332,7 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("run", help="folder of a checkpoint, or of a run, whose newest checkpoint is exported")
     add_model(parser)
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
-    merge_help = "after LoRA training, export the whole model instead of the adapters"
+    merge_help = "merge a run's exported adapters into the whole model (default folder: merged/)"
     add("--merge", action="store_true", help=merge_help)
     return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
 

@@ -137,10 +137,6 @@ class Record(History):
         is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
         if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1:
             name_parts += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-            if axes["tp"] > 1 and not self.config.get("sequence_parallel", True):
-                name_parts.append("whole-norms")
-            if pipeline_cut := self.config.get("pipeline_cut"):
-                name_parts.append("cut-" + pipeline_cut.replace(" ", "").replace(",", "-"))
             if pipeline := self.pipeline:
                 name_parts.append("{schedule}-m{num_microbatches}".format(**pipeline))
         return " ".join(name_parts)

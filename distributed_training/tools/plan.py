@@ -4,11 +4,11 @@ This module does not import torch.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import textwrap
@@ -41,8 +41,7 @@ from distributed_training.tools.plan_table import (
 )
 
 MAX_SHOWN = 10  # number of layouts that are listed without --all
-_COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -175,10 +174,11 @@ def _override(arguments: argparse.Namespace, **values: Any) -> None:
 
 def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
     """Set max_steps to the number of steps that --tokens requires."""
-    match = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
+    text = arguments.tokens.lower()
+    size = _SIZES.get(text[-1:], 1)
     tokens = 0.0
-    if match:
-        tokens = float(match[1]) * 10 ** int(match[2] or 0) * _SIZES[match[3].lower()]
+    with contextlib.suppress(ValueError):
+        tokens = size * float(text if size == 1 else text[:-1])
     if not 1 <= tokens < 1e18:
         what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
