@@ -144,6 +144,13 @@ _START = {
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
     "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
     "num_parameters": 354_823_168,
+    "dtypes": {
+        "parameters": "bf16, fp32 master copy",
+        "arithmetic": "bf16",
+        "gradients": "bf16",
+        "optimizer_state": "fp32",
+        "reduction": "bf16",
+    },
     "batch": {
         "global_batch_size": 32,
         "micro_batch_size": 4,
@@ -221,6 +228,15 @@ def with_changes(
     return values
 
 
+def tiny_qwen2(vocab_size: int = 512, **values: Any) -> Any:
+    """Return transformers' Qwen 2 model with one layer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": vocab_size}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **values))
+
+
 def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
     """Save a checkpoint, wait until it is complete, and return its folder. All ranks must call this
     function."""
@@ -233,9 +249,14 @@ def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
     """Return the fingerprint that LoRA training computes for a folder's weights."""
-    from distributed_training.models.initial_weights import weights_checksum
 
-    return weights_checksum(spec.build_meta_model(), spec.weights_source(folder))
+    from distributed_training.models.initial_weights import Fingerprint
+
+    samples = Fingerprint(spec.build_meta_model())
+    read = samples.watch(spec.weights_source(folder))
+    for name in samples.shapes:
+        read(name, ())
+    return samples.combine()
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:

@@ -44,13 +44,6 @@ def test_section_on_the_first_step_names_existing_functions():
     assert [name for name in names if f"def {name}(" not in code] == []
 
 
-def test_paths_that_are_named_exist():
-    named = set(re.findall(r"`((?:distributed_training|tests|plan|results)/[\w/.]+)`", TEXT))
-    assert len(named) > 5
-    roots = (ROOT, ROOT / "distributed_training")
-    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
-
-
 def test_example_of_a_strategy(folder):
     config = build_config({"strategy": "shards-of-two", "output_dir": str(folder / "runs")})
     plan = make_plan(config, local_cluster(CPU_MACHINE, 4, 4))

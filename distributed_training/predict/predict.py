@@ -151,11 +151,16 @@ class Prediction:
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
-        if rates.on_host:
+        if rates.on_host and not rates.measured_parts:
             return "cpu"
-        if rates.measured_at or self.step.bound_by in ("disk", "host RAM"):
+        measured_part = "host" if self.step.bound_by == "host" else "gpu"
+        if (
+            rates.on_host
+            or measured_part in rates.measured_parts
+            or self.step.bound_by in ("disk", "host RAM")
+        ):
             return "other"
-        if self.step.bound_by == "host":
+        if measured_part == "host":
             return "host"
         if self.plan.machine.compute_capability != MEASURED_CAPABILITY:
             return "other"

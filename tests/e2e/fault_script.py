@@ -17,17 +17,16 @@ FAULT = os.environ["FAULT"]
 
 
 def in_step_5() -> None:
-    """Hang, fail or be stopped."""
+    """Hang, fail or be killed."""
     if FAULT == "fails":
         raise RuntimeError("a fault made on purpose")
-    if FAULT == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
 
 
 def add_fault() -> None:
     from distributed_training.engines import native
-    from distributed_training.start import worker
 
     original, calls = native.NativeEngine.train_step, []
 
@@ -37,15 +36,7 @@ def add_fault() -> None:
             in_step_5()
         return original(self, batch)
 
-    def train(*arguments: Any) -> int:
-        code = train_to_the_end(*arguments)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return code
-
-    if FAULT == "stopped at the end":
-        train_to_the_end, worker.train = worker.train, train
-    else:
-        native.NativeEngine.train_step = train_step  # type: ignore[method-assign]
+    native.NativeEngine.train_step = train_step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

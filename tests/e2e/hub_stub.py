@@ -1,11 +1,7 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
 With the stub, the libraries huggingface_hub and datasets can list a dataset, download a file, and
-upload a model with the token TOKEN. `behavior` selects a fault:
-
-- "refuses": The stub answers requests for files and datasets with status 404.
-- "cuts off": The stub sends only half of each file.
-- "mute": The stub never answers."""
+upload a model with the token TOKEN. If `is_mute` is set, the stub never answers."""
 
 import base64
 import contextlib
@@ -31,7 +27,7 @@ class Hub:
     content."""
 
     files: dict[str, bytes]
-    behavior: str
+    is_mute: bool
     endpoint: str = ""
     pushed: dict[str, bytes] = field(default_factory=dict)
     cards: list[str] = field(default_factory=list)  # model cards sent to validate-yaml
@@ -41,9 +37,9 @@ class Hub:
 
 
 @contextlib.contextmanager
-def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
+def serve(files: dict[str, bytes], is_mute: bool = False) -> Iterator[Hub]:
     """Start a stub that serves `files` until the `with` block ends."""
-    hub = Hub(files, behavior)
+    hub = Hub(files, is_mute)
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
@@ -71,19 +67,21 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.hub
         path = self.path.lstrip("/").replace(f"/resolve/{COMMIT}/", "/resolve/main/")
         hub.requests.append(f"{self.command} {self.path}")
-        if hub.behavior == "mute":
+        if hub.is_mute:
             hub.closing.wait(120)
             self.close_connection = True
-        elif path.startswith("api/datasets/") and hub.behavior != "refuses":
+        elif path.startswith("api/datasets/"):
             self._send_dataset_info(path.removeprefix("api/"))
         elif path.startswith("api/models/"):
             self._send_about_model(path.removeprefix("api/models/").partition("?")[0])
         elif "/resolve/" not in path:
             self._send(200, b"a hub")
-        elif hub.behavior == "refuses" or path not in hub.files:
+        elif path not in hub.files:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         else:
-            self._send_file(hub.files[path])
+            content = hub.files[path]
+            digest = hashlib.sha1(content).hexdigest()
+            self._send(200, content, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT})
 
     do_HEAD = do_GET
 
@@ -161,31 +159,16 @@ class _Handler(BaseHTTPRequestHandler):
         description = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": siblings}
         self._send_json(entries if tree_path or is_paths_info else description)
 
-    def _send_file(self, content: bytes) -> None:
-        """Send a file, starting at the position from which an interrupted download continues."""
-        first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        remaining = content[first:]
-        num_sent = len(remaining) // 2 if self.hub.behavior == "cuts off" else len(remaining)
-        self._send(206 if first else 200, remaining, headers, num_sent=num_sent)
-
     def _send_json(self, answer: object) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
-    def _send(
-        self, status: int, body: bytes, headers: Mapping[str, str] = {}, num_sent: int | None = None
-    ) -> None:
-        """Send a response. If `num_sent` is given, send only the first `num_sent` bytes of
-        `body`."""
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:num_sent])
-            self.close_connection = num_sent is not None and num_sent < len(body)
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing, because the tests read `requests` instead of a log."""

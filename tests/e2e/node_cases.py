@@ -33,8 +33,6 @@ def with_torchrun(job: dict[str, Any]) -> None:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     enter_namespaces(job["nodes"][int(os.environ["RANK"])])
-    if os.environ["RANK"] == "1":  # without its network, this agent would wait for minutes
-        signal.alarm(120)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
     os.environ["UNPLUGS"] = f"{job['nodes'][1].switch} {job['nodes'][1].name}"
@@ -60,7 +58,8 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
 
 def _run_and_unplug() -> None:
-    """Run the script. Rank 1 disconnects the second node in step 5."""
+    """Run the script. Rank 1 disconnects the second node in step 5, and then kills its agent and
+    itself. The first node learns of it only by the missing messages."""
     original = Trainer._run_step
     switch, name = os.environ["UNPLUGS"].split()
 
@@ -70,42 +69,25 @@ def _run_and_unplug() -> None:
             while not saved.is_dir():  # the checkpoint is written while training continues
                 time.sleep(0.05)
             unplug(int(switch), name)
+            for process in (os.getppid(), os.getpid()):
+                os.kill(process, signal.SIGKILL)
         original(self)
 
     Trainer._run_step = update
     run_script(*sys.argv[1:])
 
 
-def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
-    """Return the environment variables that `launcher` sets for the process with this rank. There
-    is one process per node."""
-    torch_variables = {"RANK": rank, "WORLD_SIZE": world_size}
-    return {
-        "torchrun": {**torch_variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        "deepspeed": {**torch_variables, "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
-        "srun": {
-            "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world_size, "SLURM_LOCALID": "0",
-            "SLURM_STEP_TASKS_PER_NODE": f"1(x{world_size})",
-        },
-    }[launcher]  # fmt: skip
-
-
 def on_each_node(job: dict[str, Any]) -> None:
-    """Run the script on each node as the launcher job["launcher"] would start it.
-
-    The job may contain these optional keys:
-
-    - `missing`: the index of a node that does not start
-    - `ends_at`: the step in which the process on the first node receives SIGTERM"""
+    """Run the script on each node as srun would start it. If the job contains `ends_at`, the
+    process on the first node receives SIGTERM in this step."""
     rendezvous.SHARED_FOLDER_TIMEOUT_S = 1.0
     rank = int(os.environ["RANK"])
-    if rank == job.get("missing"):
-        return
     enter_namespaces(job["nodes"][rank])
-    launcher_variables = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    os.environ.update(launched_by(job.get("launcher", "torchrun"), *launcher_variables.values()))
+    num_nodes = len(job["nodes"])
+    os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=str(num_nodes))
+    os.environ.update(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE=f"1(x{num_nodes})")
     os.environ["MASTER_ADDR"] = job["nodes"][0].name
     original = Trainer._run_step
 

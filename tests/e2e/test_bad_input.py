@@ -7,18 +7,13 @@ import sys
 import pytest
 
 from tests.conftest import SMALL, assert_ok, run_command, script, train
-from tests.e2e.support import assert_refused, launcher_command, run_folders
+from tests.e2e.support import assert_refused, run_folders
 from tests.pool import ROOT, SCRIPT
 
 # Name -> (script arguments, words in the error). There is one case per kind of mistake. Unit tests
 # check all other errors.
 COMMAND_LINES = {
     "unknown key": ("--preset {tmp}/key.json", ["key.json", "'epoch'", "epochs"]),
-    "key without value": ("--set batch_size", ["batch_size", "--set key=value"]),
-    "unknown model": ("--model gpt2-medum", ["gpt2-medum", "'gpt2-medium'"]),
-    "more memory than there is": (
-        "--model gpt2-xl --num_gpus 512 --dry-run", ["512 processes", "GiB", "fewer processes"],
-    ),
     "output_dir is a file": (
         "--set output_dir={tmp}/file.txt --dry-run", ["file.txt"],
     ),
@@ -32,7 +27,7 @@ COMMAND_LINES = {
     "skip where the engine updates by itself": (
         "--on_nonfinite skip", ["on_nonfinite='skip'", "zero2", "rollback"],
     ),
-    "push without a token": ("--push user/tiny --dry-run", ["Hugging Face token", "hf auth"]),
+    "push without a token": ("--push user/tiny --dry-run", ["HF_TOKEN"]),
     "push to no name": (
         "--push a/b/c --dry-run", ["push='a/b/c'", "user/name"],
     ),
@@ -55,18 +50,8 @@ def test_bad_command_lines_give_a_one_line_error(case, tmp_path):
     assert run_folders(tmp_path / "runs") == []
 
 
-def test_data_errors_are_printed_once_under_a_launcher(tmp_path):
-    """Only rank 0 reports the mistake, and all ranks exit."""
-    values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
-    result = run_command(launcher_command("torchrun", values), timeout_s=60)
-    assert result.returncode != 0
-    (line,) = re.findall("^error: .*", result.stderr, re.MULTILINE)
-    assert "num_samples=99999999" in line
-    assert "SignalException" not in result.stderr
-    assert run_folders(tmp_path / "runs") == []
-
-
 def test_damage_in_another_ranks_file_is_printed_once(tmp_path):
+    """Only rank 0 reports the error, and all ranks exit."""
     values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path / "runs"}
     assert_ok(train(values, num_processes=2))
     (run_dir,) = run_folders(tmp_path / "runs")

@@ -45,8 +45,3 @@ def test_an_interrupted_comparison_continues(tmp_path):
     page = (out / "compare.md").read_text()
     assert "2 of 3 runs" in page
     assert "hybrid failed: " in page
-    assert (out / "loss.png").stat().st_size > 5000
-    assert "![loss](loss.png)" in page
-    html = (out / "compare.html").read_text()
-    assert html.count("<img") == 1
-    assert page.count("\n### ") == html.count("<h3>") == 3

@@ -2,24 +2,22 @@
 
 import json
 import re
-import shutil
 
 import pytest
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.tools.data import _mark_targets
 from tests.conftest import assert_ok, heavy_pool
 from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
+from tests.support import tiny_qwen2
 
 
 @pytest.fixture(scope="module")
 def model(folder):  # noqa: F811
     """Write a tiny model to `folder`, with a chat template that renders an answer differently if
     later turns follow. Return the folder."""
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 512}
-    Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(folder)
+    tiny_qwen2().save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = FORGETFUL
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -44,32 +42,9 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     assert learned == ["<none>\nAnother one<|end|>\n", first, first]
     counts = found["counts"]
     assert (counts["records"], counts["used"], counts["samples"]) == (3, 2, 3)
-    assert counts["left_out"] == {"no answer to train on": 1}
-    assert sum(counts["left_out"].values()) + counts["used"] == counts["records"]
+    assert sum(counts["left_out"].values()) == 1
     text = heavy_pool().script(["data", *options]).stdout
     assert f"<|turn|>assistant\n«{first}»" in text
-    assert "1 of 3 records" in text
-    assert "special tokens" in text
-
-
-@pytest.mark.parametrize(
-    ("template", "code", "words"),
-    [
-        # An empty template is used as is. It is not replaced with our template.
-        ("", 2, "line 1 "),
-        ("{% generation %}a{% endgeneration %}", 0, "samples            0 training"),  # one token
-        ("{% generation %}{% endgeneration %}ab", 0, "left out           1 (no answer"),
-    ],
-)
-def test_templates_without_trainable_tokens_are_reported(template, code, words, model, tmp_path):
-    copy = shutil.copytree(model, tmp_path / "model")
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
-    settings["chat_template"] = template
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": SAID[:2]}))
-    options = ["--model", copy, "--dataset", tmp_path / "a.jsonl"]
-    result = heavy_pool().script(["data", *options])
-    assert (result.returncode, words in result.stdout + result.stderr) == (code, True), result
 
 
 def test_samples_are_counted_like_in_a_run(tmp_path):
@@ -85,5 +60,5 @@ def test_samples_are_counted_like_in_a_run(tmp_path):
 def test_control_characters_in_texts_are_escaped():
     tokenizer = Tokenizer(EMBEDDED_DIR)
     (ids,) = tokenizer.encode_texts(["a\x1b[2Jb\u200d\tc\n"])
-    shown = _mark_targets(tokenizer, ids.tolist(), [True] * len(ids))
-    assert shown == "«a\\x1b[2Jb\u200d\tc\n»"
+    shown = _mark_targets(tokenizer, ids.tolist(), [True] * len(ids), ("<", ">"))
+    assert shown == "<a\\x1b[2Jb\u200d\tc\n>"

@@ -1,12 +1,14 @@
-"""Test runs in which a rank hangs, fails or is killed, the launcher is killed, the terminal closes,
-or the disk is full. Such a run must soon end, leave no processes behind, and record the reason."""
+"""Test runs in which a rank hangs, fails or is killed, the launcher is killed, or the disk is full.
+Such a run must soon end, leave no processes behind, and record the reason."""
 
+import ipaddress
 import platform
 import re
 import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from tests.conftest import SMALL, assert_ok, only_record, script, train
@@ -27,10 +29,10 @@ LIMIT_S = 150  # time limit of a run; on an idle machine, a run needs a tenth of
 LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
 
 
-@pytest.mark.parametrize("how", ["hangs", "stopped", "fails"])
+@pytest.mark.parametrize("how", ["hangs", "fails", "killed"])
 def test_a_rank_that_stops_is_named(how, tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
-    values = {**LONG, "output_dir": output_dir, "hang_timeout_s": 300 if how == "stopped" else 10}
+    values = {**LONG, "output_dir": output_dir, "hang_timeout_s": 10}
     with running(launcher_command("faulty", values), log, FAULT=how) as process:
         assert process.wait(timeout=LIMIT_S) == 1, log.read_text()
         assert remaining_processes(str(output_dir)) == []
@@ -40,41 +42,31 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     waiting = r"waiting for rank 1, which is in step 5 at loop.py:\d+ _run_step"
     error, *also = {
         "hangs": (rf"step 5 has hung for 1\d s: {waiting}", rf"note: step 5 has taken .*{waiting}"),
-        "stopped": (r"rank 1 was stopped \(SIGSTOP\) during step 5",),
         "fails": ("rank 1: RuntimeError: a fault made on purpose", "Traceback"),
+        # The error of rank 0, which lost its connection, is not the reason.
+        "killed": ("rank 1 was killed by SIGKILL",),
     }[how]
     assert re.match(error, record["error"])
     for words in (error.removeprefix("rank 1: "), *also):
         assert re.search(words, said)
 
 
-def test_a_rank_that_is_stopped_after_the_end_costs_nothing(tmp_path):
-    log, output_dir = tmp_path / "log", tmp_path / "runs"
-    values = {**SMALL, "strategy": "dp", "output_dir": output_dir}
-    with running(launcher_command("faulty", values), log, FAULT="stopped at the end") as process:
-        assert process.wait(timeout=LIMIT_S) == 0, log.read_text()
-        assert remaining_processes(str(output_dir)) == []
-    assert "rank 1 was stopped" in log.read_text()
-    assert only_record(output_dir)["status"] == "ok"
-
-
-@pytest.mark.parametrize("how", ["removed", "emptied"])
-def test_removal_of_the_run_folder_is_reported(how, tmp_path):
-    values = {**LONG, "checkpoint_every": 6, "output_dir": tmp_path}
-    said = run_case("fault_cases:without_its_folder", values, how=how)
-    assert "exit codes [1, 1]" in said
-    assert f"error: {tmp_path}/" in said
-    assert "Traceback" not in said
-
-
 def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
-    values = {**LONG, "output_dir": output_dir, "resume": "auto"}
+    values = {**LONG, "strategy": "zero2", "output_dir": output_dir, "resume": "auto"}
     with running(launcher_command("spawn", values), log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
         second = script(values, "--num_gpus", "2")
         assert_refused(second, str(run_folders(output_dir)[0]), platform.node())
         assert len(run_folders(output_dir)) == 1
+        listening = [
+            end.laddr.ip
+            for found in processes_with(log)
+            for end in found.net_connections("inet")
+            if end.status == psutil.CONN_LISTEN
+        ]
+        assert listening, "gloo connects the ranks"
+        assert all(ipaddress.ip_address(ip).is_loopback for ip in listening)
         process.kill()  # a zombie process counts as dead
         begin = time.monotonic()
         while processes_with(log) and time.monotonic() < begin + 60:
@@ -90,36 +82,13 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     assert f"resumes from: {run_dir}/checkpoints/step-{record['step']:08d}" in resumed.stdout
 
 
-def kill_rank_1(log):
-    (worker,) = (process for process in processes_with(log) if process.name() == "rank 1")
-    worker.send_signal(signal.SIGKILL)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGQUIT])
-def test_a_signal_inside_a_library_call_is_reported_as_an_interruption(signum, tmp_path):
+def test_a_signal_inside_a_library_call_is_reported_as_an_interruption(tmp_path):
     values = {**SMALL, "strategy": "dp", "output_dir": tmp_path}
-    said = run_case("fault_cases:with_a_signal_in_a_library", values, 1, signum=int(signum))
-    assert f"exit codes [{128 + signum}]" in said
+    said = run_case("fault_cases:with_a_signal_in_a_library", values, 1)
+    assert f"exit codes [{128 + signal.SIGINT}]" in said
     assert "Stopped. Nothing was saved." in said
     assert "Traceback" not in said
     assert only_record(tmp_path)["status"] == "interrupted"
-
-
-def test_killed_rank_is_recorded_by_the_parent(tmp_path):
-    log, output_dir = tmp_path / "log", tmp_path / "runs"
-    values = {**LONG, "strategy": "pp", "grad_accum_steps": 2, "output_dir": output_dir}
-    with running(launcher_command("spawn", values), log) as process:
-        wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
-        kill_rank_1(log)
-        assert process.wait(timeout=LIMIT_S) == 1
-        assert remaining_processes(str(output_dir)) == []
-    record = only_record(output_dir)
-    assert record["status"] == "failed"
-    reason = record["error"]
-    assert log.read_text().splitlines()[-1] == f"failed: {reason}", "said last, not buried"
-    assert reason == "rank 1 was killed by SIGKILL, usually because the host ran out of memory", (
-        "not who lost it"
-    )
 
 
 def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
@@ -130,7 +99,8 @@ def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
     command = launcher_command("spawn", {**values, "output_dir": output_dir}, "--max_restarts", "1")
     with running(command, log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
-        kill_rank_1(log)
+        (worker,) = (found for found in processes_with(log) if found.name() == "rank 1")
+        worker.kill()
         assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
     assert "note: the run was restarted (1) from step-000" in log.read_text()
     (run_dir,) = run_folders(output_dir)
@@ -140,55 +110,26 @@ def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
     assert final_weights(run_dir) == final_weights(whole)
 
 
-def test_a_closed_output_pipe_is_ignored_and_a_hangup_saves_a_checkpoint(tmp_path):
-    log, output_dir = tmp_path / "log", tmp_path / "runs"
-    command = launcher_command("spawn", {**LONG, "output_dir": output_dir})
-    shell = ["sh", "-c", '{ "$@"; echo $? > ' + f"{tmp_path}/code; }} 2>&1 | head -1", "sh"]
-    with running([*shell, *command], log) as process:
-        wait_for(lambda: list(output_dir.glob("*/checkpoints/step-0000004*")), process, log)
-        (launcher,) = (
-            found
-            for found in processes_with(log)
-            if "--num_gpus" in found.cmdline() and found.name().startswith("python")
-        )
-        launcher.send_signal(signal.SIGHUP)
-        process.wait(timeout=60)
-    assert len(log.read_text().splitlines()) == 1, "its first line was read"
-    assert (tmp_path / "code").read_text() == "129\n"
-    (run_dir,) = run_folders(output_dir)
-    record = only_record(output_dir)
-    assert record["status"] == "interrupted"
-    assert [row["step"] for row in metrics(run_dir)] == list(range(1, record["step"] + 1))
-    assert (run_dir / "checkpoints" / f"step-{record['step']:08d}").is_dir()
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """Mount a 64 MiB disk and return its mount point."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], capture_output=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path]
+    mounted = subprocess.run(command, capture_output=True)
     if mounted.returncode:
         pytest.skip(f"a disk of its own needs root: {mounted.stderr.decode().strip()}")
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
-@pytest.mark.parametrize(
-    ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
-)
-def test_a_full_disk_is_reported_and_keeps_saved_checkpoints(how, strategy, disk, request):
+def test_a_full_disk_is_reported_and_keeps_saved_checkpoints(small_disk):
     """The run saves a checkpoint after step 3. After step 6, the disk is too full for another
     checkpoint."""
-    folder = request.getfixturevalue(disk)
-    values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
-    said = run_case("fault_cases:with_full_disk", values, how=how, disk=str(folder))
-    record = only_record(folder)
-    (run_dir,) = (path for path in run_folders(folder) if path.is_dir())
+    values = {**SMALL, "strategy": "fsdp", "checkpoint_every": 3, "output_dir": small_disk}
+    said = run_case("fault_cases:with_full_disk", values, disk=str(small_disk))
+    record = only_record(small_disk)
+    (run_dir,) = (path for path in run_folders(small_disk) if path.is_dir())
     assert record["status"] == "failed"
-    reason = "would exceed the limit on file sizes" if how == "limit" else "is full"
-    assert reason in record["error"]
-    assert "continue with --resume auto" in record["error"]
+    assert "--resume auto" in record["error"]
     assert f"error: {record['error']}" in said
     assert "Traceback" not in said
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]

@@ -1,5 +1,5 @@
 """Test access to the Hub with a stub on loopback. In different tests, the stub serves files,
-rejects requests, cuts off downloads, never answers, or is no longer running."""
+never answers, or is no longer running."""
 
 import functools
 import io
@@ -19,9 +19,7 @@ from tests.e2e.support import assert_refused
 from tests.pool import free_port
 from tests.support import small_text
 
-OUTSIDE = "---\nconfigs: [{config_name: a, data_files: /etc/*}]\n---"
 AUTO_LIMIT_S = 60  # three seconds per probe of the Hub, with a margin for a busy machine
-PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"
 TRAIN_2 = functools.partial(train, num_processes=2)
 
 
@@ -59,7 +57,6 @@ def own_dataset():
         "cards/resolve/main/README.md": f"---\n{json.dumps({'configs': configs})}\n---\n".encode(),
         "cards/resolve/main/a.jsonl": "\n".join(cards).encode(),
         "cards/resolve/main/b.jsonl": "\n".join(cards[:50]).encode(),
-        "outside/resolve/main/README.md": OUTSIDE.encode(),
     }
     return {f"datasets/me/{name}": text for name, text in content.items()}
 
@@ -114,46 +111,30 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
 
 
 def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # noqa: F811
-    """The template in additional_chat_templates/tool_use.jinja renders records with tools, as it
-    does in transformers."""
     content = {file.name: file.read_bytes() for file in folder.iterdir()}
     content |= {"model.safetensors": b"", "onnx/tokenizer.json": b"", "config.json": b"{}"}
-    turns = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ' ' }}{% endfor %}"
-    turns += "{% if add_generation_prompt %}assistant:{% endif %}"
-    content["chat_template.jinja"] = turns.encode()
-    content["additional_chat_templates/tool_use.jinja"] = f"tools {turns}".encode()
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [{"messages": said}, {"messages": said, "tools": [{"name": "f"}]}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = ["data", "--model", "gpt2-tiny", "--tokenizer", "me/chat", "--json"]
-    command += ["--dataset", tmp_path / "a.jsonl"]
+    content |= {"chat_template.jinja": b"a", "additional_chat_templates/tool_use.jinja": b"b"}
+    (tmp_path / "a.txt").write_text("a word " * 200)
+    command = ["data", "--model", "gpt2-tiny", "--tokenizer", "me/chat"]
+    command += ["--dataset", tmp_path / "a.txt"]
     with serve({f"me/chat/resolve/main/{name}": text for name, text in content.items()}) as hub:
-        result = light_pool().script(command, **hub_environment(hub.endpoint, tmp_path / "hf"))
-        assert_ok(result)
-        assert not any("safetensors" in asked or "onnx" in asked for asked in hub.requests)
-    texts = [sample["text"] for sample in json.loads(result.stdout)["samples"]]
-    assert texts == ["user:a assistant:b ", "tools user:a assistant:b "]
+        where = hub_environment(hub.endpoint, tmp_path / "hf")
+        assert_ok(light_pool().script(command, **where))
+    fetched = {asked.rpartition("/")[2] for asked in hub.requests if asked.startswith("GET")}
+    assert {"tokenizer.json", "chat_template.jinja", "tool_use.jinja"} <= fetched
+    assert not any("safetensors" in asked or "onnx" in asked for asked in hub.requests)
 
 
-@pytest.mark.parametrize("behavior", ["refuses", "mute", "gone", "no scheme"])
-def test_auto_falls_back_within_seconds_with_a_note(behavior, wikitext, run):
-    gone = {"gone": f"http://127.0.0.1:{free_port()}", "no scheme": "hub.example"}
+@pytest.mark.parametrize("is_running", [True, False])
+def test_auto_falls_back_within_seconds_with_a_note(is_running, wikitext, run):
     begin = time.monotonic()
-    with serve(wikitext, behavior) as hub:
-        result = run(gone.get(behavior, hub.endpoint), {"dataset": "auto"}, "--dry-run")
+    with serve(wikitext, is_mute=True) as hub:
+        endpoint = hub.endpoint if is_running else f"http://127.0.0.1:{free_port()}"
+        result = run(endpoint, {"dataset": "auto"}, "--dry-run")
     assert time.monotonic() - begin < AUTO_LIMIT_S
     assert_decided(result, dataset="'embedded'")
     assert "note: WikiText-2" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
-
-
-def test_an_interrupted_download_is_not_used(wikitext, run):
-    arguments = ({"dataset": "wikitext-2"}, "--dry-run")
-    with serve(wikitext, "cuts off") as hub:
-        assert_refused(run(hub.endpoint, *arguments), "dataset='wikitext-2'", PRE_DOWNLOAD)
-    with serve(wikitext) as hub:
-        assert_ok(run(hub.endpoint, *arguments))
-        assert any(text.startswith("GET /datasets") for text in hub.requests)
 
 
 def test_a_hub_dataset_is_trained_on_by_name(own_dataset, run, tmp_path):
@@ -188,5 +169,4 @@ def test_one_config_of_a_hub_dataset_is_loaded(own_dataset, run, tmp_path):
         assert not (tmp_path / "runs").exists()
         assert_refused(ask("me/cards"), "dataset='me/cards'", "config", "a", "b")
         assert_refused(ask("me/cards:c"), "'c'")
-        assert_refused(ask("me/none"), "'me/none'", "load_dataset('me/none')")
-        assert_refused(ask("me/outside"), "'me/outside'", "README.md", "'/etc/*'")
+        assert_refused(ask("me/none"), "'me/none'")

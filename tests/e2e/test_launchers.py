@@ -66,13 +66,13 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     assert "terminate called" not in result.stderr, result.stderr
     assert "Traceback" not in result.stdout + result.stderr
     assert remaining_processes(str(output_dir)) == []
-    assert not list(built.glob("*")), "nobody who tries the suite waits for a compiler"
-    assert looks.read_text() == "asked\n", "the machine is looked at once, by however many"
+    assert not list(built.glob("*")), "extensions were compiled"
+    assert looks.read_text() == "asked\n"
 
     record = only_record(output_dir)
     assert (record["status"], record["world_size"]) == ("ok", 2)
     assert record["strategy"]["name"] == LAUNCHERS[launcher]
-    assert f"output_dir={output_dir}" in record["command"], "not what was typed"
+    assert f"output_dir={output_dir}" in record["command"]
     assert len(record["memory"]["by_rank"]) == 2
     assert record["sample"].startswith("The")
     ours, theirs = (metrics(Path(found["run_dir"])) for found in (record, on_one))
@@ -82,30 +82,13 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_record_has_the_settings_and_the_results(on_one):
-    assert "auto" not in on_one["config"].values(), "the resolved config has no auto"
-    assert on_one["config"]["precision"] == "fp32"
-    assert on_one["config_requested"]["precision"] == "auto"
-    commit = run_command(["git", "rev-parse", "HEAD"]).stdout.strip()
-    assert on_one["git_commit"].removesuffix("-dirty") == commit
-    assert on_one["started_at"] <= on_one["finished_at"]
-    assert [row["step"] for row in on_one["evaluations"]] == [0, 8, 16]
-    assert on_one["evaluations"][-1]["perplexity"] < on_one["evaluations"][0]["perplexity"]
-    assert on_one["performance"]["mfu"] is None, "no GPU, so it is not known"
-    # Four steps are warm-up, and the last step of each epoch has a smaller batch.
-    assert on_one["performance"]["num_timed_steps"] == 16 - 4 - 2
-    rows = metrics(Path(on_one["run_dir"]))
-    assert {row["num_targets"] for row in rows} == {GLOBAL_BATCH * 32, 2 * 32}
-    assert [[row["step"], row["loss"]] for row in rows] == on_one["loss_curve"]
-
-
 def test_srun_without_a_launcher_prints_the_command_to_use(tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
     task = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")
     first, second = (script(values, **task, **rank) for rank in ranks)
     assert_refused(first, "srun", "MASTER_ADDR", "configs/train.slurm")
-    assert (second.returncode, second.stderr) == (2, ""), "said once"
+    assert (second.returncode, second.stderr) == (2, "")
     # An sbatch job script, which is one process and not an srun step, has these variables.
     batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert script(values, "--dry-run", **batch).returncode == 0

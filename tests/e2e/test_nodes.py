@@ -32,13 +32,13 @@ def run_on(nodes, values, case="on_each_node", **job):
     return run_case(f"node_cases:{case}", values, len(nodes), nodes=nodes, **job)
 
 
-def test_one_of_two_nodes_continues_after_a_network_failure(nodes, tmp_path, unbroken):
+def test_one_of_two_nodes_continues_after_the_other_was_lost(nodes, tmp_path, unbroken):
     """The remaining node automatically continues from the last checkpoint with the same global
     batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
     values["hang_timeout_s"] = 15
     said = run_on(nodes, values, "with_torchrun")
-    assert "exit codes [0, -14]" in said
+    assert "exit codes [0, -9]" in said
     note = "note: the run was restarted from step-00000003; the global batch stays 6: "
     assert note in " ".join(said.split())
     assert remaining_processes(str(tmp_path / "runs")) == []
@@ -52,7 +52,7 @@ def test_one_of_two_nodes_continues_after_a_network_failure(nodes, tmp_path, unb
 def test_without_a_shared_disk_each_node_saves_its_own_part(nodes, tmp_path, unbroken):
     own, values = nodes[0].private_folder / "runs", {**VALUES, "keep_best": True}
     both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
-    run_on(nodes, both, ends_at=5, launcher="deepspeed")
+    run_on(nodes, both, ends_at=5)
     folders = [node.outside(own) for node in nodes]
     parts = [sorted(file.name for file in folder.glob("*-*/checkpoints/*/*")) for folder in folders]
     expected = [["meta.json", f"rank-0000{rank}.safetensors"] for rank in range(3)]
@@ -67,7 +67,7 @@ def test_without_a_shared_disk_each_node_saves_its_own_part(nodes, tmp_path, unb
     resumed = train(alone)
     assert_ok(resumed)
     assert "num_processes was 3 and is now 1" in " ".join(resumed.stdout.split())
-    assert run_on(nodes, both, launcher="srun") == ""
+    assert run_on(nodes, both) == ""
     for runs in (folders[0], together):
         record = only_record(runs)
         assert record["resumed_from"].endswith("step-00000005")
@@ -76,21 +76,9 @@ def test_without_a_shared_disk_each_node_saves_its_own_part(nodes, tmp_path, unb
     assert exported == [{"best", "hf"}, set(), set()]
 
 
-@pytest.mark.parametrize(("missing", "words"), [(1, "rank 0 on node0"), (0, "rank 1 on node1")])
-def test_a_node_that_does_not_join_is_named(nodes, missing, words, tmp_path):
-    values = {**SMALL, "output_dir": tmp_path / "runs", "rendezvous_timeout_s": 3}
-    said = run_on(nodes, values, missing=missing)
-    (line,) = (line for line in said.splitlines() if "error: " in line)
-    assert words in line
-    assert "node0:" in line
-    assert "rendezvous_timeout_s=3" in line
-
-
 def test_machines_that_share_no_disk_are_refused_before_training(nodes):
     own = nodes[0].private_folder / "runs"
     said = run_on(nodes, {**VALUES, "output_dir": own})
     assert "exit codes [2, 2]" in said
-    assert said.count("error: ") == 2
-    assert f"rank 1 on node1 does not see {own}/" in said
-    assert "output_dir" in said
-    assert "shared_disk" in said
+    for word in ("rank 1 on node1", str(own), "output_dir", "shared_disk"):
+        assert said.count(word) >= 2

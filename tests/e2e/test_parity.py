@@ -61,17 +61,16 @@ def test_every_layout_is_compared_with_one_process(tmp_path):
     values["dataset"] = str(small_records())
     del values["model"]  # "auto" chooses a model with four layers for the four stages
     keys = [f"{key}={value}" for key, value in values.items()]
-    words = ["--num_gpus", "2", "--strategies", "fsdp,tp,pp,3d,forgetful", "--set", *keys]
+    words = ["--num_gpus", "2", "--strategies", "pp,3d,forgetful", "--set", *keys]
     script = repository / "real_model_example.py"
     found = run_command(["python", script, "parity", *words], cwd=repository, timeout_s=390)
     assert found.returncode == 1, found.stdout + found.stderr
     page = json.loads((repository / "runs/parity-x2/parity.json").read_text())
     verdicts = {run["name"]: run["verdict"] for run in page["runs"][2:]}
-    good = dict.fromkeys(("fsdp", "tp", "pp"), "ok")
-    assert verdicts == {**good, "3d": "skipped", "forgetful": "differs"}
+    assert verdicts == {"pp": "ok", "3d": "skipped", "forgetful": "differs"}
     assert "Gradient norm of step " in page["runs"][-1]["why"]
     html = (repository / "runs/parity-x2/parity.html").read_text()
-    for text in ("3 of 5 layouts", "forgetful (differs)", "3d (skipped)", "1e-05 for loss"):
+    for text in ("1 of 3 layouts", "forgetful (differs)", "3d (skipped)"):
         assert text in html
     assert {run["set"]["model"] for run in page["runs"]} == {"gpt2-tiny-4-blocks"}
     assert not [*(repository / "runs/parity-x2/runs").glob("*/checkpoints")]

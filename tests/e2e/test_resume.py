@@ -117,7 +117,7 @@ def test_checkpoint_copy_is_as_large_as_predicted(strategy, uninterrupted):
 
 @pytest.mark.parametrize(
     ("strategy", "launcher", "signum"),
-    [("fsdp", "spawn", signal.SIGINT), ("dp", "python", signal.SIGTERM)],
+    [("fsdp", "spawn", signal.SIGINT), ("dp", "python", signal.SIGHUP)],
 )
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(
     strategy, launcher, signum, uninterrupted, tmp_path

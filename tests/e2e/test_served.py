@@ -5,25 +5,21 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data import test_tokenizer
 from tests.data.test_tokenizer import SAID
+from tests.support import tiny_qwen2
 
 folder = test_tokenizer.folder
 
 
-@pytest.mark.parametrize(("export_dtype", "expected"), [("auto", "bfloat16"), ("fp32", "float32")])
 def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_answer(
-    folder, tmp_path, export_dtype, expected
+    folder, tmp_path
 ):
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 512}
-    config = transformers.Qwen2Config(**shape)
-    base = transformers.Qwen2ForCausalLM(config).bfloat16()
+    base = tiny_qwen2().bfloat16()
     base.generation_config = transformers.GenerationConfig(eos_token_id=7, do_sample=True, top_k=5)
     base.save_pretrained(tmp_path / "base")
     saved = tmp_path / "base/generation_config.json"  # most published models have this key
@@ -34,11 +30,11 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
     values = {"model": tmp_path / "base", "weights": tmp_path / "base", "tokenizer": "auto"}
     values |= {"dataset": tmp_path / "a.jsonl", "max_length": 64, "num_samples": "auto"}
     values |= {"learning_rate": 0, "max_steps": 1, "checkpoint_every": 0, "output_dir": tmp_path}
-    assert_ok(train({**values, "export_dtype": export_dtype}))
+    assert_ok(train(values))
     exported = Path(only_record(tmp_path)["run_dir"], "hf")
 
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert model.dtype == getattr(torch, expected)
+    assert model.dtype == torch.bfloat16
     for name, weight in base.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.to(model.dtype)), name
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
@@ -53,10 +49,8 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
 def test_generate_stops_where_transformers_stops(folder, tmp_path):
     """`generate` also stops at end tokens that only generation_config.json lists. Llama 3 has such
     tokens."""
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 400}
     torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, initializer_range=1.0))
+    model = tiny_qwen2(vocab_size=400, initializer_range=1.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     question = tokenizer.apply_chat_template(
         SAID[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True

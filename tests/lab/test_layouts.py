@@ -5,23 +5,8 @@ import pytest
 from distributed_training.plan.orders import build_orders
 from distributed_training.settings.files import ROOT
 from results.lab.analysis.bubble import bubble, explain
-from results.lab.layouts import LeftOver, busy_seconds, subtract_left_over
+from results.lab.layouts import LeftOver, subtract_left_over
 from tests.conftest import SMALL, assert_ok, heavy_pool
-from tests.lab.test_overlap import event
-
-
-def test_overlapping_kernels_count_once_and_waiting_messages_do_not_count():
-    events = [
-        event("gemm", (1_000_000, 1_400_000)),
-        event("add on another stream", (1_300_000, 1_500_000)),
-        event("ncclDevKernel_SendRecv(...)", (0, 5_000_000)),
-        event("Memcpy DtoD", (3_000_000, 3_500_000), "gpu_memcpy"),
-        event("cudaLaunchKernel", (900_000, 9_900_000), "cuda_runtime"),
-        {"ph": "M", "name": "process_name"},
-    ]
-    assert busy_seconds({"traceEvents": events}) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="no kernel"):
-        busy_seconds({"traceEvents": events[4:]})
 
 
 def test_idle_time_is_the_slowest_ranks_phase_minus_kernel_time():
@@ -55,24 +40,19 @@ def test_a_bubble_is_split_into_formula_operations_messages_and_gaps():
     assert sum(parts.values()) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "left_over", "peak"),
-    [
-        ([0, 0], [0, 0], [0, 0], 130),
-        ([10, 10], [10, 40], [10, 10], 120),  # memory left by the run counts toward its peak
-        ([10, 60], [0, 60], [0, 60], 100),  # old memory freed during the run counts toward its peak
-    ],
-)
-def test_peaks_exclude_memory_left_over_from_earlier_runs(before, after, left_over, peak):
+def test_peaks_exclude_memory_left_over_from_earlier_runs():
+    """Memory that a run leaves, and old memory freed during the run, count toward its peak."""
     ranks = [
         {"rank": rank, "peak_allocated_bytes": most, "peak_reserved_bytes": most}
-        for rank, most in enumerate((100, 130))
+        for rank, most in enumerate((100, 130, 120))
     ]
     memory = {"by_rank": ranks}
-    held = [[LeftOver(size, size) for size in sizes] for sizes in (before, after)]
-    subtract_left_over(memory, *held)
-    assert [rank["left_over_bytes"] for rank in ranks] == left_over
-    assert memory["peak_reserved_bytes"] == memory["peak_allocated_bytes"] == peak
+    before, after = (
+        [LeftOver(size, size) for size in sizes] for sizes in ((0, 60, 10), (9, 60, 0))
+    )
+    subtract_left_over(memory, before, after)
+    assert [rank["left_over_bytes"] for rank in ranks] == [0, 60, 0]
+    assert memory["peak_reserved_bytes"] == memory["peak_allocated_bytes"] == 120
 
 
 def test_each_run_of_a_plan_has_its_own_batch_settings(tmp_path):

@@ -1,27 +1,18 @@
 """Compare the formulas for communication volume with recorded counts and with the figures in the
-documents. For runs with smaller or less frequent exchanges, also test that the published losses and
-times match the records."""
+documents."""
 
 import json
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.parallel.mesh import Topology
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.mechanism import PipelineRank, sent_bytes
 from distributed_training.predict.predict import local_cluster
-from distributed_training.predict.traffic import sent_by_axis, tensor_bytes
+from distributed_training.predict.traffic import tensor_bytes
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
-from results.lab import exchanges, slow_links
-from results.lab.exchanges import PLAN
-from results.lab.traffic import Traffic
 from tests.parity.support import run_cases
 from tests.parity.test_fewer_bytes import CASES
 from tests.support import CPU_MACHINE, cpu_topology
@@ -69,41 +60,6 @@ def test_counted_bytes_equal_the_formulas():
     assert sent["powersgd"] < sent["topk-int8"] < 0.4 * sent["dp"]
 
 
-@pytest.fixture(scope="module")
-def _four_processes():
-    """Make this process rank 0 in a fake group of four processes. Nothing is sent."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_four_processes")
-def test_collectives_and_messages_are_counted_per_axis():
-    mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}
-    topology = Topology(world_size=4, rank=0, local_rank=0, device_type="cpu", **mesh)
-    tp, shards = dist.new_group([0, 1]), dist.new_group([0, 2])
-    whole, part = torch.zeros(8), torch.zeros(4)
-    with Traffic(topology) as traffic:
-        dist.all_reduce(whole, group=shards)
-        dist.all_gather_into_tensor(whole, part, group=tp)
-        dist.reduce_scatter_tensor(part, whole, group=tp)
-        functional.wait_tensor(functional.all_gather_tensor(part, 0, tp))
-        functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, tp))
-        dist.send(part, 2)
-        dist.all_to_all_single(torch.zeros(4), part, group=shards)
-        dist.all_reduce(torch.zeros(1))  # a flag, which is not counted
-    bytes_ = {key: (row["calls"], row["tensor_bytes"]) for key, row in traffic.counted.items()}
-    assert bytes_ == {
-        "dp_shard all_reduce": (1, 32),
-        "tp all_gather": (2, 64),
-        "tp reduce_scatter": (2, 64),
-        "dp_shard send": (1, 16),
-        "dp_shard all_to_all": (1, 16),
-    }
-    with Traffic(topology), pytest.raises(NotImplementedError, match=r"c10d\.reduce_ "):
-        dist.reduce(torch.zeros(4), 0)
-
-
 TP = {"strategy": "tp", "batch_size": 8}
 PP = {"strategy": "pp", "batch_size": 2, "grad_accum_steps": 16}
 HYBRID = {"strategy": "hybrid", "batch_size": 2, "grad_accum_steps": 16, "model": "gpt2-xl"}
@@ -113,16 +69,11 @@ QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch
     ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
     ("8_tensor_parallel", "a process sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
     ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
-    ("9_pipeline_parallel", "128 MiB in the middle, {:.1f} MiB", 4, 0, "pp", PP),
-    ("9_pipeline_parallel", "256 MiB in the middle, {:.1f} MiB", 4, 0, "pp",
-     {**PP, "pipeline_schedule": "interleaved"}),
     ("9_pipeline_parallel", "`zb-v`: 256 MiB in the middle, {:.0f} MiB", 4, 3, "pp",
      {**PP, "pipeline_schedule": "zb-v"}),
     ("10_3d_parallel", "sends {:.2f} GiB along `tp`", 8, 0, "tp", CUBE),
-    ("10_3d_parallel", "{:.2f} GiB along `dp_shard`", 8, 0, "dp_shard", CUBE),
     ("10_3d_parallel", "{:.2f} GiB along `pp`", 8, 0, "pp", CUBE),
     ("10_3d_parallel", "0 sends {:.2f} GiB along `dp_replicate`", 8, 0, "dp_replicate", COPIES),
-    ("10_3d_parallel", "`dp_replicate` and {:.2f} GiB along `pp`", 8, 0, "pp", COPIES),
     ("11_hybrid_pipeline_zero", "stage sends {:.2f} GiB:", 4, 0, "dp_shard pp", HYBRID),
 ]  # fmt: skip
 
@@ -144,27 +95,3 @@ def test_worked_examples_on_the_strategy_pages_match(folder, said, processes, ra
             sent += sent_bytes(kind, size, 2 if axis == "pp" else mesh[axis])
     text = " ".join((ROOT / "strategies" / folder / "README.md").read_text().split())
     assert said.format(sent / (2**20 if "MiB" in said else 2**30)) in text
-
-
-LOSSES, TIMES = (
-    json.loads((ROOT / f"results/records/{name}/gpt2-tiny.json").read_text())
-    for name in ("cpu-exchanges", "cpu-slow-links")
-)
-
-
-def test_published_tables_match_their_runs():
-    assert LOSSES["after_training"] == exchanges.summarize(LOSSES["runs"])
-    assert LOSSES["cases"] == PLAN["cases"]
-    assert TIMES["seconds_a_step"] == slow_links.summarize(TIMES["rates"])
-    assert TIMES["cases"] == {name: PLAN["cases"][name] for name in slow_links.CASES}
-    assert LOSSES["base"] == TIMES["base"] == PLAN["common"]
-
-
-@pytest.mark.parametrize("name", PLAN["cases"])
-def test_recorded_bytes_equal_the_formulas(name):
-    config = build_config({**PLAN["common"], **PLAN["cases"][name]})
-    sent = sum(sent_by_axis(draft_plan(config, local_cluster(CPU_MACHINE, 2, 2))).values())
-    assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
-    if name in slow_links.CASES:
-        for cases in TIMES["rates"].values():  # the network interface also counts headers
-            assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07

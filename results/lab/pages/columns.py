@@ -6,15 +6,7 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.records.record import Record
-from distributed_training.records.results import (
-    EMPTY_CELL,
-    PREDICTED_STEP_MS,
-    RESULTS,
-    SETTINGS,
-    Column,
-    predicted,
-)
-from distributed_training.settings.machine import GIB
+from distributed_training.records.results import EMPTY_CELL, RESULTS, SETTINGS, Column
 
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 DEFAULT = (
@@ -27,17 +19,6 @@ def _bubble_parts(r: Record) -> str | None:
     """Return the parts of a run's bubble in percentage points (results/lab/analysis/bubble.py)."""
     parts = (r.bubble or {}).get("parts", {})
     return " ".join(f"{100 * part:+.1f}" for part in parts.values()) or None
-
-
-def _by_rank(r: Record) -> str | None:
-    """Return each rank's peak GPU memory in GiB, without memory left over from earlier runs in the
-    same process (results/lab/layouts.py)."""
-    peaks = [
-        f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
-        for rank in r.memory.get("by_rank", [])
-        if rank["peak_reserved_bytes"] is not None
-    ]
-    return ", ".join(peaks) + " GiB" if peaks else None
 
 
 def _disk(r: Record) -> str | None:
@@ -74,14 +55,10 @@ _START = {
 COLUMNS = {
     **_START,
     **RESULTS,
-    "timed steps": Column(lambda r: r.performance["num_timed_steps"], "{:.0f}".format),
-    "GPU memory by rank": Column(_by_rank),
     "formula + operations + messages + gaps": Column(_bubble_parts),
     "bubble": Column(lambda r: r.pipeline and (r.bubble or {}).get("idle_share"), "{:.1%}".format),
     "ideal bubble": Column(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format),
     "disk per step": Column(_disk),
-    "ms predicted": PREDICTED_STEP_MS,
-    "GiB predicted": Column(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}"),
 }
 
 
