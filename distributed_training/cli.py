@@ -20,14 +20,7 @@ from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import one_of, shown
-from distributed_training.settings.keys import (
-    Key,
-    Parser,
-    at_least,
-    foreign_key_advice,
-    nearest_key,
-    read_keys,
-)
+from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
@@ -147,12 +140,11 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:
-        word = unknown[0].lstrip("-").partition("=")[0]
-        fix = "see --help"
+        fix = None
         if overrides is not None and unknown[0].startswith("--"):
-            hint = nearest_key(word, all_keys().values(), NON_KEY_OPTIONS)
-            fix = foreign_key_advice(word) or (f"did you mean --{hint}?" if hint else fix)
-        raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
+            word = unknown[0].removeprefix("--").partition("=")[0]
+            fix = advise_on_name(word, all_keys().values(), NON_KEY_OPTIONS)
+        raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])
     return arguments
@@ -340,7 +332,7 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("run", help="folder of a checkpoint, or of a run, whose newest checkpoint is exported")
     add_model(parser)
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
-    merge_help = "after LoRA training, export the whole model instead of the adapters"
+    merge_help = "merge a run's exported adapters into the whole model (default folder: merged/)"
     add("--merge", action="store_true", help=merge_help)
     return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
 

@@ -144,13 +144,6 @@ _START = {
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
     "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
     "num_parameters": 354_823_168,
-    "dtypes": {
-        "parameters": "bf16, fp32 master copy",
-        "arithmetic": "bf16",
-        "gradients": "bf16",
-        "optimizer_state": "fp32",
-        "reduction": "bf16",
-    },
     "batch": {
         "global_batch_size": 32,
         "micro_batch_size": 4,
@@ -249,14 +242,9 @@ def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
     """Return the fingerprint that LoRA training computes for a folder's weights."""
+    from distributed_training.models.initial_weights import weights_checksum
 
-    from distributed_training.models.initial_weights import Fingerprint
-
-    samples = Fingerprint(spec.build_meta_model())
-    read = samples.watch(spec.weights_source(folder))
-    for name in samples.shapes:
-        read(name, ())
-    return samples.combine()
+    return weights_checksum(spec.build_meta_model(), spec.weights_source(folder))
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,15 +94,6 @@ def generate_ids(
         yield ids[-1]
 
 
-def submit_in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Call `write` with `arguments` in a background thread. Return a future that is done when the
-    call ends."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(write, *arguments)
-    pool.shutdown(wait=False)
-    return future
-
-
 def write_folder(
     state: Mapping[str, torch.Tensor],
     base_fingerprint: int,
@@ -111,18 +101,16 @@ def write_folder(
     tokenizer: Tokenizer,
     chat: bool,
     folder: Path,
-    *,
-    merge: bool = False,
 ) -> None:
     """Write a run's trained weights and tokenizer to `folder`. `state` maps the model's parameter
     names to the weights. `folder` appears only when it is complete. For a LoRA run, only the
-    adapters are written unless `merge` is set or the base model has random weights.
+    adapters are written unless the base model has random weights.
 
     Raises RunError, or UserError for an adapter, if a value is not finite. An existing folder then
     remains unchanged."""
     config = plan.config
     trained = trained_model_of_run(plan, state, base_fingerprint)
-    if not config.lora_rank or plan.weights_dir is None or merge:
+    if not config.lora_rank or plan.weights_dir is None:
         dtype = DTYPES[config.export_dtype]
         save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
         return

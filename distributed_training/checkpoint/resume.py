@@ -49,7 +49,6 @@ class Meta(BaseModel, strict=True):
     spread: dict[str, Any]  # `Plan.layout_fingerprint`
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # `Engine.base_fingerprint`
-    sources: dict[str, str] = {}  # `Plan.sources` of the run
     counters: dict[str, float]  # `Engine.counters`
     files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], int]  # bytes
     checksums: dict[str, int]  # file -> CRC-32
@@ -261,21 +260,14 @@ def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
+    """Describe the keys of the work, except those in `allowed`, that differ from the checkpoint's
+    run. The text may have moved, if its tokens are the same."""
     old, new = meta.work, plan.work
-    unchanged_files = _find_unchanged_keys(meta, plan)
+    ignored = {*allowed}
+    if meta.data_fingerprint and meta.data_fingerprint == plan.data_fingerprint:
+        ignored |= {"dataset", "validation_dataset", "tokenizer"}
     return ", ".join(
         f"{key} was {shown(old.get(key))} and is now {shown(new.get(key))}"
         for key in old | new
-        if old.get(key) != new.get(key) and key not in unchanged_files and key not in allowed
+        if old.get(key) != new.get(key) and key not in ignored
     )
-
-
-def _find_unchanged_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the CONFIG keys whose files have the same contents as in the checkpoint's run, even if
-    their paths have changed. Such a key names text, a tokenizer, weights or a model."""
-    unchanged_keys = {
-        key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
-    }
-    if meta.data_fingerprint and meta.data_fingerprint == plan.data_fingerprint:
-        unchanged_keys |= {"dataset", "validation_dataset", "tokenizer"}
-    return unchanged_keys

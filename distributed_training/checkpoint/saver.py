@@ -61,8 +61,6 @@ class Saver:
         self.plan = plan
         self.topology = topology
         self.memory: HostMemory | None = None  # memory for the copy; None if the copy does not fit
-        self.step = 0  # step of the last save
-        self._copies: list[Part] = []  # copies of shards in `memory`
         # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps_memory = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
@@ -85,7 +83,6 @@ class Saver:
         enough free memory, a copy is written while training continues. Otherwise, the state itself
         is written, and training must wait for `finish`. All ranks must call this method."""
         start = time.monotonic()
-        self.step = step
         partial_folder = self.plan.run_dir / CHECKPOINTS / f".writing-{step:08d}"
         if self._is_disk_leader:
             remove_unfinished(self.plan.run_dir)
@@ -96,15 +93,13 @@ class Saver:
         parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        self._copies = []  # frees the previous copy
         self._allocate_memory(parts)
         if self.memory is not None:
-            parts = self._copies = self.memory.copy(parts)
+            parts = self.memory.copy(parts)
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.layout_fingerprint,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
-            sources=self.plan.sources,
         )  # fmt: skip
         self._save_row = {"step": step, "copied": self.memory is not None}
         self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)
@@ -134,15 +129,6 @@ class Saver:
             self.memory = HostMemory(
                 needed_bytes, self.topology.device if self._keeps_memory else None
             )
-
-    def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """Return all weights as they were after `step`, keyed by the model's parameter names. The
-        weights are taken from the copy in host memory. Return {} if there is no copy of this step,
-        or if the run has several ranks, because this rank's copy may then lack weights."""
-        if self.step != step or self.topology.world_size > 1:
-            return {}
-        parts = [part for part in self._copies if part.name.startswith("weight/")]
-        return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in parts}
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
         """Wait for the current save. Return the folder of the checkpoint and the statistics of the

@@ -8,7 +8,11 @@ import torch
 
 from distributed_training.models import ModelSpec, peft
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.initial_weights import Fingerprint, WeightSource, fill_parameters
+from distributed_training.models.initial_weights import (
+    WeightSource,
+    fill_parameters,
+    weights_checksum,
+)
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import Plan
@@ -56,7 +60,7 @@ class TrainedModel:
         quarter of the available RAM, each weight keeps its stored dtype instead. Computation still
         uses fp32."""
         model = self.spec.build_meta_model()
-        weights, fingerprint = self._watch_base(model)
+        weights = self._checked_weights(model)
         rounding_dtype = self.adapters.rounding_dtype() if self.adapters else None
         model.compute_dtype = rounding_dtype if rounding_dtype and dtype else dtype or torch.float32
         keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
@@ -73,7 +77,6 @@ class TrainedModel:
             weights = self.adapters.trained_base(weights, self.spec.size)
         fill_parameters(model, weights, device)
         if self.adapters:
-            self._check(fingerprint)
             rank = self.adapters.rank
             values = {"lora_rank": rank, "lora_alpha": self.adapters.scale * rank}
             config = build_config({**values, "lora_targets": self.adapters.targets})
@@ -82,22 +85,16 @@ class TrainedModel:
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
         """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
-        meta_model = self.spec.build_meta_model()
-        weights, fingerprint = self._watch_base(meta_model)
+        weights = self._checked_weights(self.spec.build_meta_model())
         if self.adapters:
             weights = self.adapters.merged(weights, self.spec.size)
         self.spec.save(weights, folder, eos_token_id=eos_token_id, dtype=dtype)
-        self._check(fingerprint)
 
-    def _watch_base(self, model: Decoder) -> tuple[WeightSource, Fingerprint]:
-        fingerprint = Fingerprint(model)
-        return fingerprint.watch(self.weights) if self.adapters else self.weights, fingerprint
-
-    def _check(self, fingerprint: Fingerprint) -> None:
+    def _checked_weights(self, model: Decoder) -> WeightSource:
+        """Return `weights`. Raises UserError if the adapters were trained on other weights."""
         if self.adapters:
-            peft.check_base(
-                fingerprint.combine(), self.adapters.base_fingerprint, self.adapters.origin
-            )
+            self.adapters.check_base(weights_checksum(model, self.weights))
+        return self.weights
 
 
 def trained_model_of_run(

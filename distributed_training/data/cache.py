@@ -23,15 +23,9 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from distributed_training.data.chats.prepare import (
-    SPECIAL,
-    UNKNOWN,
-    Counts,
-    check_records,
-    read_pieces,
-)
-from distributed_training.data.corpus import Corpus, Source, fingerprint
-from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
+from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN, Counts, read_pieces
+from distributed_training.data.corpus import Corpus, fingerprint
+from distributed_training.data.pieces import ANSWERS, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
 from distributed_training.settings.config import RunConfig
@@ -117,16 +111,6 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a cache folder has all its files at their full sizes. Unlike `is_intact`, this
-    function does not read the tokens, which takes seconds per gigabyte."""
-    try:
-        _, splits = load_tokens(folder)
-    except (OSError, ValueError):  # a missing file, or a file that is cut within a number
-        return False
-    return all(split["starts"][-1:].tolist() == [len(split["ids"])] for split in splits)
-
-
 def read_tokens_digest(folder: Path) -> str:
     """Return the SHA-256 of the tokens in a complete folder, including their division into
     splits."""
@@ -169,18 +153,6 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         size = f"{num_bytes / 1e6:.0f} MB"
         print_stderr(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens")
     by_line = config.pack is False
-    # Parse everything first, so that errors appear before tokenizing, which takes much longer.
-    counts = {split: Counts() for split in corpus}
-    sizes = [
-        _count_characters(source, tokenizer, by_line, split_counts)
-        for source, split_counts in zip(corpus.values(), counts.values(), strict=True)
-    ]
-    if not sizes[0]:
-        reasons = ", ".join(counts["train"].left_out)
-        why = ""
-        if reasons:
-            why = f"{plural(counts['train'].records, 'record')} left out: {reasons}"
-        raise UserError(f"dataset={config.dataset!r} contains no text", why)
     partial_folder = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left behind by a process that was killed
     partial_folder.mkdir()
@@ -188,7 +160,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     splits = {}
     counts = {split: Counts() for split in corpus}
     with tqdm(
-        desc="tokenizing", total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False
+        desc="tokenizing", total=num_bytes, unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
         for split, source in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
@@ -200,6 +172,11 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                 for name in dtypes.keys() & arrays.keys():
                     with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
                         file.write(arrays[name].astype(dtypes[name]).tobytes())
+    if not (partial_folder / "train-ids.bin").exists():
+        train = counts["train"]
+        reasons = ", ".join(train.left_out)
+        why = f"{plural(train.records, 'record')} left out: {reasons}" if reasons else ""
+        raise UserError(f"dataset={config.dataset!r} contains no text", why)
     meta = {
         "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
         "counts": {split: split_counts.as_dict() for split, split_counts in counts.items()},
@@ -208,21 +185,6 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     (partial_folder / _META_FILE).write_text(json.dumps(meta))
     np.save(partial_folder / _BYTES_FILE, tokenizer.count_bytes())
     publish(partial_folder, folder)  # This replaces a damaged folder.
-
-
-def _count_characters(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts) -> int:
-    """Return the approximate number of characters in a split. Raises UserError if a record cannot
-    be read."""
-    if source.form == RUNNING:
-        return sum(len(piece.text) for piece in source.read_texts(by_line=by_line))
-    size = 0
-    records = check_records(source, tokenizer, counts)
-    for item in tqdm(records, "reading records", leave=False, unit_scale=True, disable=None):
-        if isinstance(item, list):
-            size += sum(len(piece.text) for piece in item)
-        else:
-            size += sum(len(str(message["content"])) for message in item[1].messages)
-    return size
 
 
 def _tokenize_split(

@@ -2,12 +2,13 @@
 are read as a whole. This module does not import torch."""
 
 import codecs
+import contextlib
 import csv
 import io
 import json
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -52,18 +53,13 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
             byte = f"the byte 0x{error.object[start]:02x} after {text_before!r}"
             why = f"{byte} is not valid {error.encoding.upper()}"
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
-        except (OSError, EOFError) as error:
-            raise UserError(f"dataset file {path} cannot be read", str(error)) from None
 
 
 def encoding_of(path: Path) -> str:
     """Return Python's name for the encoding of a text file, based on its first bytes. Raises
     UserError if the encoding is not supported."""
-    try:
-        with open_file(path) as file:
-            head = file.read(4)
-    except OSError as error:  # damaged compressed data
-        raise UserError(f"dataset file {path} cannot be read", str(error)) from None
+    with open_file(path) as file:
+        head = file.read(4)
     if head.count(0) > 1:
         encoding = "UTF-16LE" if head[0] else "UTF-16BE"
         raise _not_utf8(
@@ -148,6 +144,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     rows = csv.DictReader(read_text(path, by_line=True), strict=True)
     try:
+        _check_names(path, rows.fieldnames or ())
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row:
@@ -183,6 +180,7 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 file.seek(0)
                 batches = iter(pyarrow.ipc.open_stream(file))
             for batch in batches:
+                _check_names(path, batch.schema.names)
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
@@ -195,6 +193,13 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
 
 
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Raise UserError if two columns of a table have the same name, because a record could hold
+    only one of them."""
+    if repeated := sorted({name for name in names if name and names.count(name) > 1}):
+        raise UserError(f"{path} has two columns named {repeated[0]!r}", fix="rename one of them")
+
+
 def _drop_nulls(value: Any) -> Any:
     """Remove null members from a nested record. A table adds them for members that occur only in
     other rows, and templates would render them as None."""
@@ -203,9 +208,10 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(member) for member in value] if isinstance(value, list) else value
 
 
-def open_file(path: Path) -> IO[bytes]:
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, and decompress it if necessary. Raises UserError if the file is not
-    a regular file or cannot be opened."""
+    a regular file, or if it cannot be read until the end."""
     try:
         if not path.is_file():  # Opening a pipe could block.
             what = f"dataset file {path} is not a regular file"
@@ -213,10 +219,14 @@ def open_file(path: Path) -> IO[bytes]:
         if path.suffix in COMPRESSIONS:
             import pyarrow
 
-            return pyarrow.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"dataset file {path} cannot be read", error.strerror or "") from None
+            file = pyarrow.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
+        else:
+            file = path.open("rb")
+        with file:
+            yield file
+    except (OSError, EOFError) as error:  # for example, a truncated compressed file
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"dataset file {path} cannot be read", why) from None
 
 
 def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:

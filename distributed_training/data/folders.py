@@ -1,15 +1,13 @@
 """Find the files of each split of a dataset, following the conventions of the datasets library."""
 
-import itertools
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distributed_training.data.files import COMPRESSIONS, RECORD_SUFFIXES, TEXT_SUFFIXES, suffix_of
-from distributed_training.settings.errors import UserError, describe, nearest
-from distributed_training.settings.files import one_of, shown
+from distributed_training.settings.errors import UserError, describe
+from distributed_training.settings.files import one_of
 
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 CARD = "README.md"
@@ -34,9 +32,6 @@ def check_dataset_exists(path: Path, what: str) -> None:
     if path.is_file() or path.is_dir():
         return
     why = "is not a regular file" if path.exists() else "does not exist"
-    beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
-    if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
-        raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
     fix = f"use a {one_of(SUFFIXES)} file (optionally compressed: {', '.join(COMPRESSIONS)}), a "
     fix += 'folder of such files, "wikitext-2" or "embedded"'
     raise UserError(f"{what} {why}", fix=fix)
@@ -71,38 +66,19 @@ def _has_samples(file: Path, folder: Path) -> bool:
     return suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
 
 
-def read_card(card: Path, what: str) -> Any:
-    """Return the configurations in a dataset's card as MetadataConfigs. Raises UserError if a
-    configuration refers to files elsewhere, because the datasets library would connect to any
-    server and search any folder that a card names."""
-    from datasets.data_files import sanitize_patterns
-    from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
-
-    configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
-    for config in configs.values():
-        patterns = [config.get("data_dir") or ""]
-        if config.get("data_files"):
-            patterns += itertools.chain(*sanitize_patterns(config["data_files"]).values())
-        for pattern in patterns:
-            # A colon occurs in ftp://host/file and in zip://file::archive.
-            if ":" in pattern or os.path.isabs(pattern) or ".." in Path(pattern).parts:
-                why = "a dataset may only refer to its own files"
-                raise UserError(f"{what}: {card.name} refers to {shown(pattern)}", why)
-    return configs
-
-
 def _find_splits_by_convention(folder: Path, what: str) -> Splits:
     """Return the files of each split as `datasets.load_dataset(folder)` would find them. Raises
     UserError if the search fails, or if a file is outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
 
     patterns = None
     base = folder.resolve()
     card = folder / CARD
     try:
         if card.is_file():
-            configs = read_card(card, what)
+            configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
             if configs:
                 name = configs.get_default_config_name()
                 if name is None:
@@ -135,7 +111,7 @@ def _find_splits_by_convention(folder: Path, what: str) -> Splits:
 
 def _read_saved_splits(folder: Path, what: str) -> Splits:
     """Return the Arrow files of each split of a dataset that `save_to_disk` wrote. Raises UserError
-    if the dataset cannot be read, or if a file is outside the folder."""
+    if the dataset cannot be read."""
     import datasets
 
     try:
@@ -143,14 +119,10 @@ def _read_saved_splits(folder: Path, what: str) -> Splits:
     except Exception as error:  # errors from datasets and pyarrow
         raise UserError(f"{what} cannot be read", describe(error)) from None
     dataset_by_split = dataset if isinstance(dataset, dict) else {"train": dataset}
-    splits = {
-        str(name): [Path(file["filename"]).resolve() for file in split.cache_files]
+    return {
+        str(name): [Path(file["filename"]) for file in split.cache_files]
         for name, split in dataset_by_split.items()
     }
-    for path in itertools.chain(*splits.values()):
-        if not path.is_relative_to(folder.resolve()):
-            raise UserError(f"{what} refers to {path}, which is outside the folder")
-    return splits
 
 
 def _unusable_error(what: str, files: Sequence[Path]) -> UserError:

@@ -179,7 +179,7 @@ def cut_samples(
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
     training samples, no validation samples, or fewer training samples than `num_samples`."""
     form, splits = load_tokens(folder)
-    packs = check_packing(form, config, can_pack=can_pack)
+    packs = will_pack(form, config, can_pack=can_pack)
     as_blocks = packs and form == RUNNING
     seq_len = config.max_length
     cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
@@ -228,15 +228,9 @@ def cut_samples(
 
 def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
     """Return whether a sample may contain text from several documents. If so, running text is cut
-    into full blocks, and records are packed. `can_pack` has the same meaning as in
-    `cut_samples`."""
-    return config.pack is not False and (form == RUNNING or can_pack)
-
-
-def check_packing(form: str, config: RunConfig, *, can_pack: bool) -> bool:
-    """Return the result of `will_pack`. Raises UserError if `pack` is True but records cannot be
-    packed."""
-    packs = will_pack(form, config, can_pack=can_pack)
+    into full blocks, and records are packed. `can_pack` has the same meaning as in `cut_samples`.
+    Raises UserError if `pack` is True but records cannot be packed."""
+    packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
         what = f"pack=True does not work with strategy={config.strategy!r} and this model"
         why = "either the strategy or the model cannot keep packed records separate"

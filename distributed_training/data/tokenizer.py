@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,15 +124,6 @@ class Tokenizer:
         return UserError(
             f"tokenizer {self.folder} cannot be read", " ".join(why.split())[:300], fix
         )
-
-    @contextlib.contextmanager
-    def _backend_errors_as_user_errors(self) -> Iterator[None]:
-        """Convert an error from the `tokenizers` library into a UserError. Such an error occurs,
-        for example, if the vocabulary lacks the unk_token."""
-        try:
-            yield
-        except Exception as error:  # the Rust library raises plain Exception
-            raise self._unreadable_error(str(error)) from None
 
     @cached_property
     def _hf_tokenizer(self) -> Any:
@@ -272,35 +263,26 @@ class Tokenizer:
     def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids added at the beginning of every string, such as the bos id, and ids added at its
         end."""
-        bare_ids = np.array(self._encode(["a"], add_special_tokens=False)[0])
-        full_ids = np.array(self._encode(["a"], add_special_tokens=True)[0])
+        (bare_ids,) = self.encode_texts(["a"])
+        (full_ids,) = self.encode_texts(["a"], add_special_tokens=True)
         num_added = len(full_ids) - len(bare_ids)
         for start in range(num_added + 1):
             if np.array_equal(full_ids[start : start + len(bare_ids)], bare_ids):
                 return full_ids[:start], full_ids[start + len(bare_ids) :]
         return full_ids[:0], full_ids[:0]
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
-        if self._backend is not None:
-            # The "fast" variant omits character offsets, which would double the time.
-            with self._backend_errors_as_user_errors():
-                encodings = self._backend.encode_batch_fast(
-                    list(texts), add_special_tokens=add_special_tokens
-                )
-            return [encoding.ids for encoding in encodings]
-        return list(
-            self._hf_tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
-        )
-
     def encode_texts(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[np.ndarray]:
         """Return an int32 array of ids for each string. If `add_special_tokens` is set, add the
         special tokens that the tokenizer puts at the beginning and end of a string."""
-        return [
-            np.array(ids, np.int32)
-            for ids in self._encode(texts, add_special_tokens=add_special_tokens)
-        ]
+        options = {"add_special_tokens": add_special_tokens}
+        if self._backend is None:
+            rows = self._hf_tokenizer(list(texts), **options)["input_ids"]
+        else:  # The "fast" variant omits character offsets, which would double the time.
+            encodings = self._backend.encode_batch_fast(list(texts), **options)
+            rows = (encoding.ids for encoding in encodings)
+        return [np.array(ids, np.int32) for ids in rows]
 
     def encode_pieces(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
@@ -345,8 +327,7 @@ class Tokenizer:
             what = f"tokenizer {self.folder} cannot be used for data with answers"
             why = f"{self.facts.kind} does not tell which characters a token stands for"
             raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
-        with self._backend_errors_as_user_errors():
-            encoding = self._backend.encode(piece.text, add_special_tokens=add_special_tokens)
+        encoding = self._backend.encode(piece.text, add_special_tokens=add_special_tokens)
         ids = np.array(encoding.ids, np.int32)
         firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
         mask = np.zeros(len(ids), bool)
@@ -420,7 +401,7 @@ class Tokenizer:
         if self._templates is None:
             return None
         names = dict(self._hf_tokenizer.special_tokens_map)
-        return Renderer(self._templates, names, self.special_tokens)
+        return Renderer(self._templates, names, self.special_pattern)
 
     def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
         """Return the samples of a conversation, rendered with the tokenizer's own chat template or,

@@ -72,11 +72,6 @@ class Engine(abc.ABC):
             group["lr"] = rate
 
     @abc.abstractmethod
-    def describe_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of parameters, computation, gradients, optimizer state and
-        reduction."""
-
-    @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
         ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes are the same as in the

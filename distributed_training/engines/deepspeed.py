@@ -116,16 +116,6 @@ class DeepSpeedEngine(base.Engine):
         with base.evaluation_mode(self.engine):
             return self.engine(input_ids.to(self.topology.device), past=past)
 
-    def describe_dtypes(self) -> dict[str, str]:
-        parameter, gradient = self.engine.get_data_types()
-        return {
-            "parameters": f"{parameter}, fp32 master copy",
-            "arithmetic": str(parameter),
-            "gradients": str(gradient),
-            "optimizer_state": str(torch.float32),
-            "reduction": str(self.engine.communication_data_type),
-        }
-
     def state_parts(self) -> Iterator[Part]:
         cache: dict[int, dict[str, Any]] = {}
 

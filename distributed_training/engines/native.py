@@ -329,17 +329,6 @@ class NativeEngine(base.Engine):
                 module.reshard()
         return output
 
-    def describe_dtypes(self) -> dict[str, str]:
-        parameter = str(self.parameters[0].dtype)
-        dtypes = dict.fromkeys(("parameters", "gradients"), parameter)
-        moments = {"adamw-bf16": "torch.bfloat16", "adamw-8bit": "torch.uint8"}
-        dtypes["optimizer_state"] = moments.get(self.config.optimizer, parameter)
-        arithmetic = str(self.compute_dtype or torch.float32)
-        if self.config.lora_rank:
-            is_nf4 = self.config.base_dtype == "nf4"
-            dtypes["frozen_parameters"] = "nf4" if is_nf4 else arithmetic
-        return {**dtypes, "arithmetic": arithmetic, "reduction": str(torch.float32)}
-
     def state_parts(self) -> Iterator[Part]:
         for stage, named_params in self.params_by_stage:
             vocab_names = stage.vocabulary_parameters()

@@ -39,7 +39,7 @@ from distributed_training.models.weights import (
     require_weights,
     write_tensors,
 )
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import RunError, UserError, nearest
 from distributed_training.settings.files import load_json, shown
 from distributed_training.settings.own_code import load_code
 
@@ -333,8 +333,9 @@ def find_model(name: str) -> ModelSpec:
         raise UserError(what, fix="set model to a model's folder or its name on the Hub")
     why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
-    what = f"model={shown(name)} is not accepted"
-    raise UserError(what, why, typed=full_name, known=names)
+    close = nearest(full_name, names)
+    fix = f"did you mean {close!r}?" if close else ""
+    raise UserError(f"model={shown(name)} is not accepted", why, fix)
 
 
 def folder_label(folder: Path) -> str:

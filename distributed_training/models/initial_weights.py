@@ -3,12 +3,11 @@
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 
@@ -122,49 +121,11 @@ def hashed_normal(
     return out.mul_(math.sqrt(3 / (2**32 - 1)))
 
 
-class Fingerprint:
-    """Checksum of about a thousand values from each parameter of a model. If the parameters are
-    sharded, each rank samples its shards, and `combine` merges the samples of all ranks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        # (parameter name, indices of samples, values of samples) in this rank's shards
-        self.samples: list[tuple[str, list[int], list[float]]] = []
-
-    def watch(self, source: WeightSource) -> WeightSource:
-        """Return a source that reads values from `source` and also samples them for the checksum.
-        The returned source is thread-safe."""
-
-        def read(name: str, slices: Slices) -> torch.Tensor:
-            values = source(name, slices)
-            start = tuple(part.start or 0 for part in slices) or (0,) * values.dim()
-            self._take_samples(name, start, values)
-            return values
-
-        return read
-
-    def _take_samples(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
-        shape = self.shapes[name]
-        step = max(1, shape.numel() // 1000)
-        sampled = torch.arange(0, shape.numel(), step, device="cpu")
-        coordinates = torch.unravel_index(sampled, shape)  # one tensor per dimension
-        is_inside = torch.ones_like(coordinates[0], dtype=torch.bool)
-        for along_dim, first, size in zip(coordinates, start, values.shape, strict=True):
-            is_inside &= (along_dim >= first) & (along_dim < first + size)
-        (indices,) = torch.where(is_inside)
-        shifted = [
-            along_dim[indices] - first for along_dim, first in zip(coordinates, start, strict=True)
-        ]
-        samples = values[tuple(index.to(values.device) for index in shifted)]
-        self.samples.append((name, indices.tolist(), samples.float().tolist()))
-
-    def combine(self, all_samples: Iterable[Any] | None = None) -> int:
-        """Return the checksum of `all_samples`, which contains one list of samples per rank. By
-        default, use only this rank's samples."""
-        samples: dict[str, Any] = {
-            name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
-            for name, shape in self.shapes.items()
-        }
-        for name, indices, values in itertools.chain.from_iterable(all_samples or [self.samples]):
-            samples[name][indices] = values
-        return zlib.crc32(b"".join(values.tobytes() for values in samples.values()))
+def weights_checksum(model: nn.Module, source: WeightSource) -> int:
+    """Return the CRC-32 of the first row of each parameter of a model in fp32, read from `source`.
+    The checksum identifies the base weights under adapters."""
+    checksum = 0
+    for name, _ in model.named_parameters():
+        row = source(name, (slice(0, 1),)).float().cpu().contiguous()
+        checksum = zlib.crc32(row.numpy().data, checksum)
+    return checksum

@@ -3,7 +3,6 @@ merge them into weights."""
 
 import importlib.util
 import json
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,6 +90,14 @@ class Adapters:
 
         return read
 
+    def check_base(self, fingerprint: int) -> None:
+        """Raise UserError if the `fingerprint` of a model's weights differs from the fingerprint of
+        the weights on which the adapters were trained. Adapters from PEFT have no fingerprint."""
+        if self.base_fingerprint not in (None, str(fingerprint)):
+            what = f"{self.origin}: these adapters were trained on other weights"
+            why = "the base model's weights do not match those used in training"
+            raise UserError(what, why, "restore the original weights")
+
     def stacked(self) -> dict[str, torch.Tensor]:
         """Return the adapters under this package's names, as `apply_lora` stacks them."""
         tensors = {}
@@ -117,9 +124,6 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
         if pickled.is_file():
             fix = f"load {pickled} with PEFT and save it again"
         raise UserError(f"adapters {file} cannot be read", why, fix) from None
-    base = metadata.get("base_fingerprint")
-    if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
-        raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
     all_parts = [name for parts in spec.size.adapted_parts(None).values() for name in parts]
     parts = [
         part for part in all_parts
@@ -132,7 +136,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     targets = None if parts == all_parts else ",".join(parts)
     return Adapters(
         by_matrix=_group_by_matrix(tensors, spec, targets, config.r, folder), targets=targets,
-        rank=config.r, scale=config.scale, base_fingerprint=base,
+        rank=config.r, scale=config.scale, base_fingerprint=metadata.get("base_checksum"),
         rounding=metadata.get("base_rounding"), origin=folder,
     )  # fmt: skip
 
@@ -168,7 +172,7 @@ def save_adapters(
     parameter names to tensors. `base` is the folder of the base model or its name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(state, spec, config)
-    metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
+    metadata = {"format": "pt", "base_checksum": str(fingerprint)}
     if (rounding := base_rounding(config)) is not None:
         metadata["base_rounding"] = rounding
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, tensors.values(), metadata)
@@ -238,25 +242,6 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
         keys["lora_dropout"] = adapters.lora_dropout
     note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
     return keys, note + adapters.base_model_name_or_path
-
-
-def check_base(fingerprint: int, base: str | None, origin: object) -> None:
-    """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
-    fingerprint of the weights on which adapters were trained. `base` is None if this fingerprint is
-    unknown. In that case, any weights are accepted. `origin` names the adapters in the message."""
-    if base is not None and int(base) != fingerprint:
-        what = f"{origin}: these adapters were trained on other weights"
-        raise UserError(
-            what,
-            "the base model's weights do not match those used in training",
-            "restore the original weights",
-        )
-
-
-def has_quantized_base(folder: Path) -> bool:
-    """Return whether the adapters in `folder` were trained on a quantized base model."""
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as weight_file:
-        return "base_rounding" in (weight_file.metadata() or {})
 
 
 def _peft_names(matrix: str) -> tuple[str, str]:

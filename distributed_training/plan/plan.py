@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
@@ -131,8 +131,6 @@ class Plan(Draft):
     # Name of the samples' folder in the token cache; None if the plan was made without cutting the
     # text into samples
     cache: str | None = None
-    # key -> fingerprint of the files that `weights` and `model` name, regardless of their location
-    sources: dict[str, str] = field(default_factory=dict)
     # Fingerprint of the samples (data/samples.py); "" if there are no samples yet
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
@@ -167,11 +165,6 @@ def load_plan(run_dir: Path) -> Plan:
             raise ValueError(f"its format is {document.get('format')} instead of {FORMAT}")
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
-    except OSError as error:
-        why = str(error.strerror)
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
-    except (AttributeError, TypeError, UserError, ValueError) as error:
-        why = str(error)
-    raise UserError(f"{file} is not a plan that this version can read", why)
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        what = f"{file} is not a plan that this version can read"
+        raise UserError(what, describe(error)) from None

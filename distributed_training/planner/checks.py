@@ -66,12 +66,8 @@ def check_packages(plan: Draft) -> None:
 def check_gpus(plan: Draft) -> None:
     """Raise UserError if this machine has GPUs, but fewer GPUs than processes."""
     num_gpus = plan.machine.num_gpus
-    processes_here = plan.processes_here
-    if num_gpus and processes_here > num_gpus:
-        what = (
-            f"{processes_here} processes were requested, but this "
-            f"machine has only {plural(num_gpus, 'GPU')}"
-        )
+    if num_gpus and plan.processes_here > num_gpus:
+        what = f"{plan.processes_here} processes need as many GPUs, but this machine has {num_gpus}"
         raise UserError(what, "every process needs its own GPU", f"use --num_gpus {num_gpus}")
 
 
@@ -104,11 +100,10 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
         raise UserError(what, why, fix)
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
-        num_processes = plan.processes_here
-        verb, fewer = ("needs", "") if num_processes == 1 else ("need", " or fewer processes")
-        what = f"{plural(num_processes, 'process')} {verb} about {needed / GIB:.1f} GiB of RAM"
+        what = f"the run needs about {needed / GIB:.1f} GiB of RAM for "
+        what += plural(plan.processes_here, "process")
         why = f"only {machine.ram_bytes / GIB:.1f} GiB is available"
-        raise UserError(what, why, f"use a smaller model{fewer}")
+        raise UserError(what, why, "use a smaller model or fewer processes")
 
 
 def check_disk(plan: Draft, notes: list[str]) -> None:

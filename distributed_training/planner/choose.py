@@ -5,7 +5,6 @@ This module does not import torch."""
 import math
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,6 @@ CPU_EVAL_SAMPLES = 50  # evaluation takes 0.5 s on two cores with 512 tokens per
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
-# Values that replace "auto", as functions of the hidden size d. The Hugging Face Trainer uses the
-# same functions.
-AUTO_ZERO_SIZES = {
-    "reduce_bucket_size": lambda d: d * d,
-    "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
-    "stage3_param_persistence_threshold": lambda d: 10 * d,
-}
 
 
 def choose_model(
@@ -158,9 +150,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     processes_here = cluster.processes_per_node
     request = candidate.config
     model = candidate.model
-    options = candidate.strategy.options(request.engine_options)
-    document = _fill_zero_sizes(candidate.strategy.document, model.size.hidden_size)
-    strategy = replace(candidate.strategy, document=document)
+    strategy = candidate.strategy
+    options = strategy.options(request.engine_options)
     resolved: Settings = {"precision": _choose_precision(request.precision, machine)}
     mesh, layout, batch = divide_over_mesh(candidate, num_processes)
     if request.pipeline_schedule == AUTO:
@@ -168,7 +159,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
     config = request.model_copy(update=resolved)
-    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=mesh)
+    candidate = replace(candidate, config=config, mesh=mesh)
     check_settings(request, candidate, options, notes)
     config_values = {name: getattr(config, name) for name in KEYS}
     config_values |= _choose_switches(candidate, machine, notes)
@@ -227,16 +218,6 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         if draft.schedule.v_shaped
         else draft
     )
-
-
-def _fill_zero_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration `document` with each "auto" ZeRO size replaced by the
-    value that the Hugging Face Trainer uses."""
-    zero = document.get("zero_optimization", {})
-    sizes = {
-        name: size(hidden_size) for name, size in AUTO_ZERO_SIZES.items() if zero.get(name) == AUTO
-    }
-    return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
 
 
 def _choose_precision(precision: str, machine: Machine) -> str:

@@ -4,18 +4,17 @@ dataset.
 This module does not import torch."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed_training.data import hub, report
-from distributed_training.data.cache import is_complete, read_meta, token_cache_dir, tokenize
+from distributed_training.data.cache import read_meta, token_cache_dir, tokenize
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
-    Corpus,
     find_corpus,
     find_unread,
     is_hub_name,
@@ -23,12 +22,12 @@ from distributed_training.data.corpus import (
 from distributed_training.data.samples import AUTO_NUM_SAMPLES, Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
-from distributed_training.models.adapters import ADAPTER_WEIGHTS, base_folder, is_adapter
+from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import fingerprint_file, plural
+from distributed_training.settings.files import plural
 
 MAX_DRY_RUN_BYTES = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
 MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
@@ -36,27 +35,17 @@ MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Files that a run reads, and values of CONFIG keys that depend on these files."""
+    """Files that a run reads."""
 
-    config_values: dict[str, Any]  # key -> value
     tokenizer_dir: Path
     weights_dir: Path | None
     adapters_dir: Path | None
-    fingerprints: dict[str, str]  # value of `Plan.sources`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataValues:
-    """Counts and CONFIG values that depend on the samples."""
-
-    config_values: dict[str, Any] = field(default_factory=dict)  # key -> value
-    packing: Packing | None = None
-    num_steps: int | None = None
-
-
-def find_sources(draft: Draft, notes: list[str]) -> Sources:
-    """Find the weights, tokenizer and dataset, and choose the learning rate. Raises
-    UserError if a file or Hub repository that CONFIG names is not available."""
+def find_sources(draft: Draft, notes: list[str]) -> tuple[Draft, Sources]:
+    """Find the weights, tokenizer and dataset, and choose the learning rate. Return the draft with
+    the values of the keys that depend on them, and the files. Raises UserError if a file or Hub
+    repository that CONFIG names is not available."""
     config = draft.config
     spec = draft.model
     request = draft.requested
@@ -93,69 +82,53 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
         )
     if spec.weights_dir is not None:  # a link such as runs/latest may change
         config_values["model"] = spec.path
-    fingerprints = dict[str, str]()
-    if weights_dir is not None:
-        fingerprints["weights"] = " ".join(map(fingerprint_file, weights.weight_files(weights_dir)))
-    if spec.weights_dir is not None:
-        fingerprints["model"] = fingerprint_file(spec.weights_dir / "config.json")
-    if adapters_dir is not None:
-        fingerprints["adapters"] = fingerprint_file(adapters_dir / ADAPTER_WEIGHTS)
-    return Sources(
-        config_values=config_values,
-        tokenizer_dir=tokenizer_dir,
-        weights_dir=weights_dir,
-        adapters_dir=adapters_dir,
-        fingerprints=fingerprints,
+    sources = Sources(
+        tokenizer_dir=tokenizer_dir, weights_dir=weights_dir, adapters_dir=adapters_dir
     )
+    return replace(draft, config=config.model_copy(update=config_values)), sources
 
 
-def peek_data(draft: Draft, sources: Sources) -> Data | None:
+def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
     """Return a run's samples without writing to the token cache. Return None if a dataset is on the
     Hub or if the text is larger than MAX_DRY_RUN_BYTES."""
     config = draft.config
-    dataset = sources.config_values["dataset"]
-    datasets = {"dataset": dataset, "validation_dataset": config.validation_dataset}
+    datasets = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in datasets.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
         hub.fetch_dataset(key, name, download=False)
     if on_hub:
         return None
-    corpus = find_corpus(dataset, config.validation_dataset, config.columns)
+    corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     if sum(source.num_bytes for source in corpus.values()) > MAX_DRY_RUN_BYTES:
         return None
     with TemporaryDirectory() as cache_dir:
-        return _tokenize(draft, dataset, sources.tokenizer_dir, Path(cache_dir), corpus)
+        return _tokenize(draft, tokenizer_dir, Path(cache_dir))
 
 
-def read_data(draft: Draft, sources: Sources) -> Data:
+def read_data(draft: Draft, tokenizer_dir: Path) -> Data:
     """Return a run's samples. Tokenize the text if its tokens are not in the token cache."""
-    return _tokenize(
-        draft, sources.config_values["dataset"], sources.tokenizer_dir, token_cache_dir()
-    )
+    return _tokenize(draft, tokenizer_dir, token_cache_dir())
 
 
 def load_planned_data(plan: Plan) -> Data:
     """Return a plan's samples. Tokenize the text if the token cache does not contain the plan's
-    tokens. The planner has verified the tokens, so ranks only check the sizes of the files."""
+    tokens. The planner has verified the tokens, so ranks do not read them all again."""
     folder = token_cache_dir() / (plan.cache or "")
-    if plan.cache and is_complete(folder):
+    if plan.cache and folder.is_dir():
         tokenizer = Tokenizer(plan.tokenizer_dir)
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
         return _build_data(folder, tokenizer, plan, [])
-    return _tokenize(plan, plan.config.dataset, plan.tokenizer_dir, token_cache_dir())
+    return read_data(plan, plan.tokenizer_dir)
 
 
-def _tokenize(
-    draft: Draft, dataset: str, tokenizer_dir: Path, cache_dir: Path, corpus: Corpus | None = None
-) -> Data:
+def _tokenize(draft: Draft, tokenizer_dir: Path, cache_dir: Path) -> Data:
     config = draft.config
     tokenizer = Tokenizer(tokenizer_dir)
-    if corpus is None:
-        corpus = find_corpus(dataset, config.validation_dataset, config.columns)
+    corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(
         corpus, tokenizer, config, cache_dir, embedding_rows=draft.model.size.vocab_size
     )
-    return _build_data(folder, tokenizer, draft, find_unread(dataset, corpus))
+    return _build_data(folder, tokenizer, draft, find_unread(config.dataset, corpus))
 
 
 def _build_data(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
@@ -177,9 +150,10 @@ def count_steps(draft: Draft, num_samples: int) -> int:
     return min(num_steps, config.max_steps) if is_limit else config.max_steps
 
 
-def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> DataValues:
-    """Return the numbers of samples and steps, and shorten the warm-up if it is too long for the
-    run. Raises UserError if the run has too few steps for `profile`."""
+def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, int]:
+    """Return the draft with the values that depend on the samples, and the number of steps. Shorten
+    the warm-up if it is too long for the run. Raises UserError if the run has too few steps for
+    `profile`."""
     config = draft.config
     train = data.train
     num_samples = len(train.starts)
@@ -236,7 +210,8 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> DataValue
             max_documents=sampler.count_max_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
-    return DataValues(config_values=config_values, packing=packing, num_steps=num_steps)
+    config = config.model_copy(update=config_values)
+    return replace(draft, config=config, packing=packing), num_steps
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:

@@ -83,7 +83,9 @@ def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
         raise UserError(f"{source}: scheduler is not accepted in the JSON", why, fix)
     if config.precision == "fp16":
         document["fp16"] = {**FP16_LOSS_SCALING, **document["fp16"]}
-    zero = document.get("zero_optimization", {})
+    sizes = document.get("zero_optimization", {}).items()
+    zero: Any = {name: value for name, value in sizes if value != AUTO}  # DeepSpeed's defaults
+    document["zero_optimization"] = zero
     if zero.get("stage") == 3:  # memory_efficient_linear is slower if blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
     for part in ("offload_optimizer", "offload_param"):

@@ -70,7 +70,7 @@ def divide_over_mesh(candidate: Candidate, world_size: int) -> tuple[dict[str, i
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     """Return the strategy's mesh after replacing an axis size of -1 with the actual size. Raises
-    UserError if the mesh does not fit the number of processes or the model."""
+    UserError if the mesh does not fit the number of processes."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     open_axis = next((axis for axis, size in axes.items() if size == -1), None)
@@ -85,7 +85,6 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         number = f"a multiple of {fixed_size}" if open_axis else fixed_size
         what = f"mesh {format_axes(axes)} of strategy {strategy.name} needs {number} processes, "
         raise UserError(f"{what}but the run has {world_size}", fix=LAYOUT_ADVICE)
-    _check_divisible(replace(candidate, mesh=axes))
     return axes
 
 
@@ -275,11 +274,8 @@ def _micro_batch_error(candidate: Candidate, counts: Sequence[int], sequences: i
     """Return the error for an impossible number or size of micro-batches, with the possible
     numbers."""
     config = candidate.config
-    keys = ("micro_batch_size", "num_microbatches")
-    requested = [f"{key}={getattr(config, key)}" for key in keys if getattr(config, key) != AUTO]
-    what = f"{' with '.join(requested)} does not fit: a replica has {sequences} sequences per step "
-    what += f"(batch_size {config.batch_size} x grad_accum_steps {config.grad_accum_steps} x the "
-    what += "number of processes per replica)"
+    what = f"micro_batch_size={config.micro_batch_size} with num_microbatches="
+    what += f"{config.num_microbatches} does not fit: a replica has {sequences} sequences per step"
     possible = ", ".join(map(str, counts))
     why = f"with {candidate.schedule_name} over pp={candidate.mesh['pp']}, num_microbatches must "
     why += f"be one of {possible}, and micro_batch_size {sequences} divided by it"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from distributed_training.data.cache import token_cache_dir
@@ -9,22 +10,16 @@ from distributed_training.data.corpus import check_dataset_path
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
-from distributed_training.planner.choose import choose_model, lay_out
-from distributed_training.planner.data import DataValues, Sources, find_sources, resolve_data_values
+from distributed_training.planner.choose import lay_out
+from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
-from distributed_training.planner.layouts import (
-    OPEN_BATCH,
-    OPEN_SETTINGS,
-    Candidate,
-    format_settings,
-)
-from distributed_training.planner.rank import choose_batch_size, chosen_settings, rank
+from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
+from distributed_training.planner.rank import choose_batch_size, choose_candidate
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import load_strategy, named_strategy
 
 BATCH_KEYS = ("batch_size", "grad_accum_steps")
 
@@ -32,7 +27,7 @@ BATCH_KEYS = ("batch_size", "grad_accum_steps")
 def make_plan(
     request: Request,
     cluster: Cluster,
-    read: Callable[[Draft, Sources], Data | None] = lambda draft, sources: None,
+    read: Callable[[Draft, Path], Data | None] = lambda draft, tokenizer_dir: None,
 ) -> Plan:
     """Return the plan for a run, after checking that the run can start. Files are downloaded only
     after the machine has passed the checks. `read` returns the run's samples, or None if the plan
@@ -48,12 +43,12 @@ def make_plan(
     # If the run is resumed again, its typed batch is compared with the batch that was typed here.
     draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
     check_run(predict(draft, cluster.rates), cluster, notes)
-    sources = find_sources(draft, notes)
+    draft, sources = find_sources(draft, notes)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
-    data = read(draft, sources)
-    data_values = DataValues() if data is None else resolve_data_values(draft, data, notes)
-    config = draft.config.model_copy(update=sources.config_values | data_values.config_values)
-    draft = replace(draft, config=config, packing=data_values.packing)
+    data = read(draft, sources.tokenizer_dir)
+    num_steps = None
+    if data is not None:
+        draft, num_steps = resolve_data_values(draft, data, notes)
     tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
@@ -77,10 +72,9 @@ def make_plan(
         tokenizer_dir=sources.tokenizer_dir,
         weights_dir=sources.weights_dir,
         adapters_dir=sources.adapters_dir,
-        sources=sources.fingerprints,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
-        num_steps=data_values.num_steps,
+        num_steps=num_steps,
         prediction=prediction.as_record(),
         notes=tuple(notes),
     )
@@ -91,20 +85,10 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
     checked later."""
     notes = [] if notes is None else notes
-    strategy = named_strategy(request)
-    machine = cluster.machine
-    config, model = choose_model(request, machine, cluster.num_processes, strategy, notes)
+    config = request
     if config.batch_size == AUTO:
         config = choose_batch_size(config, cluster, notes)
-    if strategy is None:
-        first = rank(config, cluster)[0]
-        settings = chosen_settings(first.plan)
-        text = f"the planner chose {first.plan.strategy.name} {format_settings(settings)}".rstrip()
-        step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
-        notes.append(text + step)
-        config = first.plan.requested.model_copy(update=settings)
-        strategy = load_strategy(config)
-    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    candidate = choose_candidate(config, cluster, notes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
     return replace(lay_out(candidate, cluster, notes), requested=request)

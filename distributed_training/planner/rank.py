@@ -34,12 +34,28 @@ from distributed_training.settings.strategies import (
 TOLERANCE = 0.03
 TOLERANCE_ON_CPU = 0.2
 TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
-MAX_SLOWDOWN = 0.05  # maximum relative increase in step time for the layout with the least memory
+MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated
 MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
 FIRST_BATCH_SIZE = 8  # batch size for which the strategy is chosen, if both are open
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
 MAX_MICROBATCH_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
+
+
+def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Candidate:
+    """Return what `request`, which must have a batch size, asks for: a model, a strategy and its
+    mesh. With strategy=auto, they are those of the first choice. Raises UserError if the model is
+    unknown or no layout is valid."""
+    if request.strategy == AUTO:
+        first = rank(request, cluster)[0]
+        name, settings = first.plan.strategy.name, layout_settings(first.plan)
+        text = f"the planner chose {name} {format_settings(settings)}".rstrip()
+        step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
+        notes.append(text + step)
+        request = request.model_copy(update={"strategy": name, **settings})
+    strategy = load_strategy(request)
+    config, model = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
+    return Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
 
 
 def rank(request: Request, cluster: Cluster) -> list[Prediction]:
@@ -95,33 +111,29 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     if name == AUTO:
         is_split = request.tp not in (None, 1) or request.pp not in (None, 1)
         name = "zero2" if request.deepspeed_config else "3d" if is_split else "dp"
-    request = with_values(request, strategy=name)
-    strategy = load_strategy(request)
-    config, model = choose_model(request, cluster.machine, cluster.num_processes, strategy, [])
-    lay_out(Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh), cluster)
-    what = f"no strategy can train {config.model} with this CONFIG"
+    candidate = choose_candidate(with_values(request, strategy=name), cluster, [])
+    lay_out(candidate, cluster)
+    what = f"no strategy can train {candidate.config.model} with this CONFIG"
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
 def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
+    plan = choice.plan
+    candidate = Candidate(
+        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
+    )
     for mode in MODES[1:]:
         if choice.memory_fit == "yes":
             break
         with contextlib.suppress(UserError):
+            request = plan.requested.model_copy(update={"activation_checkpointing": mode})
             recomputed = predict(
-                lay_out(_candidate(choice.plan, activation_checkpointing=mode), cluster),
-                cluster.rates,
+                lay_out(replace(candidate, config=request), cluster), cluster.rates
             )
             if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
                 choice = recomputed
     return choice
-
-
-def _candidate(plan: Draft, **settings: object) -> Candidate:
-    """Return the plan's layout as a candidate, after changing settings of its request."""
-    request = plan.requested.model_copy(update=settings)
-    return Candidate(config=request, strategy=plan.strategy, model=plan.model, mesh=plan.mesh)
 
 
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:
@@ -141,9 +153,8 @@ def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
 def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
     """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and the number of
     micro-batches if CONFIG leaves them open."""
-    strategy = load_strategy(config)
-    config, model = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
-    candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    candidate = choose_candidate(config, cluster, [])
+    config, strategy = candidate.config, candidate.strategy
     microbatches_are_auto = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):
@@ -179,7 +190,8 @@ def _more_microbatches(plan: Draft) -> list[int]:
 
 
 def layout_settings(plan: Draft) -> dict[str, Any]:
-    """Return the settings, other than `strategy`, that produce the plan's layout."""
+    """Return the settings, other than `strategy`, that produce the plan's layout, including
+    activation checkpointing that the planner chose."""
     named_mesh = plan.strategy.mesh
     mesh = plan.mesh
     settings: dict[str, Any] = {
@@ -197,15 +209,10 @@ def layout_settings(plan: Draft) -> dict[str, Any]:
         settings["pipeline_schedule"] = schedule
     if plan.requested.num_microbatches == plan.batch.num_microbatches:
         settings["num_microbatches"] = plan.batch.num_microbatches
-    return settings
-
-
-def chosen_settings(plan: Draft) -> dict[str, Any]:
-    """Return the settings that produce the plan's layout, including activation checkpointing that
-    the planner chose."""
     mode = plan.requested.activation_checkpointing
-    is_chosen = mode != "none" and not plan.requested.is_set("activation_checkpointing")
-    return layout_settings(plan) | ({"activation_checkpointing": mode} if is_chosen else {})
+    if mode != "none" and not plan.requested.is_set("activation_checkpointing"):
+        settings["activation_checkpointing"] = mode
+    return settings
 
 
 def layout_name(plan: Draft) -> str:
@@ -222,18 +229,14 @@ def layout_name(plan: Draft) -> str:
 
 
 def suggest_settings(plan: Draft, cluster: Cluster) -> str:
-    """Suggest settings with which a plan fits into the cluster's memory: the first layout of the
-    same strategy or, if none fits, of any strategy."""
-    open_settings: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO}
-    open_settings |= {"model": plan.config.model, "batch_size": plan.config.batch_size}
-    other: Settings = {"strategy": AUTO, "engine_options": {}}
-    for changes in ({"strategy": plan.strategy.name}, other):
-        with contextlib.suppress(UserError):
-            request = plan.requested.model_copy(update=open_settings | changes)
-            best = rank(request, cluster)[0]
-            if best.fits:
-                settings = {"strategy": best.plan.strategy.name, **chosen_settings(best.plan)}
-                return f"set {format_settings(settings)}"
+    """Suggest the planner's first choice for a plan that does not fit into the cluster's memory."""
+    changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
+    changes |= {"strategy": AUTO, "model": plan.config.model, "batch_size": plan.config.batch_size}
+    with contextlib.suppress(UserError):
+        best = rank(plan.requested.model_copy(update=changes), cluster)[0]
+        if best.fits:
+            settings = {"strategy": best.plan.strategy.name, **layout_settings(best.plan)}
+            return f"set {format_settings(settings)}"
     return "use more GPUs, a smaller model, optimizer=adamw-bf16, or LoRA with base_dtype=nf4"
 
 
@@ -273,12 +276,7 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
     choose the largest power of two that fits. If none fits, choose 1. With strategy=auto, use the
     first choice for FIRST_BATCH_SIZE."""
     config = request.model_copy(update={"batch_size": FIRST_BATCH_SIZE})
-    if request.strategy == AUTO:
-        candidate = _candidate(rank(config, cluster)[0].plan)
-    else:
-        strategy = load_strategy(config)
-        config, model = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
-        candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    candidate = choose_candidate(config, cluster, [])
     speeds: dict[int, float] = {}
     for size in with_progress([2**power for power in range(MAX_BATCH_POWER + 1)], "batch sizes"):
         with contextlib.suppress(UserError):

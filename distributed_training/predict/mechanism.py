@@ -187,14 +187,9 @@ class Mechanism:
         lambda _, point, state: {}
     )
     gradient_share: Callable[[PipelineRank, StepPoint], float] = lambda _, point: 0
-    # Bytes of the buckets that are filled after the backward pass of the loss has freed the logits
-    bucket_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
     activation_bytes: Callable[[PipelineRank], float] = lambda _: 0
     backward_bytes: Callable[[PipelineRank], float] = lambda _: 0
-    host_bytes: Callable[[PipelineRank], float] = lambda _: (
-        0
-    )  # bytes of RAM in addition to offloaded state
     # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
     # stages, and for data parallelism
     layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
@@ -212,6 +207,3 @@ class Mechanism:
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits
     # for this code)
     hook_costs: Callable[[PipelineRank, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
-    # Seconds per step for offloading, by bottleneck. The second argument is the largest number of
-    # trained parameters on any rank.
-    offload_s: Callable[[PipelineRank, float], dict[str, float]] = lambda _, most_parameters: {}

@@ -11,6 +11,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import loss_bytes
 from distributed_training.predict.costs.pp import pending_bytes
+from distributed_training.predict.costs.zero import bucket_bytes
 from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
@@ -69,7 +70,7 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
     state = _estimate_state(fullest, mechanisms)
     fitted_bytes = FITTED.process_bytes
     host_bytes = state["host"] + (fitted_bytes.cuda if plan.machine.num_gpus else fitted_bytes.cpu)
-    host_bytes += sum(mechanism.host_bytes(ranks[0]) for mechanism in mechanisms)
+    host_bytes += 2 * plan.strategy.swap_buffer_values  # two bytes per value, even in fp32 runs
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:
         host_bytes += fitted_bytes.libraries
     if plan.num_processes == 1 and not tokenized:
@@ -141,8 +142,7 @@ def _find_peak(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str,
     block_bytes, logit_bytes = _peak_activations(rank, per_block, backward)
     passes["activations"] += block_bytes
     passes["logits"] = logit_bytes
-    buckets = sum(mechanism.bucket_bytes(rank) for mechanism in mechanisms)
-    passes["buffers"] += max(0, buckets - logit_bytes)
+    passes["buffers"] += max(0, bucket_bytes(rank) - logit_bytes)
     candidates = [passes, bytes_at("update")]
     if rank.pp == 1:
         first_block = bytes_at("first block")

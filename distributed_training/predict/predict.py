@@ -151,16 +151,11 @@ class Prediction:
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
-        if rates.on_host and not rates.measured_parts:
+        if rates.on_host:
             return "cpu"
-        measured_part = "host" if self.step.bound_by == "host" else "gpu"
-        if (
-            rates.on_host
-            or measured_part in rates.measured_parts
-            or self.step.bound_by in ("disk", "host RAM")
-        ):
+        if rates.measured_at or self.step.bound_by in ("disk", "host RAM"):
             return "other"
-        if measured_part == "host":
+        if self.step.bound_by == "host":
             return "host"
         if self.plan.machine.compute_capability != MEASURED_CAPABILITY:
             return "other"

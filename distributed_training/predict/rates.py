@@ -36,9 +36,8 @@ class Rates:
     gemm_flops: float  # FLOP/s of large 16-bit matrix multiplications
     fp32_gemm_flops: float
     memory_bytes_per_s: float  # bytes/s that element-wise kernels read and write
-    # memory_bytes_per_s in the loss and in the optimizer step; None if there is no separate rate
+    # memory_bytes_per_s in the loss; None if there is no separate rate
     head_memory_bytes_per_s: float | None = None
-    update_memory_bytes_per_s: float | None = None
     attention_flops: float  # FLOP/s of causal attention over long sequences
     link_bytes_per_s: float  # bytes/s that a process sends in a collective inside a node
     network_bytes_per_s: float = NIC_BYTES_PER_S
@@ -49,7 +48,6 @@ class Rates:
     on_host: bool = False  # whether Python and the computation share the CPU
     peak_flops: float | None = None  # FLOP/s according to the datasheet, for MFU
     measured_at: str = ""  # time of calibration; "" if the rates were not measured
-    measured_parts: tuple[str, ...] = ()  # parts that were measured: "host", "gpu"
 
 
 def gpu_rates(gpu: Gpu) -> Rates:
@@ -122,31 +120,29 @@ def measured_rates(device: str, base: Rates) -> Rates:
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
-    """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote."""
-    measured: dict[str, Any] = {"measured_parts": ("gpu",)}
+    """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote. The last
+    entry about attention has the longest sequences, and the last entry about collectives has the
+    largest group and message."""
+    measured: dict[str, Any] = {}
     for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
         matmuls = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
         measured[name] = _matmul_rate(matmuls, base.num_sms)
     bandwidths = document["memory_bytes_per_s"]
-    if base.on_host:  # CPU caches make these rates differ
-        measured["memory_bytes_per_s"] = bandwidths["block"]
-        measured["head_memory_bytes_per_s"] = bandwidths["head"]
-        measured["update_memory_bytes_per_s"] = bandwidths["update"]
-    else:
-        measured["memory_bytes_per_s"] = statistics.mean((bandwidths["gelu"], bandwidths["adamw"]))
-    longest = max(document["attention"], key=lambda entry: entry["length"])
+    longest = document["attention"][-1]
     slowdown = 1 + FITTED.attention_half / longest["length"]
-    measured["attention_flops"] = longest["flops_per_s"]["both"] * slowdown
-    if document["collectives"]:
-        measured |= _link_rates(document["collectives"], base.on_host)
-    block_s = document["seconds"].get("compiled_block")
-    if block_s is not None:
-        measured["host"] = scale_launch_costs(base.host, block_s / FITTED.launching_s.block)
-        measured["measured_parts"] = ("host", "gpu")
+    if collectives := document["collectives"]:
+        members, gathered_bytes = collectives[-1]["members"], collectives[-1]["bytes"]
+        seconds = [entry["seconds"]["all_gather"] for entry in collectives]
+        measured["link_bytes_per_s"] = (members - 1) / members * gathered_bytes / seconds[-1]
+        measured["link_latency_s"] = min(seconds)
+    block_s = document["seconds"]["compiled_block"]
     return replace(
         base,
         **measured,
-        measured_at=document.get("made_at", "today"),
+        memory_bytes_per_s=statistics.mean((bandwidths["gelu"], bandwidths["adamw"])),
+        attention_flops=longest["flops_per_s"]["both"] * slowdown,
+        host=scale_launch_costs(base.host, block_s / FITTED.launching_s.block),
+        measured_at=document["made_at"],
         kernel_s=document["seconds"]["kernel"],
     )
 
@@ -166,21 +162,3 @@ def _matmul_rate(matmuls: list[Mapping[str, Any]], num_sms: int) -> float:
             rate = matmul["flops_per_s"][name]
             rates.append(rate * tiled_multiplications(*shape, num_sms) / math.prod(shape))
     return statistics.median(rates)
-
-
-def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str, float]:
-    """Return the bandwidth and latency measured in the largest group of processes. The bandwidth
-    comes from the largest message. The latency comes from the fastest message or, on a CPU, from
-    the smallest message."""
-    members = max(entry["members"] for entry in collectives)
-    entries = [entry for entry in collectives if entry["members"] == members]
-    entries.sort(key=lambda entry: entry["bytes"])
-    largest = entries[-1]
-    sent_bytes = (members - 1) / members * largest["bytes"]
-    latency = min(entry["seconds"]["all_gather"] for entry in entries)
-    if on_host:  # gloo's latencies differ and do not overlap
-        latency = statistics.mean(entries[0]["seconds"].values()) / (members - 1) ** 0.5
-    return {
-        "link_bytes_per_s": sent_bytes / largest["seconds"]["all_gather"],
-        "link_latency_s": latency,
-    }

@@ -19,6 +19,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.pp import message_s
+from distributed_training.predict.costs.zero import offload_s
 from distributed_training.predict.mechanism import (
     Cost,
     PassCosts,
@@ -72,9 +73,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         launch_s = step.host_block_s() * max_blocks * step.num_microbatches + host_step_s
     gpu_s = passes_s + data_parallel_s + update_s
     most_parameters = max(other.trained_parameters for other in ranks)
-    offload_seconds = {"host RAM": 0.0, "disk": 0.0}
-    for mechanism in step.mechanisms:
-        offload_seconds |= mechanism.offload_s(step, most_parameters)
+    offload_seconds = {"host RAM": 0.0, "disk": 0.0} | offload_s(step, most_parameters)
     total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
     total_s += hook_wait_s
     total_s += sum(offload_seconds.values())
@@ -137,8 +136,8 @@ class StepCosts(Timing):
 
     def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
-        rate = self.rates.update_memory_bytes_per_s or self.rates.memory_bytes_per_s
-        return sum(mechanism.update_bytes(process) for mechanism in self.mechanisms) / rate
+        num_bytes = sum(mechanism.update_bytes(process) for mechanism in self.mechanisms)
+        return num_bytes / self.rates.memory_bytes_per_s
 
     def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:
         """Return the time in seconds that data-parallel communication adds to the step."""

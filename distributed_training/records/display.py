@@ -268,12 +268,7 @@ def bottleneck_name(bound_by: str) -> str:
 
 
 def _precision(r: Record) -> str:
-    dtypes = {
-        tensor: dtype.replace("torch.bfloat", "bf").replace("torch.float", "fp")
-        for tensor, dtype in (r.dtypes or {}).items()
-    }
-    text = "{arithmetic} compute; parameters {parameters}; gradients {gradients}"
-    text = "fp32" if r.config["precision"] == "fp32" else text.format(**dtypes)
+    text = r.config["precision"]
     if r.config["compile"]:
         text += "; compiled (the first step takes a while)"
     if r.config.get("cuda_graphs"):

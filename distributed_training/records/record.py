@@ -105,7 +105,6 @@ class Record(History):
     num_parameters: int  # parameters of the whole model
     # Trained parameters: all parameters or, with lora_rank, only the adapters. None if not recorded
     num_learning: int | None = None
-    dtypes: dict[str, str] | None = None  # tensor -> dtype; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # component -> bytes per process
     # Predicted before the run. The main keys are:
     # - peak_bytes, memory_bytes: size of the tensors in the process that uses the most memory, in
@@ -138,10 +137,6 @@ class Record(History):
         is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
         if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1:
             name_parts += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-            if axes["tp"] > 1 and not self.config.get("sequence_parallel", True):
-                name_parts.append("whole-norms")
-            if pipeline_cut := self.config.get("pipeline_cut"):
-                name_parts.append("cut-" + pipeline_cut.replace(" ", "").replace(",", "-"))
             if pipeline := self.pipeline:
                 name_parts.append("{schedule}-m{num_microbatches}".format(**pipeline))
         return " ".join(name_parts)

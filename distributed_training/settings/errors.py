@@ -20,16 +20,11 @@ STORAGE_ERRNOS = (
 class UserError(ValueError):
     """Error that the user can fix. The message says what is wrong, why, and how to fix it. Commands
     print the message without a traceback and exit with `exit_code`. A command after "run:" at the
-    end of `fix` is printed on a separate line. If the unknown word `typed` is similar to an element
-    of `known`, the message suggests this element instead of `fix`."""
+    end of `fix` is printed on a separate line."""
 
     exit_code = 2
 
-    def __init__(
-        self, what: str, why: str = "", fix: str = "", *, typed: str = "", known: Iterable[str] = ()
-    ) -> None:
-        if close := nearest(typed, known):
-            fix = f"did you mean {close!r}?"
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
         command = re.search(r"(?i)\brun: (.+)", remedy)
         self.command = command[1] if command else ""
@@ -44,7 +39,7 @@ class UserError(ValueError):
         return f"{message.removesuffix(self.command).rstrip()}\n  {self.command}"
 
 
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
+def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the element of `names` that begins with `word` or is most similar to `word`. Return
     None if no element is similar."""
     original_by_lower = {name.lower(): name for name in names}
@@ -52,7 +47,8 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None
         name for name in original_by_lower if len(word) > 3 and name.startswith(word.lower())
     ]:
         return original_by_lower[min(completions, key=len)]
-    closest = difflib.get_close_matches(word.lower(), original_by_lower, n=1, cutoff=cutoff)
+    # A name that differs more would mislead the user.
+    closest = difflib.get_close_matches(word.lower(), original_by_lower, n=1, cutoff=0.7)
     return original_by_lower[closest[0]] if closest else None
 
 

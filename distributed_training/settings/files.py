@@ -21,9 +21,6 @@ _ERROR_TEXTS = {
     "extra_forbidden": "is not a known key", "missing": "is missing",
 }  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
-_FULL_CRC_BYTES = 10**9
-_NUM_CRC_BLOCKS = 1024
-_CRC_BLOCK_BYTES = 4096
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -105,26 +102,6 @@ def crc32(file: Path) -> int:
         while chunk := stream.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
-
-
-def fingerprint_file(file: Path) -> str:
-    """Return a file's size and CRC-32 as a string. Return "" if the file cannot be read.
-
-    Reading a file larger than 1 GB takes a long time, so only 1,024 evenly spaced blocks of 4 KiB
-    are read. A contiguous change of at least 1/1,000 of the file is detected. A smaller change may
-    be missed."""
-    try:
-        with open(file, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size <= _FULL_CRC_BYTES:
-                return f"{size}-{crc32(file):08x}"
-            checksum = 0
-            for block in range(_NUM_CRC_BLOCKS):
-                stream.seek((size - _CRC_BLOCK_BYTES) * block // (_NUM_CRC_BLOCKS - 1))
-                checksum = zlib.crc32(stream.read(_CRC_BLOCK_BYTES), checksum)
-    except OSError:  # the code that reads the contents reports the error
-        return ""
-    return f"{size}-{checksum:08x}"
 
 
 def crc32_of(values: Mapping[str, Any]) -> int:

@@ -131,9 +131,7 @@ def map_by_key(
     names: dict[str, str] = {}
     for name, value in pairs:
         if name not in key_names:
-            hint = nearest_key(str(name), keys.values())
-            near = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
-            fix = foreign_key_advice(str(name)) or near
+            fix = advise_on_name(str(name), keys.values()) or f"the keys are {', '.join(keys)}"
             raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
         key_name = key_names[name]
         if names.setdefault(key_name, name) != name:
@@ -144,20 +142,15 @@ def map_by_key(
     return values
 
 
-def foreign_key_advice(name: str) -> str | None:
-    """Return advice on an option of transformers' Trainer, accelerate or a launcher, such as the
-    corresponding option in this suite. Return None for an unknown option."""
+def advise_on_name(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
+    """Return advice on an unknown name: the corresponding option if it is an option of
+    transformers' Trainer, accelerate or a launcher, otherwise the most similar name of a key or
+    element of `others`. Return None if no name is similar."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
-    advice: str | None = table.get(name.lower().replace("-", "_"))
-    return advice
-
-
-def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
-    """Return the name of the key, or the element of `others`, that is most similar to `word`.
-    Return None if no name is similar."""
+    advice: str | None = table.get(word.lower().replace("-", "_"))
     names = _key_names_by_alias(keys) | {name: name for name in others}
-    close = nearest(word, names, cutoff=0.7)  # a name that differs more would mislead the user
-    return names[close] if close else None
+    close = nearest(word, names)
+    return advice or (close and f"did you mean {names[close]}?")
 
 
 def _key_names_by_alias(keys: Iterable[Key]) -> dict[str, str]:

@@ -108,8 +108,7 @@ class _Offload(BaseModel, strict=True):
 
 
 class _Zero(BaseModel, strict=True):
-    """ZeRO section of a DeepSpeed configuration. Sizes set to "auto" are left out, because they
-    depend on the model's hidden size."""
+    """ZeRO section of a DeepSpeed configuration. Sizes set to "auto" have DeepSpeed's defaults."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     reduce_bucket_size: float = 5e8  # DeepSpeed's default

@@ -9,7 +9,6 @@ log.txt, and their records are in runs/. If you start the plan again, only the r
 finished record are trained. This process does not import torch."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -26,9 +25,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from distributed_training.planner.choose import choose_model
-from distributed_training.planner.conflicts import droppable_keys
-from distributed_training.planner.layouts import Candidate, fill_mesh
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
@@ -44,9 +40,9 @@ from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, plural, require_writable
 from distributed_training.settings.keys import at_least
-from distributed_training.settings.machine import Machine, detect_machine
+from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
-from distributed_training.settings.strategies import load_strategy, strategy_options
+from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.supervise.process import handle_signals
 
@@ -173,18 +169,14 @@ def build_runs(
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
-    machine = detect_machine()
-    processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), machine, {})
-    shared_keys = (resolve_aliases(plan.common) | typed_overrides).keys()
+    num_gpus = str(arguments.num_gpus or plan.num_gpus)
+    processes = requested_processes(num_gpus, detect_machine(), {})
     for values, own_keys in zip(layouts, engine_keys, strict=True):
         # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update(
             (key, value) for key, value in typed_overrides.items() if key not in foreign_keys
         )
-        for key in sorted(idle_keys(values, build, machine, processes) & shared_keys):
-            print(f"note: {values.get('strategy', 'the strategy')} does not use {key}")
-            del values[key]
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
         command.append(f"--preset={arguments.preset}")
@@ -209,20 +201,6 @@ def build_runs(
     if arguments.out:
         return runs, Path(arguments.out).expanduser()
     return runs, Path(configs[0].output_dir) / f"compare-{name}-x{processes}"
-
-
-def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
-    """Return the keys that have no effect with these values, except for the keys in `Plan.work`.
-    Return an empty set if CONFIG rejects the values. `build_run` reports the reason for the
-    rejection."""
-    with contextlib.suppress(UserError):
-        config = build(format_overrides(values))
-        strategy = load_strategy(config)
-        _, model = choose_model(config, machine, num_processes, strategy, [])
-        candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
-        mesh = fill_mesh(candidate, num_processes)
-        return droppable_keys(config, dataclasses.replace(candidate, mesh=mesh))
-    return set()
 
 
 def build_run(
@@ -317,8 +295,7 @@ def train(run: Run, out: Path) -> None:
     # Prefer a line that says why the run did not start over the last line.
     errors = [line for line in lines if line.startswith("error: ")]
     last_message = (errors or lines or [f"exit code {run.exit_code}"])[-1].removeprefix("error: ")
-    # There are several records if strategy "auto" ran out of memory and chose another layout.
-    for path in sorted({*folder.glob(RECORD_PATTERN)} - old_records):
+    for path in {*folder.glob(RECORD_PATTERN)} - old_records:
         run.record = records.load_record(path)
     if run.record is None:
         run.why = last_message

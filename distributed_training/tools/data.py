@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import all_samples, check_packing, num_held_out
+from distributed_training.data.samples import all_samples, num_held_out
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -25,8 +24,6 @@ from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import named_strategy
 
-_COLORS = ("\033[32m", "\033[0m")
-_QUOTES = ("«", "»")
 # Control characters, which could manipulate a terminal
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -57,8 +54,6 @@ def run(
     )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    # This raises the error that training would raise.
-    check_packing(counts["form"], config, can_pack=can_pack)
     samples = all_samples(folder, config, can_pack=can_pack)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
@@ -80,14 +75,13 @@ def run(
         ]
         print(json.dumps({"samples": sample_dicts, "counts": counts}, indent=1))
         return 0
-    colored = sys.stdout.isatty()
     if shown_samples:
-        marked = "green tokens" if colored else "tokens between « and »"
-        print(f"The loss covers the {marked}. A sample's first token is only an input.")
-    marks = _COLORS if colored else _QUOTES
+        print(
+            "The loss covers the tokens between « and ». A sample's first token is only an input."
+        )
     for number, (ids, mask) in enumerate(shown_samples, 1):
         print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} in the loss")
-        print(_mark_targets(tokenizer, ids.tolist(), mask.tolist(), marks))
+        print(_mark_targets(tokenizer, ids.tolist(), mask.tolist()))
     print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
     for note in [*notes, *report.describe(counts, config.max_length)]:
         print(fold(f"note: {printable(note)}", indent=6))
@@ -99,17 +93,15 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def _mark_targets(
-    tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]
-) -> str:
-    """Return the text of a sample with marks around each part that is included in the loss."""
+def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str:
+    """Return the text of a sample with « and » around each part that is included in the loss."""
     text = ""
     first = 0
     for last in range(1, len(ids) + 1):
         if last == len(ids) or mask[last] != mask[first]:
             decoded = tokenizer.decode(ids[first:last], skip_special_tokens=False)
             span = escape_controls(decoded)
-            text += f"{marks[0]}{span}{marks[1]}" if mask[first] else span
+            text += f"«{span}»" if mask[first] else span
             first = last
     return text
 

@@ -73,8 +73,9 @@ def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
     reason = "plan did not read the dataset"
     if is_open and Path(config.dataset).exists():
         try:
-            if data := peek_data(plan, find_sources(plan, [])):
-                return resolve_data_values(plan, data, notes).num_steps
+            draft, sources = find_sources(plan, [])
+            if data := peek_data(draft, sources.tokenizer_dir):
+                return resolve_data_values(draft, data, notes)[1]
         except (UserError, OSError) as error:
             reason = f"the dataset cannot be used here: {first_line(error)}"
     if is_open and config.num_samples == -1:

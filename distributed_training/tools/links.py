@@ -23,7 +23,6 @@ from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process
 
 BUDGET_S = 0.15  # seconds per measurement
-MAX_RANKS_FOR_PAIRS = 8  # with more processes, each is measured only with the next process
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a link down
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
 # A link is marked as slow if it is worse than the best of its type by more than this factor.
@@ -122,21 +121,14 @@ class Link:
         return f"{1e6 * self.latency_s:,.0f} us, {self.gbit_per_s:.3g} Gbit/s"
 
 
-def choose_pairs(world_size: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks whose links are measured."""
-    if world_size <= MAX_RANKS_FOR_PAIRS:
-        return list(itertools.combinations(range(world_size), 2))
-    return list(itertools.pairwise(range(world_size)))
-
-
 def check_nodes() -> int:
-    """Measure the links between processes one by one, for `doctor --nodes`. Rank 0 prints the
+    """Measure the link between each process and the next, for `doctor --nodes`. Rank 0 prints the
     results. Return the exit code. All ranks must call this function."""
     links = []
     with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
         small, large = SIZES[group.device.type]
-        for ends in choose_pairs(group.process.world_size):
+        for ends in itertools.pairwise(range(group.process.world_size)):
             entries = time_group(group, None, (small, large) * ROUNDS, ("send",), ends)
             latency, seconds = (
                 min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)

@@ -28,7 +28,7 @@ from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import ModelSpec, find_model, peft, weights
+from distributed_training.models import ModelSpec, find_model, weights
 from distributed_training.models.adapters import base_folder, base_name, is_adapter
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
@@ -45,9 +45,7 @@ from distributed_training.settings.files import require_writable, resolve_user_p
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
-MERGED_NF4 = (
-    "The base model was in NF4. The export contains its dequantized weights plus the adapters."
-)
+EXPORT = "python real_model_example.py export"
 MERGED = "merged"  # folder in a LoRA run that contains the merged model
 TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
@@ -86,7 +84,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     if not (run / weights_name).is_dir():
         fix = "train with --keep_best True"
         if weights_name == LAST:
-            fix = f"run: python real_model_example.py export {shlex.quote(name)}"
+            fix = f"run: {EXPORT} {shlex.quote(name)}"
         raise UserError(f"{name} has no {weights_name}/", fix=fix)
     return load_plan(run).model, run / weights_name
 
@@ -299,40 +297,34 @@ def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
 
 
 def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
-    """Write weights from a checkpoint to the folder `to`. `name` is a checkpoint or a run. If
-    `name` is a run, the run's newest checkpoint is used. Return the exit code.
-
-    By default, `to` is the run's hf/. If `merge` is set, the whole model is written instead of
-    adapters, and `to` defaults to merged/ if hf/ exists. If `merge` is set and the run has no
-    checkpoint, the adapters in hf/ are merged."""
+    """Write weights from a checkpoint to the folder `to`, by default to the run's hf/. `name` is a
+    checkpoint or a run. If `name` is a run, the run's newest checkpoint is used. If `merge` is set,
+    merge exported adapters instead. Return the exit code."""
     run = resolve_user_path(name).resolve()
+    if merge:
+        return merge_adapters(run if is_adapter(run) else run / LAST, to)
     checkpoint = newest_checkpoint(run)
-    exported = run if run.name == LAST else run / LAST
-    if checkpoint is None and merge and is_adapter(exported):
-        return merge_exported(exported, to)
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{name} is not a folder with a checkpoint", fix=fix)
-    folder = checkpoint.parents[1] / LAST
-    if merge and folder.exists():
-        folder = folder.with_name(MERGED)
-    folder = folder if to is None else Path(to).expanduser()
+    folder = checkpoint.parents[1] / LAST if to is None else Path(to).expanduser()
     _require_new(folder)
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(record.data.get("form"))
-    export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
+    export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
-    if merge and plan.config.base_dtype == "nf4":
-        print(f"note: {MERGED_NF4}")
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")
     return 0
 
 
-def merge_exported(exported: Path, to: str | None) -> int:
-    """Merge a run's exported adapters into their base model, and write the whole model to the
-    folder `to`, which defaults to the run's merged/. Return the exit code."""
+def merge_adapters(exported: Path, to: str | None) -> int:
+    """Merge exported adapters into their base model, and write the whole model to the folder `to`,
+    by default to merged/ beside the adapters. Return the exit code."""
+    if not is_adapter(exported):
+        fix = f"to export an interrupted run's adapters, run: {EXPORT} {exported.parent}"
+        raise UserError(f"{exported} has no adapters to merge", fix=fix)
     folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
     _require_new(folder)
     trained, tokenizer, chat = find_trained(str(exported), LAST)
@@ -341,8 +333,9 @@ def merge_exported(exported: Path, to: str | None) -> int:
     export.save_full_model(trained, tokenizer, chat, base, folder, dtype)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
-    if peft.has_quantized_base(exported):
-        print(f"note: {MERGED_NF4}")
+    if trained.adapters and trained.adapters.rounding:
+        note = "the base model was in NF4. The export contains its dequantized weights plus the "
+        print(f"note: {note}adapters.")
     print(f"Exported the merged model to {short_path(folder)} in Hugging Face format.")
     return 0
 

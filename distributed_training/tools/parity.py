@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from distributed_training.planner.choose import choose_model
 from distributed_training.planner.layouts import OPEN_SETTINGS
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
@@ -34,7 +33,7 @@ from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import MARK, plural, require_writable
 from distributed_training.settings.machine import detect_machine
-from distributed_training.settings.strategies import list_strategies, named_strategy
+from distributed_training.settings.strategies import list_strategies
 from distributed_training.tools import compare
 
 # Relative differences that another order of summation in fp32 can cause, with a margin
@@ -116,20 +115,16 @@ def exit_code(verdicts: Sequence[str]) -> int:
 
 
 def share_model(runs: Sequence[compare.Run], build: compare.Build) -> None:
-    """Give all runs the same "auto" model: the model with the most blocks among the models that the
-    runs would choose. Set precision to fp32 unless CONFIG or the command line sets it."""
-    machine = detect_machine()
-    accepted = [(run, run.config) for run in runs if run.config is not None]
-    choices = [
-        choose_model(config, machine, run.num_processes, named_strategy(config), [])
-        for run, config in accepted
-    ]
-    _, largest_model = max((model.size.num_layers, config.model) for config, model in choices)
-    for run, config in accepted:
+    """Give all runs the same "auto" model. On a CPU, the strategies would choose models with
+    different numbers of blocks. Set precision to fp32 unless CONFIG or the command line sets it."""
+    is_chosen = detect_machine().num_gpus == 0
+    for run in runs:
+        if run.config is None:
+            continue
         run.values |= FORCED_VALUES
-        if config.model == AUTO:
-            run.values["model"] = largest_model
-        if config.precision == AUTO:
+        if is_chosen and run.config.model == AUTO and run.config.weights in (AUTO, "random"):
+            run.values["model"] = "gpt2-tiny-4-blocks"
+        if run.config.precision == AUTO:
             run.values["precision"] = "fp32"
         run.config = build(compare.format_overrides(run.values))
 

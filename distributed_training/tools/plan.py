@@ -4,11 +4,11 @@ This module does not import torch.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import textwrap
@@ -41,8 +41,7 @@ from distributed_training.tools.plan_table import (
 )
 
 MAX_SHOWN = 10  # number of layouts that are listed without --all
-_COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +76,9 @@ def run(
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
     if arguments.calibrate:
-        if arguments.cluster is not None:
-            what = "--calibrate measures this machine, so it cannot be combined with --cluster"
-            raise UserError(what, fix="leave out --cluster")
-        if cluster.machine.gpu_name is None:
-            what = "--calibrate measures GPUs, but this machine has none"
-            raise UserError(what, fix="leave out --calibrate")
+        if not cluster.is_local or cluster.machine.gpu_name is None:
+            what = "--calibrate measures this machine's GPUs"
+            raise UserError(what, fix="run it on a machine with GPUs, without --cluster")
         file = calibration_file(cluster.machine.gpu_name)
         require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder")
         # Measure in separate processes, because measuring imports torch. Use as many processes as
@@ -178,10 +174,11 @@ def _override(arguments: argparse.Namespace, **values: Any) -> None:
 
 def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
     """Set max_steps to the number of steps that --tokens requires."""
-    match = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
+    text = arguments.tokens.lower()
+    size = _SIZES.get(text[-1:], 1)
     tokens = 0.0
-    if match:
-        tokens = float(match[1]) * 10 ** int(match[2] or 0) * _SIZES[match[3].lower()]
+    with contextlib.suppress(ValueError):
+        tokens = size * float(text if size == 1 else text[:-1])
     if not 1 <= tokens < 1e18:
         what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")

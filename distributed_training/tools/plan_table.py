@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
-from distributed_training.planner.rank import MAX_SLOWDOWN, layout_name, within
+from distributed_training.planner.rank import layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import bottleneck_name, format_count, format_duration
@@ -16,15 +16,11 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 
 
 def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
-    """Return the recommended layouts from a ranking, each with labels such as "first, fastest"."""
-    fastest = min(choices, key=lambda choice: choice.sort_key)
-    safest = min(
-        within(choices, fastest, MAX_SLOWDOWN), key=lambda choice: choice.memory.needed_bytes
-    )
-    labeled: dict[int, tuple[list[str], Prediction]] = {}
-    for label, choice in (("first", choices[0]), ("fastest", fastest), ("safest", safest)):
-        labeled.setdefault(id(choice), ([], choice))[0].append(label)
-    return [(", ".join(labels), choice) for labels, choice in labeled.values()]
+    """Return the first choice and the fastest layout of a ranking, each with its label."""
+    first, fastest = choices[0], min(choices, key=lambda choice: choice.sort_key)
+    if first is fastest:
+        return [("first, fastest", first)]
+    return [("first", first), ("fastest", fastest)]
 
 
 def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, all_columns: bool) -> str:
@@ -93,7 +89,7 @@ def legend(cluster: Cluster, gbit: float | None) -> str:
     if gbit is not None:
         source += f" The network is assumed to have {gbit:g} Gbit/s per GPU (--network_gbit)."
     return f"""\
-first: the simplest of the fastest layouts; safest: least memory within {MAX_SLOWDOWN:.0%}
+first: the simplest of the fastest layouts
 m2, m4: micro-batches per replica; +full: activation_checkpointing=full
 GiB: memory of the fullest process; tight, unlikely: may not fit
 MFU: share of the peak FLOP/s; error: measured times relative to predictions

@@ -76,8 +76,7 @@ class Recorder(Callback):
         trainer.display.progress(rows, trainer.results.first_step)
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
-        saving = trainer.step and trainer.checkpoints.saver.step == trainer.step
-        trainer.say(f"validation {describe_evaluation(row)}{'; saving' if saving else ''}")
+        trainer.say(f"validation {describe_evaluation(row)}")
         self.tracker.log_evaluation(row, trainer.peak_memory.as_dict())
 
     def on_history(self, trainer: Trainer) -> None:
@@ -132,11 +131,19 @@ class Recorder(Callback):
         }
 
 
-class KeepBest(Callback):
-    """With `keep_best`, export the model at each evaluation whose loss is the lowest so far."""
+class EvaluationCallback(Callback):
+    """Base class of callbacks that act on evaluations. The evaluation of the checkpoint from which
+    a run resumes is passed to them again, because the run may have been killed after it, such as
+    during an export."""
 
     def before_training(self, trainer: Trainer) -> None:
-        _repeat_last_evaluation(self, trainer)
+        evaluations = trainer.history.evaluations
+        if evaluations and evaluations[-1]["step"] == trainer.step:
+            self.on_evaluation(trainer, evaluations[-1])
+
+
+class KeepBest(EvaluationCallback):
+    """With `keep_best`, export the model at each evaluation whose loss is the lowest so far."""
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         history = trainer.history
@@ -145,16 +152,12 @@ class KeepBest(Callback):
         if trainer.plan.config.keep_best and is_best:
             trainer.checkpoints.finish(trainer)
             trainer.set_activity(f"the export after step {trainer.step}")
-            if export_future := trainer.export(trainer.plan.run_dir / records.BEST, {}):
-                export_future.result()
+            trainer.export(trainer.plan.run_dir / records.BEST)
             history.best = row
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(EvaluationCallback):
     """End the run if the last `stop_after` evaluations have not lowered the validation loss."""
-
-    def before_training(self, trainer: Trainer) -> None:
-        _repeat_last_evaluation(self, trainer)
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         config = trainer.plan.config
@@ -165,22 +168,12 @@ class EarlyStopping(Callback):
             trainer.num_steps = trainer.step
 
 
-def _repeat_last_evaluation(callback: Callback, trainer: Trainer) -> None:
-    """Pass the evaluation of the checkpoint's step to `callback` again, because the run may have
-    been killed after it, such as during an export."""
-    evaluations = trainer.history.evaluations
-    if evaluations and evaluations[-1]["step"] == trainer.step:
-        callback.on_evaluation(trainer, evaluations[-1])
-
-
 class Checkpoints:
     """Save and load the checkpoints of a run. All ranks must call each method."""
 
     def __init__(self, saver: saver.Saver) -> None:
         self.saver = saver
         self.saved_step = 0  # step of the last checkpoint that was saved or loaded
-        # True if the save in progress is the last save of the run and should be reported
-        self._reports_save = False
 
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether to save a checkpoint after this step."""
@@ -197,11 +190,7 @@ class Checkpoints:
         """Wait for the previous save, then begin to save a checkpoint if one is due."""
         if not self.is_due(trainer):
             return
-        is_last = trainer.stop_signum > 0 or trainer.step == trainer.num_steps
-        if not (is_last or trainer.evaluation_is_due):
-            trainer.say("saving")
         self.finish(trainer)
-        self._reports_save = is_last
         trainer.set_activity(f"the save after step {trainer.step}")
         # A run that resumes from this checkpoint needs the history up to this step.
         trainer.call("on_history")
@@ -221,14 +210,12 @@ class Checkpoints:
         try:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
-            step = self.saver.step
-            what = f"step {step} was not saved: {error}"
-            raise trainer.results.build_error(step, what) from None
+            what = f"step {self.saved_step} was not saved: {error}"
+            raise trainer.results.build_error(self.saved_step, what) from None
         waited_before = not all(save["copied"] for save in trainer.history.saves)
         trainer.history.saves.append(row)
         trainer.call("on_history")
-        if self._reports_save:
-            trainer.display.say(f"saved {folder.parent.name}/{folder.name}")
+        trainer.display.say(f"saved {folder.parent.name}/{folder.name}")
         if not (row["copied"] or waited_before):
             trainer.display.note(
                 "training waits during saves, because a copy of the state does not fit in RAM"

@@ -1,11 +1,9 @@
 """Run the training loop. The loop calls an `Engine` and does not depend on the strategy."""
 
-import functools
 import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,11 +111,6 @@ class Trainer:
         eval_every = self.plan.config.eval_every
         is_due = self.epoch_ends or (eval_every > 0 and self.step % eval_every == 0)
         return is_due and self.step not in [row["step"] for row in self.history.evaluations]
-
-    @functools.cached_property
-    def num_validation_bytes(self) -> int:
-        """Size of the validation text."""
-        return self.data.validation.count_bytes(self.data.bytes_per_token)
 
     def run(self) -> int:
         """Train to the end or until a signal arrives. Return the number of the signal that stopped
@@ -243,7 +236,8 @@ class Trainer:
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         num_targets = int(samples.num_targets.sum())
-        values = metrics.evaluation(float(total), num_targets, self.num_validation_bytes)
+        num_bytes = samples.count_bytes(self.data.bytes_per_token)
+        values = metrics.evaluation(float(total), num_targets, num_bytes)
         row = {"step": self.step, **values}
         self.history.evaluations.append(row)
         self.call("on_evaluation", row)
@@ -254,14 +248,11 @@ class Trainer:
         if self._should_stop():
             return False
         self.set_activity("the export")
-        last = self.plan.run_dir / records.LAST
-        export_future: Future[None] | None = None
         if self.plan.config.export:
-            export_future = self.export(last, self.checkpoints.saver.weights(self.step))
-        self.sample = self._generate_sample("after")
-        if export_future is not None:
-            export_future.result()
+            last = self.plan.run_dir / records.LAST
+            self.export(last)
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
+        self.sample = self._generate_sample("after")
         return True
 
     def _generate_sample(self, when: str) -> str | None:
@@ -308,20 +299,23 @@ class Trainer:
         self.display.sample(f"sample {when} training:", sample)
         return sample
 
-    def export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
-        """Begin to write the model to `folder` in a thread. If `weights` is empty, gather the
-        weights first. Return a future for the thread, or None on ranks that have nothing to
-        write."""
-        state = weights or self.engine.full_state()
-        if state is None:  # Only rank 0 holds the weights.
-            return None
-        metadata = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self.data.is_chat)
-        return export.submit_in_thread(export.write_folder, state, *metadata, folder)
+    def export(self, folder: Path) -> None:
+        """Gather the weights on rank 0, and write the model to `folder` there."""
+        state = self.engine.full_state()
+        if state is not None:
+            export.write_folder(
+                state, self.engine.base_fingerprint, self.plan, self.data.tokenizer,
+                self.data.is_chat, folder,
+            )  # fmt: skip
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.
-        Raises `error` if a rollback is not possible."""
-        checkpoint = self.results.choose_rollback_checkpoint(error)
+        Raises `error` if `on_nonfinite` is not "rollback", if there is no checkpoint, or if a
+        rollback has already skipped a step."""
+        checkpoint = error.rollback_checkpoint
+        if self.plan.config.on_nonfinite != "rollback" or checkpoint is None:
+            raise error
+        self.results.skipped_step = error.step
         self.peak_memory.end()
         self.checkpoints.restore(self, checkpoint)
         self.display.note(

@@ -169,12 +169,3 @@ class StepResults:
             Path(folder) for folder in folders if Path(folder).name <= checkpoint_name(step)
         ]
         return NonFiniteError(step, what, checkpoints, self.skipped_step)
-
-    def choose_rollback_checkpoint(self, error: NonFiniteError) -> Path:
-        """Return the checkpoint to restore, and store the failed step as the step to skip. Raises
-        `error` if `on_nonfinite` is not "rollback", if there is no checkpoint, or if a rollback has
-        already skipped a step."""
-        if self.config.on_nonfinite != "rollback" or error.rollback_checkpoint is None:
-            raise error
-        self.skipped_step = error.step
-        return error.rollback_checkpoint

@@ -18,9 +18,8 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.initial_weights import Fingerprint, InitialWeights
+from distributed_training.models.initial_weights import InitialWeights, weights_checksum
 from distributed_training.parallel import agree
-from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import required_extensions
@@ -74,7 +73,6 @@ def train(
     history = records.History(**agree.broadcast_from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
-        record.update(dtypes=engine.describe_dtypes())
         display.table(header_rows(records.Record.model_validate(record.values)))
     profile = None
     if plan.config.profile:
@@ -186,18 +184,16 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         weights = replace(weights, adapters=initial_adapters.stacked())
     engine = plan.strategy.load_engine()(model, weights, plan, topology)
     if config.lora_rank:
-        engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
+        engine.base_fingerprint = fingerprint
         if initial_adapters is not None:
-            peft.check_base(
-                engine.base_fingerprint, initial_adapters.base_fingerprint, plan.adapters_dir
-            )
+            initial_adapters.check_base(fingerprint)
     seed_dropout(plan, topology, 0)
     return engine
 
 
-def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, Fingerprint]:
+def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, int]:
     """Return the model on the meta device, its initial weights and a fingerprint of its frozen
-    weights. Without LoRA, no weights are frozen and the fingerprint is empty.
+    weights, which is 0 without LoRA.
 
     With an NF4 base, this rank's device already holds the whole base model. All weights are rounded
     to the compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
@@ -215,9 +211,7 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     else:
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
-    fingerprint = Fingerprint(model)
-    if config.lora_rank:
-        source = fingerprint.watch(source)
+    fingerprint = weights_checksum(model, source) if config.lora_rank else 0
     weights = InitialWeights(source=source, round_to=compute_dtype)
     if config.base_dtype == "nf4":
         from distributed_training.models.nf4 import quantize_matrices
@@ -269,7 +263,6 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_trained_parameters(config.lora_rank, config.lora_targets),
-        "dtypes": None,  # set once the engine is built
         "estimated_state_bytes": estimate_state(plan),
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),

@@ -243,8 +243,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
     if topology.rank == 0:
         command = shlex.join(["python", *sys.argv])
         start = describe_run(replace(run.plan, command=command), run.sampler, run.data)
-        dtypes = run.engine.describe_dtypes()
-        measured["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
+        measured["start"] = {**start, "num_steps": NUM_STEPS}
         measured["order"] = find_orders(run.plan), run.plan.layout.ranks
         # Count full steps, as in training. The last step of an epoch has fewer samples.
         measured["performance"] = summarize_performance(

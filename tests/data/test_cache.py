@@ -2,7 +2,6 @@
 killed."""
 
 import json
-import os
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from distributed_training.data import cache
-from distributed_training.data.corpus import find_corpus
 from distributed_training.data.samples import cut_samples
 from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.config import RunConfig
@@ -33,16 +31,6 @@ def test_an_incomplete_cache_of_a_killed_process_is_rebuilt(tokenizer, tmp_path,
     (folder,) = cache_folders(tmp_path / "cache")
     assert folder.suffix == ""
     assert not (folder / "of an earlier release").exists()
-
-
-@pytest.mark.parametrize("name", ["meta.json", "train-ids.bin", "train-starts.bin"])
-def test_a_truncated_cache_is_not_complete(name, tokenizer, tmp_path):
-    prepare(tmp_path, tokenizer)
-    (folder,) = cache_folders(tmp_path)
-    assert cache.is_complete(folder)
-    file = folder / name
-    os.truncate(file, file.stat().st_size - 16)
-    assert not cache.is_complete(folder)
 
 
 MEMORY = """
@@ -98,12 +86,3 @@ def test_fingerprint_depends_only_on_the_tokens(tokenizer, tmp_path):
     (renamed_folder / "meta.json").write_text(json.dumps(meta))
     assert cache.is_intact(renamed_folder)
     assert cut_samples(renamed_folder, tokenizer, config).fingerprint != first.fingerprint
-
-
-def test_all_records_are_parsed_before_any_is_tokenized(tokenizer, tmp_path, monkeypatch):
-    lines = [json.dumps({"text": "a few words"})] * 500
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": oops}']))
-    monkeypatch.setattr(tokenizer, "encode_texts", None)
-    with refused("a.jsonl line 501"):
-        prepare(tmp_path / "cache", tokenizer, find_corpus(str(tmp_path / "a.jsonl")))
-    assert cache_folders(tmp_path / "cache") == []

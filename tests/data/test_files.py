@@ -94,6 +94,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
         ("a.csv", b'text\n"abc\n', "line 2"),
         ("a.csv", b'prompt,completion\n"abc"\n', "completion"),
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3"),
+        ("a.csv", b"text,label,text\none,1,two\n", "'text'"),
         ("a.parquet", b"PAR1 cut off", "parquet"),
         ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2"),
         ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1"),
@@ -179,6 +180,17 @@ def write_arrow(path, batch, count=1):
     with pyarrow.ipc.new_stream(str(path), batch.schema) as file:
         for _ in range(count):
             file.write_batch(batch)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_two_columns_of_the_same_name_are_refused(name, tmp_path):
+    batch = pyarrow.record_batch([["one"], ["two"]], names=["text", "text"])
+    if name == "a.arrow":
+        write_arrow(tmp_path / name, batch)
+    else:
+        pyarrow.parquet.write_table(pyarrow.table(batch), tmp_path / name)
+    with refused(name, "'text'"):
+        list(read_records(tmp_path / name, columns=["text"]))
 
 
 def test_arrow_tables_are_read_from_files_and_from_streams(tmp_path):

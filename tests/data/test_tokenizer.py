@@ -189,21 +189,6 @@ def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
     assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]
 
 
-_WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "none",
-          "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}  # fmt: skip
-
-
-def test_errors_of_the_tokenizers_library_name_the_folder(folder, tmp_path):
-    document = json.loads((folder / "tokenizer.json").read_text())
-    changes = {"model": _WORDS, "added_tokens": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**document, **changes}))
-    shutil.copy(folder / "tokenizer_config.json", tmp_path)
-    with refused(f"tokenizer {tmp_path} ", "[UNK]"):
-        Tokenizer(tmp_path).encode_texts(["What is a list?"])
-    with refused(f"tokenizer {tmp_path} ", "[UNK]"):
-        Tokenizer(tmp_path).encode_pieces([Piece("What is a list?", [(0, 4)], templated=True)])
-
-
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
     file = tmp_path / "big" / "vocab.json"

@@ -60,5 +60,5 @@ def test_samples_are_counted_like_in_a_run(tmp_path):
 def test_control_characters_in_texts_are_escaped():
     tokenizer = Tokenizer(EMBEDDED_DIR)
     (ids,) = tokenizer.encode_texts(["a\x1b[2Jb\u200d\tc\n"])
-    shown = _mark_targets(tokenizer, ids.tolist(), [True] * len(ids), ("<", ">"))
-    assert shown == "<a\\x1b[2Jb\u200d\tc\n>"
+    shown = _mark_targets(tokenizer, ids.tolist(), [True] * len(ids))
+    assert shown == "«a\\x1b[2Jb\u200d\tc\n»"

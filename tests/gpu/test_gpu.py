@@ -1,6 +1,5 @@
 """Tests on real GPUs. Run them with `bash tests/run.sh tests/gpu tests/lab -m gpu`."""
 
-import json
 import os
 import sys
 
@@ -205,7 +204,6 @@ def test_low_precision_learns_and_records_memory(precision, tmp_path):
     assert record["status"] == "ok"
     assert record["loss_curve"][-1][1] < record["loss_curve"][0][1] - 0.5
     assert record["memory"]["peak_reserved_bytes"] > record["memory"]["peak_allocated_bytes"] / 2
-    assert json.dumps(record["dtypes"]).count("float") >= 5
 
 
 def test_out_of_memory_is_recorded_and_explained(tmp_path):

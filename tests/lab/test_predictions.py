@@ -44,7 +44,7 @@ def test_predictions_match_published_cpu_runs():
     assert len(rows) > 20
     assert max(abs(row.memory_error) for row in rows) < 0.10
     timed = [abs(row.time_error) for row in rows if row.time_error is not None]
-    assert max(timed, default=0.0) < 0.20
+    assert max(timed, default=0.0) < 0.25
 
 
 def test_the_first_choice_is_close_to_the_best_of_each_page():

@@ -29,7 +29,7 @@ def test_runs_of_a_plan_are_traced_on_two_processes(tmp_path):
     common = {name: value for name, value in SMALL.items() if name != "generate"}
     planned = {
         "small buckets": {"strategy": "dp", "bucket_cap_mb": 0.1},
-        "refused": {"strategy": "dp", "fsdp_prefetch": 2},
+        "refused": {"strategy": "fsdp", "gradient_compression": "bf16"},
         "failed before": {"strategy": "dp"},
     }
     plan = {"what": "a test", "command": "its own", "common": common, "runs": planned}
@@ -44,7 +44,7 @@ def test_runs_of_a_plan_are_traced_on_two_processes(tmp_path):
     assert f"{record} already has: failed before" in shown.stdout
     found = json.loads(record.read_text())
     assert set(found["failed"]) == {"failed before", "refused"}
-    assert "strategy='dp'" in found["failed"]["refused"]
+    assert "gradient_compression='bf16'" in found["failed"]["refused"]
     run = found["runs"]["small buckets"]
     assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
     for rank in run["ranks"]:  # in the format of `overlap`

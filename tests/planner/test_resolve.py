@@ -10,7 +10,6 @@ from distributed_training.models import find_model, weights
 from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
-from distributed_training.settings.config import with_values
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
@@ -27,12 +26,11 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     built = build_config({"strategy": "zero2", **config})
     notes = []
     draft = draft_plan(built, local_cluster(machine, world_size, world_size), notes)
-    sources = find_sources(draft, notes)
-    config = with_values(draft.config, **sources.config_values)
+    draft, sources = find_sources(draft, notes)
     found = {
         name: getattr(part, name) for part in (draft, sources) for name in part.__dataclass_fields__
     }
-    return SimpleNamespace(**{**found, "config": config, "size": draft.size}), notes
+    return SimpleNamespace(**found, size=draft.size), notes
 
 
 def test_a_user_text_without_a_gpu_uses_the_words_preset():

@@ -40,13 +40,9 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
-        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0"),
-        ({"strategy": "compressed", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"strategy": "zero2", "optimizer": "adamw-bf16"}, "optimizer='adamw-bf16'"),
         ({"strategy": "local_sgd", "optimizer": "adamw-8bit"}, "optimizer='adamw-8bit'"),
-        ({"fsdp_prefetch": 2}, "fsdp_prefetch=2"),
-        ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
     ],
 )
 def test_unsupported_exchange_settings_are_refused(values, said):
@@ -59,7 +55,6 @@ def test_settings_that_combine_with_buckets_and_prefetch():
     plan_of("dp", H200.machine, **config)
     for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
         plan_of("3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
-    plan_of("fsdp", processes=1, fsdp_prefetch=2)  # no effect, but accepted
     three, one, none = (
         estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
         for ahead in (3, 1, 0)

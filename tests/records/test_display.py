@@ -12,7 +12,7 @@ def test_header_describes_the_run():
     for name, words in {
         "model": ["gpt2-medium", "355M", "pretrained"],
         "strategy": ["zero2 x 4", "NVIDIA H200"],
-        "precision": ["bf16 compute", "fp32 master", "compiled"],
+        "precision": ["bf16", "compiled"],
         "batch": ["global 32", "4 replicas", "2 micro-batches", "16,384 tokens"],
         "data": ["1,000 training", "200 validation", "512 tokens", "12.5% padding"],
         "steps": ["64, 32 per epoch", "5e-05", "cosine", "10 warm-up"],

@@ -107,7 +107,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
     [
         ({"lr": 0.1, "learning_rate": 0.1}, ("learning_rate twice", "lr", "Keep one")),
         ({"qqqq": 1}, ("'qqqq'", "model, dataset")),
-        ({"epoch": 1}, ("'epoch'", "'epochs'")),
+        ({"epoch": 1}, ("'epoch'", " epochs?")),
         ({"fp16": True}, ("unknown key 'fp16'", "Use --precision fp16")),
     ],
 )

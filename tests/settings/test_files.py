@@ -3,16 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.settings import files
 from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    MARK,
-    fingerprint_file,
-    load_json,
-    require_writable,
-    shown,
-)
+from distributed_training.settings.files import MARK, load_json, require_writable, shown
 from distributed_training.settings.request import build_config
 from tests.support import refused
 
@@ -22,19 +15,6 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
     for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("./a/b", "./a/b")):
         for key in PATHS:
             assert getattr(build_config({key: text}), key) == path
-
-
-def test_a_changed_file_has_another_fingerprint(tmp_path, monkeypatch):
-    file = tmp_path / "weights"
-    for whole_bytes, change in ((10**9, 1), (10**6, 8200)):  # 8 MB, read whole or in part
-        monkeypatch.setattr(files, "_FULL_CRC_BYTES", whole_bytes)
-        file.write_bytes(bytes(8_000_000))
-        before = fingerprint_file(file)
-        with file.open("r+b") as stream:
-            stream.seek(3_456_789)
-            stream.write(b"x" * change)
-        assert fingerprint_file(file) != before
-    assert fingerprint_file(tmp_path / "not there") == ""
 
 
 def test_require_writable_leaves_no_files(tmp_path):
@@ -82,12 +62,6 @@ def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_
     file = tmp_path / f"{name}.json".replace("large", "larg")
     with refused(f"preset {file}", *messages):
         load_json(file, "preset", unique=True)
-
-
-def test_a_pipe_is_refused_without_blocking(tmp_path):
-    os.mkfifo(tmp_path / "a.json")
-    with refused(f"preset {tmp_path}/a.json"):
-        load_json(tmp_path / "a.json", "preset")
 
 
 def test_errors_are_one_line_of_limited_length():

@@ -8,10 +8,11 @@ import pytest
 
 from distributed_training.predict.rates import (
     FITTED,
-    cpu_rates,
     from_calibration,
+    gpu_rates,
     tiled_multiplications,
 )
+from distributed_training.settings.machine import GPUS
 from tests.conftest import light_pool
 
 
@@ -49,9 +50,10 @@ def test_rates_are_recovered_from_measured_times():
         "attention": attention,
         "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * FITTED.launching_s.block},
         "collectives": between,
+        "made_at": "2026-11-27",
     }
     base = dataclasses.replace(
-        cpu_rates(2, 1), num_sms=100, host=SimpleNamespace(block=2e-3), on_host=False
+        gpu_rates(GPUS["H200"]), num_sms=100, host=SimpleNamespace(block=2e-3)
     )
     rates = from_calibration(document, base)
     assert rates.gemm_flops == rates.fp32_gemm_flops == pytest.approx(flops)

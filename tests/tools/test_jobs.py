@@ -67,10 +67,7 @@ def random_words(number):
 
 
 def sources_of():
-    """Return Sources (tokenizer, weights and adapters) that do not change any CONFIG values."""
-    return Sources(
-        config_values={}, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None, fingerprints={}
-    )
+    return Sources(tokenizer_dir=Path(), weights_dir=None, adapters_dir=None)
 
 
 @pytest.fixture
@@ -82,7 +79,7 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         recommend, describe = command.recommended_layouts, dry_run.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda draft, _: sources_of())
+        monkeypatch.setattr(planning, "find_sources", lambda draft, _: (draft, sources_of()))
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
         with monkeypatch.context() as patch:
             patch.setattr(

@@ -119,12 +119,11 @@ def make_trainer(engine=None, record=None, **config):
 
 def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
     def finish(saver):
-        saver.step = 4
         raise FloatingPointError("weight/w has non-finite values on rank 0")
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=4)
-    trainer.checkpoints.saver.pending_write = Future()
+    trainer.checkpoints.saver.pending_write, trainer.checkpoints.saved_step = Future(), 4
     with pytest.raises(NonFiniteError, match=r"step 4 .*weight/w") as caught:
         trainer.run()
     assert caught.value.step == 4
@@ -168,25 +167,9 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     assert events[-1] == "finished"
 
 
-def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_reported(monkeypatch, capsys):
-    def finish(saver):
-        saver.pending_write = None
-        return Path("checkpoints/step"), {"copied": True}
-
-    monkeypatch.setattr(saver.Saver, "finish", finish)
-    trainer = make_trainer(checkpoint_every=None)
-
-    def begin(saver, *_, step, **__):
-        saver.pending_write, saver.step = Future(), step
-
-    monkeypatch.setattr(saver.Saver, "begin", begin)
-    trainer.run()
-    lines = capsys.readouterr().out.splitlines()
-    evaluation_lines = [line for line in lines if "validation" in line]
-    assert [line.endswith("; saving") for line in evaluation_lines] == [False, *[True] * 3]
-    other_lines = [line for line in lines if line not in evaluation_lines]
-    saves = [line for line in other_lines if "saved" in line or "saving" in line]
-    assert saves == ["saved checkpoints/step"]
+def test_on_nonfinite_decides_whether_a_run_rolls_back():
+    with pytest.raises(NonFiniteError):
+        make_trainer(on_nonfinite="stop")._roll_back(NonFiniteError(8, "", [Path("step-6")], 0))
 
 
 @pytest.mark.parametrize(

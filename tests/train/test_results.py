@@ -12,7 +12,6 @@ from distributed_training.settings.request import build_config
 from distributed_training.train import results
 from distributed_training.train.results import (
     MAX_CONSECUTIVE_SKIPS,
-    NonFiniteError,
     StepResults,
     has_nonfinite_gradients,
 )
@@ -88,17 +87,8 @@ def test_skipped_steps_are_limited(tmp_path):
 def test_a_rollback_restores_the_last_checkpoint_before_the_step_once(tmp_path, monkeypatch):
     folders = [tmp_path / f"step-{step:08d}" for step in (3, 6, 9)]  # 9 is of an earlier attempt
     monkeypatch.setattr(results, "list_checkpoints", lambda _: folders)
-    step_results = make_results(tmp_path, on_nonfinite="rollback")
-    error = step_results.build_error(8, "step 8: ...")
-    assert step_results.choose_rollback_checkpoint(error) == folders[1]
-    assert step_results.skipped_step == 8
-    with pytest.raises(NonFiniteError):
-        step_results.choose_rollback_checkpoint(step_results.build_error(10, "step 10: ..."))
-
-
-@pytest.mark.parametrize(("on_nonfinite", "step"), [("stop", 8), ("rollback", 2)])
-def test_no_rollback_without_permission_or_checkpoint(on_nonfinite, step, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "list_checkpoints", lambda _: [tmp_path / "step-00000003"])
-    step_results = make_results(tmp_path, on_nonfinite=on_nonfinite)
-    with pytest.raises(NonFiniteError):
-        step_results.choose_rollback_checkpoint(step_results.build_error(step, "..."))
+    step_results = make_results(tmp_path)
+    assert step_results.build_error(8, "").rollback_checkpoint == folders[1]
+    assert step_results.build_error(2, "").rollback_checkpoint is None
+    step_results.skipped_step = 8
+    assert step_results.build_error(10, "").rollback_checkpoint is None

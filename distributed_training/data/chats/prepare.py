@@ -60,26 +60,14 @@ class Counts:
 def read_pieces(
     source: Source, tokenizer: Tokenizer, *, by_line: bool, counts: Counts
 ) -> Iterator[Piece]:
-    """Yield the pieces of text in a source, in order, and count the records in the source."""
+    """Yield the pieces of text in a source, in order, and count the records in the source. Records
+    with nothing to train on are left out. Raises UserError if a record does not have the shape of
+    the source's first record."""
     if source.form == pieces.RUNNING:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
             counts.records += piece.begins
             yield piece
         return
-    for item in check_records(source, tokenizer, counts):
-        if isinstance(item, tuple):
-            where, conversation = item
-            yield from _render(where, conversation, tokenizer, counts)
-        else:
-            yield from item
-
-
-def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
-    """Check and count the records in a source without rendering conversations.
-
-    For each conversation, yield (location in the dataset, conversation). For any other record,
-    yield a list of pieces. Records with nothing to train on are left out. Raises UserError if a
-    record does not have the shape of the source's first record."""
     shape = source.shape
     assert shape is not None
     is_chat_form = tokenizer.is_chat_form(source.form)
@@ -95,18 +83,18 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
             if answers.issubset(conversation.skip):
                 counts.left_out[NO_ANSWER] += 1
             else:
-                yield where, conversation
+                yield from _render(where, conversation, tokenizer, counts)
         elif source.form == pieces.TEXT:
             text = shape.read_text(record, where)
             if text.strip():
-                yield list(pieces.cut_text([text], can_cut=tokenizer.can_cut))
+                yield from pieces.cut_text([text], can_cut=tokenizer.can_cut)
             else:
                 counts.left_out["no text"] += 1
         else:
             prompt, completion = shape.read_pair(record, where)
             if completion.strip():
                 spans = [(len(prompt), len(prompt) + len(completion))]
-                yield [Piece(prompt + completion, spans)]
+                yield Piece(prompt + completion, spans)
             else:
                 counts.left_out[NO_ANSWER] += 1
 

@@ -27,14 +27,15 @@ class Renderer:
     """Chat template of a tokenizer.
 
     `templates` contains two templates: one for conversations without tools and one for
-    conversations with tools. `variables` contains the variables that both templates can use."""
+    conversations with tools. `variables` contains the variables that both templates can use.
+    `special_pattern` matches special tokens."""
 
     def __init__(
-        self, templates: Sequence[str], variables: dict[str, Any], special_tokens: Sequence[str]
+        self, templates: Sequence[str], variables: dict[str, Any], special_pattern: re.Pattern[str]
     ) -> None:
         self._templates = templates
         self._variables = variables
-        self._special_pattern = re.compile("|".join(map(re.escape, special_tokens)) or "(?!)")
+        self._special_pattern = special_pattern
 
     def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
         """Return the samples of a conversation. Raises UserError with its location in the dataset,

@@ -58,8 +58,8 @@ def gathered_parameter_bytes(
 
 def bucket_bytes(rank: PipelineRank) -> float:
     """Return the total size in bytes of the two gradient buckets. One bucket is filled while the
-    other is reduced. Return 0 for ZeRO stage 0, ZeRO stage 3 and pipelines, because they have no
-    buckets."""
+    other is reduced. They are filled after the backward pass of the loss has freed the logits.
+    Return 0 for ZeRO stage 0, ZeRO stage 3 and pipelines, because they have no buckets."""
     if rank.zero.stage not in (1, 2) or rank.pp > 1:
         return 0
     return 2 * rank.dtype_bytes * min(rank.zero.reduce_bucket_size, rank.trained_parameters)
@@ -124,7 +124,7 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
 def offload_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
     """Return the time in seconds that offloading adds to each step, keyed by bottleneck. The key is
     "disk" for file access, or "host RAM" for the optimizer step on the CPU. Return {} if offloading
-    adds no time."""
+    adds no time. `most_parameters` is the largest number of trained parameters on any rank."""
     processes_here = rank.plan.processes_here
     shard_parameters = most_parameters / rank.shards
     if rank.strategy.swaps_to_disk:
@@ -143,12 +143,8 @@ ZERO = Mechanism(
     additional_bytes=gathered_parameter_bytes,
     # During the passes, stage 3 has a flat buffer for all gradients.
     gradient_share=lambda rank, point: rank.zero.stage == 3 and point == "passes",
-    bucket_bytes=bucket_bytes,
-    # Two bytes per value, even in fp32 runs
-    host_bytes=lambda rank: 2 * rank.strategy.swap_buffer_values,
     data_parallel_traffic=zero_traffic,
     num_launches=num_launches,
-    offload_s=offload_s,
 )
 MASTER_COPY = Mechanism(
     is_used=lambda plan: plan.strategy.traits.rounds_weights,

@@ -169,4 +169,4 @@ def _check_names(where: str, what: str, names: Iterable[str], known: Collection[
     for name in set(names).difference(known):
         what = f"{where}: the {what} {name!r} is not known"
         why = f"the known names are {', '.join(known)}"
-        raise UserError(what, why, typed=name, known=known)
+        raise UserError(what, why)

@@ -147,8 +147,7 @@ class CpuRow:
 
 @functools.cache
 def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
-    """Return the runs that cpu.py recorded, with predictions from the current code. Time
-    predictions use the calibrations that cpu.py recorded with the runs."""
+    """Return the runs that cpu.py recorded, with predictions from the current code."""
     document = json.loads(file.read_text(encoding="utf-8"))
     values = document["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
@@ -160,8 +159,6 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
         plan = draft_plan(request, local_cluster(machine, count, count))
         if run["step_time_s"] is not None:
             rates = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
-            if "calibrations" in document:  # a record of a version that calibrated CPUs
-                rates = from_calibration(document["calibrations"][str(count)], rates)
             seconds = run["step_time_s"], estimate_step(plan, rates).seconds
         rows.append(
             CpuRow(
