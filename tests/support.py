@@ -17,7 +17,7 @@ import torch
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.initial_weights import fill_parameters
+from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Record, RunRecord, start_record
@@ -250,5 +250,5 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:
     """Return the model for `spec` with the weights from a Hugging Face folder."""
     model = spec.build_meta_model()
-    fill_parameters(model, spec.weights_source(folder), torch.device("cpu"))
+    InitialWeights(source=spec.weights_source(folder)).fill(model, torch.device("cpu"))
     return model

@@ -9,8 +9,8 @@ import torch
 from distributed_training.models import ModelSpec, peft
 from distributed_training.models.decoder import Decoder
 from distributed_training.models.initial_weights import (
+    InitialWeights,
     WeightSource,
-    fill_parameters,
     weights_checksum,
 )
 from distributed_training.parallel.lora import apply_lora
@@ -75,7 +75,7 @@ class TrainedModel:
             quantize_matrices(model, weights, device)
         elif self.adapters:
             weights = self.adapters.trained_base(weights, self.spec.size)
-        fill_parameters(model, weights, device)
+        InitialWeights(source=weights).fill(model, device)
         if self.adapters:
             rank = self.adapters.rank
             values = {"lora_rank": rank, "lora_alpha": self.adapters.scale * rank}
@@ -111,7 +111,7 @@ def trained_model_of_run(
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
-        meta_model = spec.build_meta_model(seed=config.seed)
+        meta_model = spec.build_meta_model()
         hashed = plan.machine.num_gpus > 0
         base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
     adapters = peft.adapters_from_state(dict(state), spec, config, base_fingerprint, plan.run_dir)

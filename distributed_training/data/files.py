@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.machine import available_ram_bytes
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_SIZE = 2**20  # bytes or characters read at a time
-# Memory that a .json file needs for two copies of its text and for the values, in bytes per byte of
-# the file
-_JSON_BYTES = 6
 _BATCH_ROWS = 16  # rows of a table decoded at a time
 
 
@@ -106,9 +102,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             except json.JSONDecodeError as error:
                 if line.endswith("\n") and not line[error.pos :].strip():
                     what = f"{where} contains only part of a JSON value"
-                    fix = "write each record on one line, as jq --compact-output does"
-                    if line.startswith("["):
-                        fix = "if the file is one list, give it the suffix .json"
+                    fix = "write each record on one line, as jq --compact-output does, or give the "
+                    fix += "file the suffix .json if it is one list"
                     raise UserError(what, "each line must be a whole record", fix) from None
                 what = f"{where} is not valid JSON at column {error.colno}"
                 raise UserError(what, error.msg) from None
@@ -118,13 +113,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) for each record in a JSON file. The file may contain a list of
-    records, a single record, or JSON Lines."""
-    needed_bytes = _JSON_BYTES * path.stat().st_size
-    if needed_bytes > (available_bytes := available_ram_bytes()):
-        what = f"reading {path} needs about {needed_bytes / 1e9:.1f} GB of RAM"
-        available = f"{available_bytes / 1e9:.1f} GB"
-        why = f"a JSON file is read into memory as a whole, but only {available} is available"
-        raise UserError(what, why, "convert it to .jsonl")
+    records, a single record, or JSON Lines. Unlike other files, it is read as a whole, which needs
+    about six times its size in RAM."""
     text = "".join(read_text(path))
     try:
         value = _parse(text)

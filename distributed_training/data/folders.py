@@ -126,10 +126,6 @@ def _read_saved_splits(folder: Path, what: str) -> Splits:
 
 
 def _unusable_error(what: str, files: Sequence[Path]) -> UserError:
-    suffixes = sorted({suffix_of(file) for file in files})
-    why = "the folder has no files"
-    if suffixes == [""]:
-        why = "files without an extension are not supported"
-    elif suffixes:
-        why = f"files of type {', '.join(filter(None, suffixes))} are not supported"
+    found = ", ".join(sorted({suffix_of(file) or "without a suffix" for file in files}))
+    why = f"it has only files {found}" if found else "the folder has no files"
     return UserError(f"{what} cannot be read", why, f"use {one_of(SUFFIXES)} files")

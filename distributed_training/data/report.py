@@ -14,7 +14,7 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import shown
 
 QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
-FILLED = "prompt fills max_length"
+FILLED = "prompt fills max_length, so set a larger max_length"
 
 
 def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, Any]:
@@ -25,8 +25,6 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     - `left_out`: number of records left out, by reason;
     - `samples`, `cut`: number of samples, and number of samples cut at max_length;
     - `ends_cut`: number of cut samples that lose the end of an answer;
-    - `longest_prompt`: number of tokens in the longest prompt that fills max_length, or 0 if there
-      is no such prompt;
     - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and total number of
       tokens;
     - `loss_share`: number of tokens in the loss, divided by the number of tokens in all samples;
@@ -39,7 +37,7 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     starts, part_lengths = find_parts(split, meta["form"], config.max_length, packs=packs)
     num_targets = part_lengths
     is_cut = np.zeros(0, bool)
-    num_answers_cut = longest_prompt = 0
+    num_answers_cut = 0
     left_out = dict(counts["left_out"])
     notes = {note: count for note, count in counts["notes"].items() if count}
     if meta["form"] != RUNNING and (num_short := int((lengths < 2).sum())):
@@ -59,10 +57,6 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
             reasons = left_out if len(lengths) == counts["used"] else notes
             reasons[FILLED] = int(is_filled.sum())
             is_cut = is_cut & ~is_filled
-            longest_prompt = max(
-                int(split["loss_mask"][first + 1 : first + size + 1].argmax()) + 1
-                for first, size in zip(firsts[is_filled], full_lengths[is_filled], strict=True)
-            )
     # If texts are packed, long texts are split into several samples instead of being cut.
     elif not (packs and meta["form"] in (RUNNING, TEXT)):
         is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
@@ -79,7 +73,6 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         "samples": int((num_targets > 0).sum()),
         "cut": int(is_cut.sum()),
         "ends_cut": num_answers_cut,
-        "longest_prompt": longest_prompt,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
         "num_tokens": int(lengths.sum()),
         "loss_share": float(num_targets.sum() / max(1, num_sample_tokens)),
@@ -116,10 +109,7 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     lines = []
     for reason, count in counts["left_out"].items():
         verb = "is" if count == 1 else "are"
-        line = f"{count:,} of {counts['records']:,} records {verb} left out ({reason})"
-        if reason == FILLED:
-            line += f". {_remedy(counts)}"
-        lines.append(line)
+        lines.append(f"{count:,} of {counts['records']:,} records {verb} left out ({reason})")
     if counts["cut"]:
         verb = "is" if counts["cut"] == 1 else "are"
         line = (
@@ -144,17 +134,13 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         if note == FILLED:
             samples = f"{_format_count(count, 'sample')} from records with several answers"
             verb = "is" if count == 1 else "are"
-            line = f"{samples} {verb} left out ({note}). {_remedy(counts)}"
+            line = f"{samples} {verb} left out ({note})"
         lines.append(line)
     return lines
 
 
 def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _remedy(counts: dict[str, Any]) -> str:
-    return f"To use all of them, set max_length to {counts['longest_prompt'] + 1} or more"
 
 
 def read_samples(

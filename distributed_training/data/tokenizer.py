@@ -205,17 +205,10 @@ class Tokenizer:
         return -1 if token is None or token == self.eos_id else int(token)
 
     @cached_property
-    def special_tokens(self) -> list[str]:
-        """All special tokens, as they appear in text."""
-        return [
-            str(token)
-            for token in self._hf_tokenizer.convert_ids_to_tokens(self.special_ids.tolist())
-        ]
-
-    @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Pattern that matches any special token."""
-        return re.compile("|".join(map(re.escape, self.special_tokens)))
+        """Pattern that matches any special token, as it appears in text."""
+        tokens = self._hf_tokenizer.convert_ids_to_tokens(self.special_ids.tolist())
+        return re.compile("|".join(re.escape(str(token)) for token in tokens))
 
     def count_bytes(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of text that each token id represents, int32

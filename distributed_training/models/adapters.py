@@ -14,12 +14,10 @@ from distributed_training.settings.files import load_json, parse_as, shown
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FIX = "use plain LoRA adapters, or merge these adapters into their base model with PEFT first"
-# Initializations of A and B that leave the base weights unchanged
-_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 # Keys that do not affect the computation of trained adapters
 _IGNORED_KEYS = {
     "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
-    "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
+    "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 
 
@@ -35,6 +33,8 @@ class AdapterConfig(BaseModel, strict=True):
     revision: Literal["main"] | None = None
     target_modules: list[str] | str | None = None
     bias: Literal["none"] = "none"
+    # The initializations that leave the base weights unchanged
+    init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
     @property
     def scale(self) -> float:
@@ -48,14 +48,6 @@ def read_adapters(folder: Path) -> AdapterConfig:
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
-    initial = document.get("init_lora_weights", True)
-    if initial not in _INITIAL:
-        what = f"{file}: init_lora_weights={shown(initial)} is not supported"
-        why = "this initialization changes the base weights, and the changed weights were not saved"
-        fix = (
-            "save the adapters with PEFT's path_initial_model_for_weight_conversion, or merge them"
-        )
-        raise UserError(what, why, fix)
     for key in sorted(set(document) - _IGNORED_KEYS - set(AdapterConfig.model_fields)):
         value = document[key]
         if value is not None and value is not False and value not in ("", [], {}):

@@ -3,7 +3,8 @@
 The letters in shapes are defined in decoder.py. In addition, N = B T, and R is the number of ranks
 that shard the vocabulary."""
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,13 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.decoder import softcap
 
 
-class AllGather(Protocol):
-    """Function that all-gathers a tensor along `gather_dim` over a process group. The function also
-    works in compiled code."""
-
-    def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
-
-
 class VocabularyShard(NamedTuple):
     """Shard of the vocabulary on one rank of a process group."""
 
     first: int  # token id of the first row
     group: Any
-    gather: AllGather
+    # Function of (tensor, dim, group) that all-gathers a tensor along `dim`, also in compiled code
+    gather: Callable[[torch.Tensor, int, Any], torch.Tensor]
 
 
 class ChunkedCrossEntropy:

@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import load_json, shown
@@ -22,16 +20,22 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
+def load_object(file: Path) -> dict[str, Any]:
+    """Return the values of a JSON file in a model's folder. Raises UserError if the file does not
+    contain a JSON object."""
+    document = load_json(file, "model")
+    if not isinstance(document, dict):
+        raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
+    return document
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of a folder's config.json, completed with transformers' defaults.
 
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    file = folder / CONFIG_FILE
-    document = load_json(file, "model")
-    if not isinstance(document, dict):
-        raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
+    document = load_object(folder / CONFIG_FILE)
     return json.loads(_read_with_transformers(json.dumps(document, sort_keys=True), folder))  # type: ignore[no-any-return]
 
 
@@ -41,9 +45,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     file = folder / GENERATION_CONFIG
     if not file.is_file():
         return {}
-    document = load_json(file, "model")
-    if not isinstance(document, dict):
-        raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
+    document = load_object(file)
     eos_ids = document.get("eos_token_id")
     for eos_id in eos_ids if isinstance(eos_ids, list) else [eos_ids]:
         if not isinstance(eos_id, int | None) or isinstance(eos_id, bool):
@@ -74,20 +76,18 @@ def _read_with_transformers(text: str, folder: Path) -> str:
                 why = "its auto_map refers to custom code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
-    return cached_json(f"2 {version('transformers')} {text}", read, dict[str, Any])
+    return cached_json(f"2 {version('transformers')} {text}", read)
 
 
-def cached_json(key: str, compute: Callable[[], str], value_type: Any) -> str:
-    """Return a value of type `value_type` as JSON, from the user's cache or from `compute`.
+def cached_json(key: str, compute: Callable[[], str]) -> str:
+    """Return a value as JSON, from the user's cache or from `compute`.
 
     The value must depend only on `key`. Importing transformers takes seconds, so the value is
     cached for other processes and later runs. If the cache is not writable, the value is not
     stored."""
     cache_file = cache_folder() / "configs" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    with contextlib.suppress(OSError, ValueError):
-        value = cache_file.read_text()
-        TypeAdapter(value_type).validate_json(value)
-        return value
+    with contextlib.suppress(OSError):
+        return cache_file.read_text()
     value = compute()
     with contextlib.suppress(OSError):
         cache_file.parent.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.attention import Documents, attend, describe_documents
 from distributed_training.models.initial_weights import (
+    InitialWeights,
     Slices,
     WeightSource,
-    fill_parameters,
     hashed_normal,
 )
 from distributed_training.models.size import ModelSize
@@ -383,5 +383,5 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
         model = family(size, dropout)
     if device.type != "meta":
         source = model.random_source(seed, device, hashed=device.type != "cpu")
-        fill_parameters(model, source, device)
+        InitialWeights(source=source).fill(model, device)
     return model

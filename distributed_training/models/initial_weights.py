@@ -40,8 +40,34 @@ class InitialWeights:
     def fill(
         self, model: nn.Module, device: torch.device, locate: ShardLocator = locate_unsharded
     ) -> None:
-        """Fill the parameters that are on the meta device (see `fill_parameters`)."""
-        fill_parameters(model, self.source, device, self.round_to, locate)
+        """Allocate the model's meta-device parameters on `device`, and fill this rank's shards with
+        initial values.
+
+        Two threads fill the shards, so up to two additional shards are in RAM at a time."""
+        pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        allocate(model, device)
+        parameters = dict(model.named_parameters())
+
+        def fill(name: str) -> None:
+            local, start = locate(parameters[name])
+            if local.numel() == 0:
+                return
+            ends = zip(start, local.shape, strict=True)
+            values = self.source(name, tuple(slice(first, first + size) for first, size in ends))
+            if values.shape != local.shape:
+                local.zero_()  # Rows after the vocabulary's rows are padding.
+            values = values.to(device)
+            target = local[tuple(map(slice, values.shape))]
+            target.copy_(values.to(self.round_to or values.dtype))
+
+        on_gpu = device.type == "cuda"
+        if on_gpu:  # The threads use a different stream.
+            torch.cuda.synchronize(device)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(fill, pending))
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -56,44 +82,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             module.to_empty(device=device, recurse=False)
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-
-
-def fill_parameters(
-    model: nn.Module,
-    source: WeightSource,
-    device: torch.device,
-    round_to: torch.dtype | None = None,
-    locate: ShardLocator = locate_unsharded,
-) -> None:
-    """Allocate the model's meta-device parameters on `device`, and fill this rank's shards with
-    initial values from `source`.
-
-    The values are rounded to `round_to` if it is given. Two threads fill the shards, so up to two
-    additional shards are in RAM at a time."""
-    pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    allocate(model, device)
-    parameters = dict(model.named_parameters())
-
-    def fill(name: str) -> None:
-        local, start = locate(parameters[name])
-        if local.numel() == 0:
-            return
-        ends = zip(start, local.shape, strict=True)
-        values = source(name, tuple(slice(first, first + size) for first, size in ends))
-        if values.shape != local.shape:
-            local.zero_()  # Rows after the vocabulary's rows are padding.
-        values = values.to(device)
-        target = local[tuple(map(slice, values.shape))]
-        target.copy_(values if round_to is None else values.to(round_to))
-
-    on_gpu = device.type == "cuda"
-    if on_gpu:  # The threads use a different stream.
-        torch.cuda.synchronize(device)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(fill, pending))
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 def hashed_normal(

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from distributed_training.models import ModelSpec, split_consecutive
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
@@ -20,7 +19,6 @@ from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
 
 PREFIX = "base_model.model."
 _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
@@ -50,12 +48,9 @@ class Adapters:
 
     def rounding_dtype(self) -> torch.dtype | None:
         """Return the compute dtype if the base was in NF4, or None if the base was not quantized.
-        Raises UserError if the format is unknown or bitsandbytes is not installed."""
+        Raises UserError if bitsandbytes is not installed."""
         if self.rounding is None:
             return None
-        if self.rounding not in _ROUNDINGS:
-            what = f"adapters {self.origin}: base_rounding {shown(self.rounding)} is not known"
-            raise UserError(what, f"supported values are {', '.join(_ROUNDINGS)}")
         if importlib.util.find_spec("bitsandbytes") is None:
             what = f"{self.origin}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
@@ -114,8 +109,8 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     config = read_adapters(folder)
     file = folder / ADAPTER_WEIGHTS
     try:
-        tensors = load_file(file)
         with safe_open(file, "pt") as weight_file:
+            tensors = {name: weight_file.get_tensor(name) for name in weight_file.keys()}  # noqa: SIM118
             metadata = weight_file.metadata() or {}
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)

@@ -200,7 +200,7 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     matrices of blocks), and trained weights are stored in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
-    model = plan.model.build_meta_model(dropout=config.dropout, seed=config.seed)
+    model = plan.model.build_meta_model(dropout=config.dropout)
     if config.lora_rank and compute_dtype is not None:
         model.to(compute_dtype)
     model.compute_dtype = compute_dtype

@@ -83,7 +83,7 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("a", "without an extension"), ("missing.txt", "does not exist"), ("zero.txt", "regular")],
+    [("a", "without a suffix"), ("missing.txt", "does not exist"), ("zero.txt", "regular")],
 )
 def test_unusable_path_is_refused(name, words, tmp_path):
     (tmp_path / "zero.txt").symlink_to("/dev/zero")

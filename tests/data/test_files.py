@@ -225,14 +225,6 @@ def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
         list(read_records(path))
 
 
-def test_json_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "available_ram_bytes", lambda: 1_000_000)
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"text": "a " * 100_000}]))
-    with refused("a.json", "RAM", ".jsonl"):
-        list(read_records(path))
-
-
 def test_hashing_a_truncated_gzip_file_names_the_file(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000))[:-20])
     with refused("a.txt.gz"):

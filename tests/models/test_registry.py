@@ -86,9 +86,6 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
     (tmp_path / "__init__.py").write_text("import no_such_package")
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))
-    (tmp_path / "__init__.py").write_text("sizes = build = None")
-    with refused(str(tmp_path), "to_hf, to_config"):
-        find_model(str(tmp_path))
 
 
 def test_exported_folders_are_labeled_with_the_model_of_their_run():

@@ -67,7 +67,7 @@ def _measured_size(text: str, file: str) -> str:
             raise UserError(what, describe(error)) from None
 
     releases = " ".join(map(version, ("torch", "transformers")))
-    return cached_json(f"{_VERSION} {releases} {text}", measure, ModelSize)
+    return cached_json(f"{_VERSION} {releases} {text}", measure)
 
 
 class UnsupportedError(Exception):
@@ -109,11 +109,9 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     types = set(getattr(config, "layer_types", None) or ())
     unknown_types = ", ".join(sorted(types - _LAYER_TYPES))
     no_window = "sliding_attention" in types and not getattr(config, "sliding_window", None)
+    _refuse_if(no_window, "has sliding-window layers but no sliding_window")
     _refuse_if(not getattr(config, "num_attention_heads", 0), "has no attention heads")
     _refuse_if(unknown_types, f"has layers of type {unknown_types}")
-    _refuse_if(no_window, "has sliding-window layers but no sliding_window")
-    _refuse_if(num_layers < 1, f"has {num_layers} layers")
-    _refuse_if(num_positions < 1, f"has {num_positions} positions")
     net = model.build_net(model.make_config(document, max_layers=_FIRST_BLOCKS))
     path, inner, blocks = model.find_blocks(net)
     embedding, head = net.get_input_embeddings().weight, net.get_output_embeddings()
