@@ -132,11 +132,7 @@ _START = {
         "lr_schedule": "cosine",
         "warmup_steps": 10,
     },
-    "strategy": {
-        "name": "zero2",
-        "engine": "deepspeed",
-        "sharding": "shards optimizer state, gradients",
-    },
+    "strategy": {"name": "zero2", "engine": "deepspeed"},
     "work": {"model": "gpt2-medium", "seed": 42, "global_batch_size": 32},
     "started_at": "2026-01-01T00:00:00+00:00",
     "run_dir": "runs/x",

@@ -8,15 +8,12 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.checkpoint.trained import TrainedModel, trained_model_of_run
-from distributed_training.data.corpus import WIKITEXT
-from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
 from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
@@ -42,7 +39,6 @@ _MODEL_FILE = re.compile(
     r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
 )
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
 
 def generate_ids(
@@ -183,11 +179,10 @@ def write_card(folder: Path, r: Record) -> None:
     from huggingface_hub import ModelCardData  # slow to import
 
     is_pretrained = r.config["weights"] == "pretrained"
-    front_matter = ModelCardData(  # license and language are left out if they are unknown
+    front_matter = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=find_model(r.config["model"]).hub_id if is_pretrained else None,
-        **_PUBLISHED_DATA.get(r.config["dataset"], {}),
     )
     steps = r.step
     best_note = ""

@@ -215,8 +215,7 @@ def header_rows(r: Record) -> dict[str, str]:
             pipeline += f"; {entry['ideal_bubble']:.0%} idle if all stages take the same time"
     return {
         "model": model,
-        "strategy": f"{r.strategy['name']} x {r.world_size} on {device}, {format_axes(r.mesh)}: "
-                    f"{r.strategy['sharding']}",
+        "strategy": f"{r.strategy['name']} x {r.world_size} on {device}, {format_axes(r.mesh)}",
         "options": _options(r),
         "pipeline": pipeline,
         "predicted": describe_prediction(

@@ -90,7 +90,7 @@ class Record(History):
     config: dict[str, Any]
     engine_options: dict[str, Any] = {}  # keys that only this strategy's engine declares
     config_requested: dict[str, Any] = {}  # CONFIG as the user wrote it
-    # Keys: name, as in CONFIG, and sharding, a description of the sharded state
+    # Keys: name, as in CONFIG, and engine
     strategy: dict[str, Any]
     work: dict[str, Any]  # equal for runs that can be compared
     world_size: int
@@ -98,8 +98,6 @@ class Record(History):
     # Keys: schedule, num_microbatches, blocks_per_stage and ideal_bubble. ideal_bubble is the idle
     # share if all stages take equally long, or None if there is no formula.
     pipeline: dict[str, Any] | None = None
-    # Keys: first_step and last_step of the trace, and the names of the files (traces, memory)
-    profile: dict[str, Any] | None = None
     # Machine of rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
     machine: dict[str, Any]
     num_parameters: int  # parameters of the whole model

@@ -309,11 +309,6 @@ def summary_rows(r: Record) -> dict[str, str]:
         rows["overfitted"] = text + (f"{BEST}/ contains that model." if r.best else advice)
     if r.skipped_steps:
         rows["skipped"] = f"{plural(len(r.skipped_steps), 'step')} with non-finite gradients"
-    if profile := r.profile:
-        files = f"{profile['traces']} in the run's folder (open at ui.perfetto.dev)"
-        if profile["memory"]:
-            files += f" and {profile['memory']} (open at pytorch.org/memory_viz)"
-        rows["profile"] = f"steps {profile['first_step']} to {profile['last_step']}, in {files}"
     return rows | {"record": f"{short_path(r.run_dir)}/record.json"}
 
 

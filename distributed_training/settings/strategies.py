@@ -210,27 +210,6 @@ class Strategy:
             return 0
         return int(section.buffer_count * section.buffer_size)
 
-    @property
-    def sharding(self) -> str:
-        """Describe which state is sharded and which is offloaded, for the summary printed when a
-        run starts."""
-        phrases = []
-        if self.mesh["pp"] != 1:
-            phrases.append("partitions the layers over pp")
-        if self.mesh["tp"] != 1:
-            phrases.append("shards each layer over tp")
-        if self.zero.stage:
-            sharded_state = ["optimizer state", "gradients", "parameters"]
-            phrases.append(f"shards {', '.join(sharded_state[: self.zero.stage])}")
-        elif not self.traits.takes_json and self.mesh["dp_shard"] != 1:
-            phrases.append("shards parameters, gradients and optimizer state over dp_shard")
-        phrases = phrases or ["replicates all state"]
-        if self.steps_on_host:
-            phrases.append(f"keeps optimizer state {_OFFLOAD_LOCATIONS[self.offload['optimizer']]}")
-        if self.fetches_parameters:
-            phrases.append(f"keeps parameters {_OFFLOAD_LOCATIONS[self.offload['param']]}")
-        return "; ".join(phrases)
-
 
 def list_strategies() -> dict[str, _StrategyFile]:
     """Map the name of each strategy in strategies/ to its parsed config.json, in the order of the

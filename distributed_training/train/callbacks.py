@@ -19,7 +19,6 @@ from distributed_training.records.display import describe_evaluation
 
 if TYPE_CHECKING:
     from distributed_training.train.loop import Trainer
-    from distributed_training.train.profiling import Profile
 
 Row = dict[str, Any]
 
@@ -54,11 +53,13 @@ class Recorder(Callback):
     and write them to record.json and metrics.jsonl."""
 
     def __init__(
-        self, record: records.RunRecord | None, tracker: metrics.Tracker, profile: Profile | None
+        self, record: records.RunRecord | None, tracker: metrics.Tracker, traced_steps: range
     ) -> None:
         self.record = record
         self.tracker = tracker
-        self.profile = profile
+        # Steps that profiling slows down. Profiling begins in the step before the first traced
+        # step, and files are written until the end of the step after the last traced step.
+        self.slowed_steps = range(traced_steps.start - 1, traced_steps.stop + 1)
         # (step, seconds) of each step that this process ran
         self.step_times: list[tuple[int, float]] = []
         # Bytes read and written during training; empty if they are not counted
@@ -89,19 +90,18 @@ class Recorder(Callback):
         }
 
     def collect_results(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the values that are added to a record at the end of a run: history, profile,
-        performance, memory per rank, disk traffic including checkpoints, and sample. All ranks must
+        """Return the values that are added to a record at the end of a run: history, performance,
+        memory per rank, disk traffic including checkpoints, and sample. All ranks must
         call this method."""
         plan = trainer.plan
         config = plan.config
         sampler = trainer.sampler
         # Use only the times of full steps without profiling. The last step of an epoch may have
         # fewer tokens but take just as long.
-        slowed_steps = self.profile.slowed_steps if self.profile else ()
         full_steps_s = [
             seconds
             for step, seconds in self.step_times
-            if sampler.is_full(step - 1) and step not in slowed_steps
+            if sampler.is_full(step - 1) and step not in self.slowed_steps
         ]
         samples = min(sampler.global_batch_size, sampler.num_samples)
         performance = metrics.summarize_performance(
@@ -123,7 +123,6 @@ class Recorder(Callback):
         return {
             **vars(trainer.history),
             "startup_s": trainer.startup.seconds,
-            "profile": self.profile and self.profile.record,
             "performance": performance,
             "memory": memory | {"by_rank": ranks},
             "disk": total | {"num_steps": max(1, len(self.step_times))} if total else None,

@@ -47,10 +47,6 @@ class Profile(Callback):
     """Profiler that traces `steps` in a run that continues after `last_step`."""
 
     def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
-        self.record: dict[str, object] | None = None  # traced steps and written files
-        # Steps that profiling slows down. Profiling begins in the step before the first traced
-        # step, and files are written until the end of the step after the last traced step.
-        self.slowed_steps = range(steps.start - 1, steps.stop + 1)
         self._steps = steps
         self._last_done_step = last_step
         self._on_gpu = topology.device_type == "cuda"
@@ -70,6 +66,7 @@ class Profile(Callback):
         )
 
     def before_training(self, trainer: Trainer) -> None:
+        self._display = trainer.display
         self._profiler.start()
 
     def after_step(self, trainer: Trainer) -> None:
@@ -91,8 +88,5 @@ class Profile(Callback):
         if self._on_gpu:
             dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))
         profiler.export_chrome_trace(str(self._run_dir / TRACE_FILE.format(self._rank)))
-        memory = MEMORY_FILE.format("*") if self._on_gpu else None
-        self.record = {
-            "first_step": self._steps[0], "last_step": self._last_done_step,
-            "traces": TRACE_FILE.format("*"), "memory": memory,
-        }  # fmt: skip
+        files = f"{TRACE_FILE.format('*')} in the run's folder (open at ui.perfetto.dev)"
+        self._display.say(f"traced steps {self._steps[0]} to {self._last_done_step}: {files}")

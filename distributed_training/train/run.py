@@ -32,7 +32,7 @@ from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr, printable
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import END_ACTIVITY, Process, Startup
-from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
+from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
 
 
@@ -74,19 +74,15 @@ def train(
     engine = build_engine(plan, topology)
     if record is not None:
         display.table(header_rows(records.Record.model_validate(record.values)))
-    profile = None
+    traced_steps = range(0)
     if plan.config.profile:
         from distributed_training.train.profiling import Profile, steps_to_trace
 
-        if steps := steps_to_trace(plan, history.step):
-            profile = Profile(plan, topology, history.step, steps)
-        else:
-            display.note(
-                "profile traces no steps, because the first step is never traced and no other step "
-                "remains"
-            )
-    recorder = Recorder(record, tracker, profile)
-    callbacks = [recorder, KeepBest(), EarlyStopping()]
+        traced_steps = steps_to_trace(plan, history.step)
+    recorder = Recorder(record, tracker, traced_steps)
+    callbacks: list[Callback] = [recorder, KeepBest(), EarlyStopping()]
+    if traced_steps:
+        callbacks.insert(0, Profile(plan, topology, history.step, traced_steps))
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -94,7 +90,7 @@ def train(
         data=data,
         sampler=sampler,
         display=display,
-        callbacks=callbacks if profile is None else [profile, *callbacks],
+        callbacks=callbacks,
         history=history,
         set_activity=set_activity,
         startup=startup,
@@ -244,14 +240,13 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "stage_ranks": list(plan.layout.ranks),
         "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
     }
-    sharding = strategy.sharding
     return {
         "command": plan.command,
         "config": plan.settings,
         "config_requested": plan.requested.to_key_values(),
         "engine_options": plan.engine_options,
         "deepspeed_json": plan.deepspeed_json,
-        "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
+        "strategy": {"name": strategy.name, "engine": strategy.engine},
         "work": {**plan.work, "data_fingerprint": data.fingerprint},
         "notes": plan.notes,
         "run_dir": str(plan.run_dir),
@@ -274,7 +269,6 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
             # With packing, a sample contains several records.
             "num_train_records": len(data.train.starts) if plan.packing else None,
             "num_validation_records": len(data.validation.starts) if plan.packing else None,
-            "mean_document_tokens": plan.packing and plan.packing.mean_length,
             "steps_per_epoch": sampler.steps_per_epoch,
         },
         "num_steps": plan.num_steps,

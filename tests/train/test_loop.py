@@ -113,7 +113,7 @@ def make_trainer(engine=None, record=None, **config):
             seed=0,
         ),
         display=Display(enabled=True),
-        callbacks=[Recorder(record, Tracker(), None), KeepBest(), EarlyStopping()],
+        callbacks=[Recorder(record, Tracker(), range(0)), KeepBest(), EarlyStopping()],
     )
 
 
