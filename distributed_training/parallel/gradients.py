@@ -32,20 +32,12 @@ def match_placements(parameters: list[Any]) -> None:
 
 
 @torch.no_grad()
-def all_reduce_sum(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1
-) -> None:
-    """Sum each tensor over `group` and divide it by `divisor`, in place with one all-reduce."""
+def all_reduce_sum(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Sum each tensor over `group`, in place with one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    flat /= divisor
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(total.view(tensor.shape))
-
-
-def all_reduce_mean(tensors: Sequence[torch.Tensor]) -> None:
-    """Average each tensor over all ranks, in place with one all-reduce."""
-    all_reduce_sum(tensors, divisor=dist.get_world_size())
 
 
 @torch.no_grad()

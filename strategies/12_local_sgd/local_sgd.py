@@ -4,10 +4,11 @@ Each replica takes `local_steps` AdamW steps with its own gradients, and then al
 synchronize. Local SGD continues from the mean of the weights. DiLoCo takes a Nesterov step from the
 weights of the last synchronization toward this mean. Each replica keeps its own Adam moments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from distributed_training.data.samples import StepBatch
@@ -15,7 +16,7 @@ from distributed_training.engines.base import MOMENTS, StepResult
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
-from distributed_training.parallel.gradients import all_reduce_mean
+from distributed_training.parallel.gradients import all_reduce_sum
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
@@ -62,7 +63,7 @@ class LocalSGD(NativeEngine):
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.averages_gradients:
             gradients = [parameter.grad for parameter in self.parameters]
-            all_reduce_mean([gradient for gradient in gradients if gradient is not None])
+            _average([gradient for gradient in gradients if gradient is not None])
         norms = super().update()
         self.steps_since_sync = (self.steps_since_sync + 1) % self.options.local_steps
         if self.steps_since_sync == 0 and not self.averages_gradients:
@@ -71,7 +72,7 @@ class LocalSGD(NativeEngine):
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        all_reduce_mean(self.parameters)
+        _average(self.parameters)
         if self.outer_optimizer is not None:
             for start, mean in zip(self.outer_parameters, self.parameters, strict=True):
                 start.grad = start - mean
@@ -93,7 +94,7 @@ class LocalSGD(NativeEngine):
         the replicas have just synchronized."""
         if self.steps_since_sync and not self.local_weights:
             self.local_weights = [parameter.detach().clone() for parameter in self.parameters]
-            all_reduce_mean(self.parameters)
+            _average(self.parameters)
 
     @torch.no_grad()
     def _restore_local_weights(self) -> None:
@@ -153,3 +154,11 @@ class LocalSGD(NativeEngine):
             momenta = [state["momentum_buffer"] for state in self.outer_optimizer.state.values()]
             tensors |= {"start": self.outer_parameters, "momentum": momenta}
         return tensors
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[torch.Tensor]) -> None:
+    """Average each tensor over all ranks, in place with one all-reduce."""
+    all_reduce_sum(tensors)
+    for tensor in tensors:
+        tensor /= dist.get_world_size()
