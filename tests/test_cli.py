@@ -221,6 +221,7 @@ def test_commands_are_dispatched(monkeypatch, capsys):
     [
         ("linux", ["reprt"], ["'reprt'", "report"]),
         ("linux", ["zzzz"], ["Options begin with --", "See --help"]),
+        ("linux", ["generate", "runs/latest", "--top_k", "0"], ["--top_k", "'0'"]),
         ("darwin", ["train"], ["darwin", "WSL 2"]),
     ],
 )

@@ -15,12 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan
-from distributed_training.records.folder import (
-    META_FILE,
-    checkpoint_name,
-    list_checkpoints,
-    named_checkpoint,
-)
+from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
 from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
@@ -68,7 +63,7 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 def read_meta(folder: Path) -> Meta:
     """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint in this
-    format, if meta.json is damaged, or if meta.json belongs to another folder."""
+    format, or if meta.json is damaged."""
     try:
         values = dict(json.loads((folder / META_FILE).read_bytes()))
     except (OSError, TypeError, ValueError):
@@ -76,12 +71,10 @@ def read_meta(folder: Path) -> Meta:
     if (saved_format := values.get("format")) != FORMAT:
         what = f"Checkpoint {folder} has the format {saved_format} of another version, not {FORMAT}"
         raise UserError(what, fix="start a new run with weights=<run>/hf, or set resume to None")
-    if values.pop(CHECKSUM, None) == crc32_of(values):
-        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", resume_advice(folder))
-        if folder.name == checkpoint_name(meta.step):
-            return meta
-    why = f"{META_FILE} has changed since it was written, or the folder was renamed"
-    raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
+    if values.pop(CHECKSUM, None) != crc32_of(values):
+        why = f"{META_FILE} has changed since it was written"
+        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
+    return parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", resume_advice(folder))
 
 
 def rank_file_name(rank: int) -> str:

@@ -160,10 +160,10 @@ class Trainer:
         )
         if save_has_ended:
             self.checkpoints.finish(self)
-        save_is_due = self.checkpoints.is_due(self)
-        if flush_is_due or self.stop_signum or save_is_due or self.evaluation_is_due:
+        pause_is_due = self.checkpoints.is_due(self) or self.evaluation_is_due
+        if flush_is_due or self.stop_signum or pause_is_due:
             self._flush()  # first, so that no bad step is saved or evaluated
-        if save_is_due or self.evaluation_is_due:
+        if pause_is_due:
             self.peak_memory.end()
             # Save before evaluating, so that a run that is killed in the evaluation loses no step.
             self.checkpoints.save_if_due(self)

@@ -7,13 +7,13 @@ not traced, because they compile, allocate memory and capture graphs."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
-from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import dump_memory_history, record_memory_history
 from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
@@ -44,35 +44,26 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
 
 
 class Profile(Callback):
-    """Profiler that traces `steps` in a run that continues after `last_step`."""
+    """Profiler that traces `steps` on this rank."""
 
-    def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
+    def __init__(self, steps: range) -> None:
         self._steps = steps
-        self._last_done_step = last_step
-        self._on_gpu = topology.device_type == "cuda"
-        self._rank = topology.rank
-        self._run_dir = plan.run_dir
-        # Remove the files from an earlier attempt, which may have had more processes.
-        if self._rank == 0:
-            for name in (TRACE_FILE, MEMORY_FILE):
-                for file in self._run_dir.glob(name.format("*")):
-                    file.unlink()
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT_LOG_LEVEL)
-        # The profiler warms up in the step before the first traced step.
-        wait = steps.start - last_step - 2
-        self._profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(steps), repeat=1),
-            on_trace_ready=self._write,
-        )
 
     def before_training(self, trainer: Trainer) -> None:
-        self._display = trainer.display
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT_LOG_LEVEL)
+        # The profiler warms up in the step before the first traced step.
+        wait = self._steps.start - trainer.step - 2
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=wait, warmup=1, active=len(self._steps), repeat=1
+            ),
+            on_trace_ready=functools.partial(self._write, trainer),
+        )
         self._profiler.start()
 
     def after_step(self, trainer: Trainer) -> None:
         """Tell the profiler that a step has ended. After the last traced step, write the files."""
-        self._last_done_step += 1
-        if self._on_gpu and self._last_done_step == self._steps[0] - 1:
+        if trainer.topology.device_type == "cuda" and trainer.step == self._steps[0] - 1:
             record_memory_history()
         self._profiler.step()
 
@@ -81,12 +72,14 @@ class Profile(Callback):
         profilers of the other ranks could wait for that rank forever."""
         self._profiler.stop()
 
-    def _write(self, profiler: torch.profiler.profile) -> None:
+    def _write(self, trainer: Trainer, profiler: torch.profiler.profile) -> None:
         # Nothing was traced if a signal stopped the run before the first traced step ended.
-        if self._last_done_step < self._steps[0]:
+        if trainer.step < self._steps[0]:
             return
-        if self._on_gpu:
-            dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))
-        profiler.export_chrome_trace(str(self._run_dir / TRACE_FILE.format(self._rank)))
+        run_dir = trainer.plan.run_dir
+        rank = trainer.topology.rank
+        if trainer.topology.device_type == "cuda":
+            dump_memory_history(run_dir / MEMORY_FILE.format(rank))
+        profiler.export_chrome_trace(str(run_dir / TRACE_FILE.format(rank)))
         files = f"{TRACE_FILE.format('*')} in the run's folder (open at ui.perfetto.dev)"
-        self._display.say(f"traced steps {self._steps[0]} to {self._last_done_step}: {files}")
+        trainer.display.say(f"traced steps {self._steps[0]} to {trainer.step}: {files}")

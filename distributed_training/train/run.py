@@ -82,7 +82,7 @@ def train(
     recorder = Recorder(record, tracker, traced_steps)
     callbacks: list[Callback] = [recorder, KeepBest(), EarlyStopping()]
     if traced_steps:
-        callbacks.insert(0, Profile(plan, topology, history.step, traced_steps))
+        callbacks.insert(0, Profile(traced_steps))
     trainer = Trainer(
         engine=engine,
         plan=plan,

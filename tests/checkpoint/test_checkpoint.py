@@ -221,7 +221,7 @@ def test_a_flipped_bit_and_a_missing_file_are_detected(tmp_path):
         check_files(folder, read_meta(folder))
 
 
-def test_flipped_bits_in_meta_json_and_a_folder_of_another_step_are_detected(tmp_path):
+def test_flipped_bits_in_meta_json_are_detected(tmp_path):
     folder = save(tmp_path, 1)
     file = folder / "meta.json"
     content, meta = file.read_bytes(), read_meta(folder)
@@ -231,9 +231,6 @@ def test_flipped_bits_in_meta_json_and_a_folder_of_another_step_are_detected(tmp
         )
         with contextlib.suppress(UserError):
             assert read_meta(folder) == meta  # the bit was in whitespace
-    file.write_bytes(content)
-    with refused("is damaged", "the folder was renamed"):
-        read_meta(folder.rename(folder.with_name("step-00000041")))
 
 
 def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):

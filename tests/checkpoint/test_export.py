@@ -153,17 +153,6 @@ def test_generated_text_equals_transformers(run_dir):
     assert generated.stdout == tokenizer.decode(hf_ids[0], skip_special_tokens=True) + "\n"
 
 
-def test_generate_refuses_paths_without_a_model(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for words, message in {
-        (tmp_path / "none",): f"{tmp_path}/none",
-        (tmp_path / "empty",): "neither a run nor a model",
-        (tmp_path / "empty", "--top_k", 0): "not a number >= 1",
-        (): "required: run",
-    }.items():
-        assert_refused(command("generate", *words), message)
-
-
 def command(*words):
     return heavy_pool().script(words)
 
