@@ -193,7 +193,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             omitted_words |= {f"--{option}", f"--{option}={value}", value}
         launch_arguments = [word for word in program.argv if word not in omitted_words]
         request = configure(arguments, program, arguments.overrides)
-        process = launch.launched_process(request.precision, arguments.num_gpus)
+        process = launch.launched_process(arguments.num_gpus)
         if arguments.dry_run:
             return print_plan(request, process, program.script, launch_arguments, arguments)
         if process is None or process.rank == 0:

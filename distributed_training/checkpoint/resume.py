@@ -16,7 +16,14 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
+from distributed_training.records.record import (
+    LAST,
+    RECORD_FILE,
+    Record,
+    is_alive,
+    load_record,
+    write_json,
+)
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32, crc32_of, parse_as, shown
@@ -207,7 +214,7 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
             command = f"--resume {os.path.relpath(checkpoint.parents[1])}"
             why = f"used different settings: {differences}. To continue that run, restore these "
             why += f"settings and use {command}"
-        elif not is_same and claims.is_locked(checkpoint.parents[1]):
+        elif not is_same and is_alive(run):
             why = "is in use"
         else:
             why = "is damaged"

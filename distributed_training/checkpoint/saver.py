@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,12 @@ class Saver:
         is_rank_0 = self.topology.rank == 0
         final_folder = partial_folder.with_name(checkpoint_name(meta.step))
         file = partial_folder / resume.rank_file_name(self.topology.rank)
-        with raise_on_all_ranks(self._group):
+        gather_values = partial(gather, group=self._group)
+        with raise_on_all_ranks(gather_values):
             file_info = (socket.gethostname(), *write_parts(file, parts))
             if is_rank_0:
                 claims.check(self.plan.run_dir, self.plan.run_id)
-        for rank, (host, size, checksum) in enumerate(gather(file_info, self._group)):
+        for rank, (host, size, checksum) in enumerate(gather_values(file_info)):
             name = resume.rank_file_name(rank)
             meta.files[name] = size
             meta.checksums[name] = checksum
@@ -167,12 +169,12 @@ class Saver:
         # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
         # nodes.
         for has_turn in (not is_rank_0, is_rank_0):
-            with raise_on_all_ranks(self._group):
+            with raise_on_all_ranks(gather_values):
                 if self._is_disk_leader and has_turn:
                     _publish(partial_folder, final_folder, meta)
         # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
         # and this run repeats their steps.
-        with raise_on_all_ranks(self._group):
+        with raise_on_all_ranks(gather_values):
             checkpoints = list_checkpoints(self.plan.run_dir) if self._is_disk_leader else []
             older = [checkpoint for checkpoint in checkpoints if checkpoint <= final_folder]
             for checkpoint in set(checkpoints).difference(

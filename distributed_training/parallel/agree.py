@@ -17,7 +17,6 @@ import torch.distributed as dist
 from distributed_training.settings.errors import RunError, UserError, first_line
 from distributed_training.settings.files import shown
 
-GATHER_TIMEOUT_S = 24 * 3600.0  # timeout of `build_store_gather`
 _ERROR_CLASSES = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
 Gather = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
@@ -44,21 +43,16 @@ def broadcast_from_rank_0(value: Any) -> Any:
 
 def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
     """Return a function like `gather` that exchanges values through a store. The function can wait
-    longer than a process group's timeout, for example for a rank that is still tokenizing. The
-    function raises RunError if another rank has not called it after GATHER_TIMEOUT_S seconds."""
+    longer than a process group's timeout, for example for a rank that is still tokenizing. Waiting
+    ranks handle signals, and their launcher ends them if another rank fails."""
     call_indices = itertools.count()
 
     def gather_from_store(value: Any) -> list[Any]:
         call_index = next(call_indices)
         keys = [f"value {call_index} of rank {sender}" for sender in range(world_size)]
         store.set(keys[rank], json.dumps(value))
-        end = time.monotonic() + GATHER_TIMEOUT_S
         pause = 0.01
         while not store.check(keys):
-            if time.monotonic() > end:
-                raise RunError(
-                    f"Another rank did not answer within {GATHER_TIMEOUT_S / 3600:g} hours"
-                )
             time.sleep(pause)
             pause = min(1.0, 1.2 * pause)
         return [json.loads(text) for text in store.multi_get(keys)]
@@ -84,22 +78,25 @@ def check_ranks_agree(values_by_name: Mapping[str, Any], gather_values: Gather) 
 
 
 @contextlib.contextmanager
-def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(gather_values: Gather = gather) -> Iterator[None]:
     """Raise an error on all ranks if any rank raises an OSError, FloatingPointError or UserError in
     the `with` block. If several ranks fail, all ranks raise the error of the lowest failing rank.
-    All ranks of `group` must enter the block."""
+    All ranks must enter the block. They exchange their errors with `gather_values`."""
     failure = None
+    cause: Exception | None = None
     try:
         yield
     except OSError as error:
-        failure = ("OSError", error.errno or errno.EIO, str(error.strerror or error))
+        cause = error
+        message = str(error.strerror or error)
+        failure = ("OSError", error.errno or errno.EIO, message, str(error.filename or ""))
     except FloatingPointError as error:
         failure = ("FloatingPointError", f"{error} on rank {dist.get_rank()}")
     except UserError as error:
         failure = (type(error).__name__, str(error))
-    for first_failure in filter(None, gather(failure, group)):
+    for first_failure in filter(None, gather_values(failure)):
         name, *arguments = first_failure
-        raise _ERROR_CLASSES.get(name, UserError)(*arguments)
+        raise _ERROR_CLASSES.get(name, UserError)(*arguments) from cause
 
 
 def succeeds_on_all_ranks(attempt: Callable[[], Any], consequence: str) -> bool:

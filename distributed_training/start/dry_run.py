@@ -20,7 +20,6 @@ from distributed_training.records.display import describe_prediction
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import printable
 from distributed_training.settings.machine import detect_machine
-from distributed_training.start import run_dir
 from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
 
@@ -47,14 +46,9 @@ def print_plan(
     else:
         cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
     plan = make_plan(config, cluster, peek_data)
-    run_dir.refuse_other_json(plan)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
-    if plan.num_steps is None:
-        note = "the number of steps is unknown, because this dry run did not tokenize the dataset. "
-        notes.append(f"{note}To tokenize and preview the dataset, use the data command")
-    folder = checkpoint.parents[1] if checkpoint else plan.run_dir
-    plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
+    plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, os.path.relpath(script), arguments)
     print(describe_plan(plan, "(the current command, without --dry-run)" if process else command))
     return 0
@@ -73,9 +67,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
         rendezvous.append(f"--rdzv_endpoint={FIRST_HOST}:29500")
         rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
         launcher = ["torchrun", *rendezvous, timeout, f"--nproc_per_node={processes_here}", script]
-    elif processes_here > 1 and not any(
-        word.startswith(("--num_gpus", "--num-gpus")) for word in arguments
-    ):
+    elif processes_here > 1 and "--num_gpus" not in arguments:
         launcher += ["--num_gpus", str(processes_here)]
     return shlex.join([*launcher, *arguments])
 
@@ -87,7 +79,8 @@ def describe_plan(plan: Plan, command: str) -> str:
     source = os.path.relpath(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0
     predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
-    num_steps = f"{plan.num_steps:,}" if plan.num_steps else "unknown until the data is tokenized"
+    unknown = "unknown until the data is tokenized (the data command does this)"
+    num_steps = f"{plan.num_steps:,}" if plan.num_steps else unknown
     lines = ["resolved CONFIG"]
     for key, value in plan.settings.items():
         origin = "" if requested[key] == value else f"    (was {requested[key]!r})"

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -25,14 +24,12 @@ from distributed_training.records.record import has_begun, load_record, mark_sto
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import describe_ignored_settings
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import (
-    MAX_PROCESSES,
     OUT_OF_MEMORY,
     Command,
     current_process,
@@ -45,14 +42,13 @@ PLANNED_OPTION = "--planned"  # option that this command passes to the ranks tha
 CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
 
 
-def launched_process(precision: str, num_gpus: str | None) -> Process | None:
+def launched_process(num_gpus: str | None) -> Process | None:
     """Return the ranks and world sizes that a launcher set for this process. Return None if no
-    launcher started this process. Print a note about launcher settings that have no effect. Raises
+    launcher started this process. Raises
     UserError if `num_gpus`, the value of --num_gpus, contradicts the launcher."""
     process = current_process()
-    ignored_settings = describe_ignored_settings(os.environ, precision)
-    if ignored_settings and (process is None or process.rank == 0):
-        print_stderr(f"note: {ignored_settings}")
+    if process is not None and process.rank == 0 and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        print_stderr("note: accelerate only starts the processes. CONFIG replaces its settings")
     if process is not None and num_gpus not in (None, "all", str(process.world_size)):
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
@@ -81,18 +77,12 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
             f"note: this run uses 1 of {machine.num_gpus} GPUs. "
             "To use all GPUs, add --num_gpus all."
         )
-    plan = plan_run(request, cluster)
+    plan = run_dir.reserve_run_dir(make_plan(request, cluster, read_data))
     if count == 1 and not max_restarts:
         startup.end("plan")
         return run_here(plan, single_process(), startup)
     prepare_environment(count)
     return spawn(plan, [str(script), PLANNED_OPTION], max_restarts)
-
-
-def plan_run(request: Request, cluster: Cluster) -> Plan:
-    """Plan a run, write the plan into the run's folder, and return the plan."""
-    plan = make_plan(request, cluster, read_data)
-    return run_dir.reserve_run_dir(plan)
 
 
 def run_planned_rank(run_dir: str, *code_folders: str) -> int:
@@ -102,8 +92,8 @@ def run_planned_rank(run_dir: str, *code_folders: str) -> int:
     assert process is not None
     # Process name in `top`, at most 15 characters
     Path("/proc/self/comm").write_text(f"rank {process.rank}")
-    worker = import_worker()
     startup = Startup()
+    worker = import_worker()
     startup.end("import")
     for folder in code_folders:
         allow_code(Path(folder))
@@ -139,8 +129,6 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
     if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
         what = f"--num_gpus {shown(num_gpus)} is not accepted"
         raise UserError(what, 'it must be a whole number >= 1 or "all"')
-    if num_gpus is not None and int(num_gpus) > MAX_PROCESSES:
-        raise UserError(f"--num_gpus {num_gpus} is more than the maximum of {MAX_PROCESSES:,}")
     return int(num_gpus or 1)
 
 
@@ -171,37 +159,31 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
             plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
             run_dir.write_plan(plan)
         monitor = Monitor(plan.config, plan.num_processes)
-        record_hang = partial(mark_stopped, plan.run_dir, "failed")
-        outcome = run_ranks(command, plan.num_processes, monitor, record_hang)
+        outcome = run_ranks(command, plan.num_processes, monitor)
         if outcome.signum or not outcome.exit_code:
             break
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code
-    reason = outcome.reason
     if not has_begun(plan.run_dir):
-        if reason and not outcome.signum:
-            print_stderr(f"failed before training began: {reason}")
+        if outcome.reason and not outcome.signum:
+            print_stderr(f"failed before training began: {outcome.reason}")
         return code
-    cause = reason or outcome.early_exits
-    mark_stopped(
-        plan.run_dir,
-        "interrupted" if outcome.signum else "failed",
-        cause or "a process ended without an error message",
-        consequence=not cause,
-        # Peers of a killed process fail as well, perhaps before its end is noticed.
-        decides=-signal.SIGKILL in outcome.codes.values(),
-    )
+    if code:
+        mark_stopped(
+            plan.run_dir,
+            "interrupted" if outcome.signum else "failed",
+            outcome.reason or "a process ended without an error message",
+            consequence=not outcome.reason,
+            # Peers of a killed process fail as well, perhaps before its end is noticed.
+            decides=bool(outcome.hang) or -signal.SIGKILL in outcome.codes.values(),
+        )
     record = load_record(plan.run_dir)
     if record.status in ("oom", "failed"):
         print_stderr(f"{record.status}: {record.error}")
-        return 1
-    if record.status == "interrupted" and code < 128:  # only the child processes received a signal
-        return 128 + signal.SIGINT
     # The run had finished, and there was no upload to the Hub that could fail.
-    if record.status == "ok" and code and plan.config.push is None:
-        if not outcome.signum:
-            what = reason.removesuffix(OUT_OF_MEMORY) or "a process ended with an error"
-            print_stderr(f"note: after the run had finished: {what}")
+    elif record.status == "ok" and code and plan.config.push is None:
+        reason = outcome.reason.removesuffix(OUT_OF_MEMORY) or "a process failed"
+        print_stderr(f"note: after the run had finished: {reason}")
         return 0
     return code

@@ -3,21 +3,22 @@ torch.
 
 Each rank writes its activity to a file of its own whenever the activity changes. The files are in
 memory and have no names. The launching process reads them once per second. Only if a rank seems to
-hang does the launching process ask for the stack of the main thread, with a signal."""
+hang does the launching process ask for the stack of the main thread, with a signal. The rank
+appends its stack to the same file."""
 
-import contextlib
 import faulthandler
 import os
 import re
 import signal
 import statistics
-import struct
 import subprocess
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import print_stderr, printable
@@ -27,16 +28,15 @@ DEFAULT_LIMIT_S = 600.0  # time limit for all other activities
 STOPPED_LIMIT_S = 30.0  # time limit for a rank that is stopped (SIGSTOP)
 TIMER_MARGIN_S = 30.0  # the time limits of torch's collectives come first, because they explain
 CHECK_INTERVAL_S = 1.0
-NO_LIMIT, LIMITED, STEP = range(3)  # kinds of activities
-# Contents of a progress file: the number of activities so far, the kind and name of the current one
-_FORMAT = struct.Struct("=QB119s")
-# Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and file transfers
-# are excluded, because they run for a long time without other ranks.
+STEP = "step "  # beginning of the name of an activity that is a step
+_ACTIVITY_BYTES = 128  # size of the activity, which precedes the stack in a rank's file
+# Files whose functions wait for other ranks in collectives, and the wrapper of DeepSpeed's
+# functions. DeepSpeed's CPU Adam and file transfers are excluded, because they run for a long time
+# without other ranks.
 _COLLECTIVE_FILES = re.compile(
     r"/(torch/(distributed/|autograd/|nn/parallel/|_ops\.py)"
-    r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/))"
+    r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/|utils/nvtx))"
 )
-_WRAPPER_FILE = "/deepspeed/utils/nvtx.py"  # wraps all of DeepSpeed's functions
 _FRAME_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # in faulthandler's output
 
 
@@ -45,108 +45,88 @@ class Activity:
     """Activity that a rank has published."""
 
     count: int = 0  # number of activities so far
-    kind: int = NO_LIMIT
-    name: str = "startup"
+    name: str = ""  # empty if there is no time limit: during startup and after the run
 
 
 class Progress:
     """Current activity of this rank. Under another launcher, nobody reads the activity. Then, a
     timer of the kernel ends the process if an activity takes too long."""
 
-    def __init__(self, progress_fd: int = -1, stack_fd: int = -1) -> None:
+    def __init__(self, report_fd: int = -1) -> None:
         self.activity = Activity()
-        self._progress_fd = progress_fd
-        self._timer_s = 0.0
-        if stack_fd >= 0:
+        self.limit_s = 0.0  # time limit of each activity under another launcher; 0 if none
+        self._report_fd = report_fd
+        if report_fd >= 0:
             # The stacks of other threads are not read, because threads of C++ change CPython's
             # list of threads at any time.
-            faulthandler.register(signal.SIGURG, stack_fd, all_threads=False)
+            faulthandler.register(signal.SIGURG, report_fd, all_threads=False)
 
-    def begin(self, config: RunConfig, world_size: int) -> None:
-        """Start the timer of the kernel if no launching process reads the activity."""
-        limit_s = find_limit(config, world_size, LIMITED)
-        if self._progress_fd < 0 and limit_s:
-            self._timer_s = limit_s + TIMER_MARGIN_S
-
-    def set_activity(self, activity: str, *, is_step: bool = False) -> None:
-        """Publish that the main thread starts an activity."""
-        self._publish(activity, STEP if is_step else LIMITED)
-
-    def end(self) -> None:
-        """Publish that other ranks no longer wait for this rank."""
-        self._timer_s = 0.0
-        self._publish(self.activity.name, NO_LIMIT)
-
-    def _publish(self, name: str, kind: int) -> None:
-        self.activity = Activity(self.activity.count + 1, kind, name)
-        if self._progress_fd >= 0:
-            packed = _FORMAT.pack(self.activity.count, kind, name.encode())
-            os.pwrite(self._progress_fd, packed, 0)
+    def set_activity(self, name: str) -> None:
+        """Publish that the main thread starts an activity. An empty name ends the time limits."""
+        self.activity = Activity(self.activity.count + 1, name)
+        if self._report_fd >= 0:
+            text = f"{self.activity.count} {name}".encode()
+            os.pwrite(self._report_fd, text[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
         else:
-            signal.setitimer(signal.ITIMER_REAL, self._timer_s)
+            has_limit = name and self.limit_s
+            signal.setitimer(
+                signal.ITIMER_REAL, self.limit_s + TIMER_MARGIN_S if has_limit else 0.0
+            )
 
 
 def find_limit(
-    config: RunConfig, world_size: int, kind: int, steps_s: Collection[float] = ()
+    config: RunConfig, world_size: int, name: str = "", steps_s: Collection[float] = ()
 ) -> float:
-    """Return the time limit of an activity in seconds, or 0 if there is no limit. `steps_s`
+    """Return the time limit of the activity `name` in seconds, or 0 if there is no limit. `steps_s`
     contains the durations of earlier steps."""
     timeout_s = config.hang_timeout_s
     # A single process cannot hang in a collective, and a debugger may stop it.
-    if kind == NO_LIMIT or timeout_s == 0 or (timeout_s is None and world_size == 1):
+    if timeout_s == 0 or (timeout_s is None and world_size == 1):
         return 0.0
+    limit_s = float(timeout_s or DEFAULT_LIMIT_S)
     is_slow = bool(config.compile or config.profile)  # compilation and profiling delay some steps
-    if kind == STEP and steps_s and timeout_s is None:
-        min_limit_s = DEFAULT_LIMIT_S if is_slow else MIN_LIMIT_S
-        return max(min_limit_s, 20 * statistics.median(steps_s))
-    if kind == STEP and not steps_s and is_slow:
-        return max(float(timeout_s or 0), DEFAULT_LIMIT_S)
-    return float(timeout_s or DEFAULT_LIMIT_S)
+    if not name.startswith(STEP):
+        return limit_s
+    if not steps_s:
+        return max(limit_s, DEFAULT_LIMIT_S) if is_slow else limit_s
+    if timeout_s is not None:
+        return limit_s
+    return max(DEFAULT_LIMIT_S if is_slow else MIN_LIMIT_S, 20 * statistics.median(steps_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """A rank that this process started, with the files in which the rank reports to it."""
+    """A rank that this process started, with the file in which the rank reports to it."""
 
     process: subprocess.Popen[bytes]
-    progress_fd: int
-    stack_fd: int
+    report_fd: int
 
     def read_activity(self) -> Activity:
         """Return the activity that the rank has published."""
-        data = os.pread(self.progress_fd, _FORMAT.size, 0)
-        if len(data) < _FORMAT.size:
-            return Activity()
-        count, kind, name = _FORMAT.unpack(data)
-        return Activity(count, kind, printable(name.rstrip(b"\0").decode(errors="replace")))
+        text = os.pread(self.report_fd, _ACTIVITY_BYTES, 0).decode(errors="replace")
+        count, _, name = text.partition(" ")
+        return Activity(int(count or 0), printable(name.rstrip()))
 
     def is_stopped(self) -> bool:
         """Return whether the rank is stopped, for example by SIGSTOP."""
-        with contextlib.suppress(OSError):
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] == "T"
-        return False
+        return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
 
     def request_stack(self) -> None:
-        """Ask the rank for the stack of its main thread. The rank writes it to `stack_fd`."""
-        os.ftruncate(self.stack_fd, 0)
-        os.lseek(self.stack_fd, 0, os.SEEK_SET)  # the rank shares the position in the file
+        """Ask the rank for the stack of its main thread. The rank appends it to its file."""
+        os.ftruncate(self.report_fd, _ACTIVITY_BYTES)
+        os.lseek(self.report_fd, _ACTIVITY_BYTES, os.SEEK_SET)  # the rank shares the position
         self.process.send_signal(signal.SIGURG)
 
     def read_stack(self) -> tuple[bool, str]:
         """Return whether the rank waits for other ranks in a collective, and the innermost line of
         this package that the rank executes."""
-        text = os.pread(self.stack_fd, 2**16, 0).decode(errors="replace")
-        in_collective = None
-        for line in text.splitlines():
-            if frame := _FRAME_LINE.fullmatch(line):
-                # The innermost frame comes first, and only this frame counts.
-                if in_collective is None and not frame[1].endswith(_WRAPPER_FILE):
-                    in_collective = bool(_COLLECTIVE_FILES.search(frame[1]))
-                if "distributed_training/" in frame[1]:
-                    code_line = f" at {Path(frame[1]).name}:{frame[2]} {frame[3]}"
-                    return bool(in_collective), code_line
-        return bool(in_collective), ""
+        text = os.pread(self.report_fd, 2**16, _ACTIVITY_BYTES).decode(errors="replace")
+        frames = _FRAME_LINE.findall(text)  # the innermost frame comes first
+        in_collective = bool(frames and _COLLECTIVE_FILES.search(frames[0][0]))
+        for file, line, function in frames:
+            if "distributed_training/" in file:
+                return in_collective, f" at {Path(file).name}:{line} {function}"
+        return in_collective, ""
 
 
 class Monitor:
@@ -162,8 +142,7 @@ class Monitor:
         self._slowest_since = 0.0
         self._steps_s: deque[float] = deque(maxlen=1000)  # durations of the most recent steps
         self._stopped_since: dict[int, float] = {}
-        self._requested_stacks = False
-        self._suspects = ""
+        self._suspects: str | None = None  # empty while the ranks write their stacks
 
     def check(self, ranks: Mapping[int, Rank]) -> str:
         """Return the reason why the run must end, or "" if there is none. `ranks` contains the
@@ -175,26 +154,24 @@ class Monitor:
         activities = {number: rank.read_activity() for number, rank in ranks.items()}
         for number, rank in ranks.items():
             if not rank.is_stopped():
-                self._stopped_since.pop(number, None)
-            elif (
-                self._clock - self._stopped_since.setdefault(number, self._clock) > STOPPED_LIMIT_S
-            ):
-                return f"rank {number} was stopped (SIGSTOP) during {activities[number].name}"
+                self._stopped_since[number] = self._clock
+            elif self._clock - self._stopped_since.get(number, 0.0) > STOPPED_LIMIT_S:
+                name = activities[number].name or "startup"
+                return f"rank {number} was stopped (SIGSTOP) during {name}"
         slowest = min(activities.values(), key=lambda activity: activity.count)
+        seconds = self._clock - self._slowest_since
         if slowest.count != self._slowest.count:
-            if self._slowest.kind == STEP:
-                self._steps_s.append(self._clock - self._slowest_since)
+            if self._slowest.name.startswith(STEP):
+                self._steps_s.append(seconds)
             self._slowest = slowest
             self._slowest_since = self._clock
-            self._requested_stacks = False
+            self._suspects = None
+            return ""
+        limit_s = find_limit(self._config, self._world_size, slowest.name, self._steps_s)
+        if not limit_s or not slowest.name or seconds < limit_s / 2:
+            return ""
+        if self._suspects is None:
             self._suspects = ""
-            return ""
-        seconds = self._clock - self._slowest_since
-        limit_s = find_limit(self._config, self._world_size, slowest.kind, self._steps_s)
-        if not limit_s or seconds < limit_s / 2:
-            return ""
-        if not self._requested_stacks:
-            self._requested_stacks = True
             for rank in ranks.values():
                 rank.request_stack()
         elif not self._suspects:  # one interval after the request
@@ -211,17 +188,12 @@ class Monitor:
 def describe_suspects(
     activities: Mapping[int, Activity], stacks: Mapping[int, tuple[bool, str]]
 ) -> str:
-    """Describe the ranks that the other ranks are waiting for. These are the ranks that have
-    started the fewest activities. If all ranks have started the same number, these are the ranks
-    that are not in a collective. `stacks` contains the result of `read_stack` for each rank."""
-    min_count = min(activity.count for activity in activities.values())
-    late_ranks = [rank for rank, activity in activities.items() if activity.count == min_count]
-    if len(late_ranks) == len(activities):
-        late_ranks = [rank for rank in late_ranks if not stacks[rank][0]] or late_ranks
-    first = late_ranks[0]
-    position = f"{activities[first].name}{stacks[first][1]}"
-    if len(late_ranks) == len(activities):
+    """Name a rank that the other ranks are waiting for. This is a rank that has started the fewest
+    activities. If all ranks have started the same number, it is a rank that is not in a collective.
+    `stacks` contains the result of `read_stack` for each rank."""
+    progress = {rank: (activities[rank].count, stacks[rank][0]) for rank in activities}
+    suspect = min(activities, key=lambda rank: progress[rank])
+    position = f"{activities[suspect].name}{stacks[suspect][1]}"
+    if len(set(progress.values())) == 1:
         return f"all ranks are in {position}"
-    descriptions = ", ".join(f"rank {rank}" for rank in late_ranks[:4])
-    verb = "is" if len(late_ranks) == 1 else "are"
-    return f"waiting for {descriptions}, which {verb} in {position}"
+    return f"waiting for rank {suspect}, which is in {position}"

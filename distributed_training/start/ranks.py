@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from distributed_training.supervise.process import (
     LAUNCHER_VARIABLE,
     STOP_SIGNALS,
     Process,
-    format_numbers,
     handle_signals,
 )
 
@@ -36,7 +35,6 @@ SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 10.0
 POLL_S = 0.2
-MAX_PROCESSES = 100_000
 OUT_OF_MEMORY = ", usually because the host ran out of memory"  # after SIGKILL
 Command = Sequence[str]  # a script with its arguments
 
@@ -51,21 +49,20 @@ def current_process() -> Process | None:
             what = "RANK is set, but WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not"
             raise UserError(what, fix="start with torchrun, or unset RANK")
         return None
-    rank, world_size, local_rank, local_world_size = map(
-        _read_number,
-        (launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size),
+    # SLURM writes 4(x2) for two nodes with 4 tasks.
+    texts = [os.environ[name].partition("(")[0] for name in launcher.variables]
+    rank, world_size, local_rank, local_world_size = (
+        int(text) if text.isdecimal() else -1 for text in texts
     )
-    if not 0 <= rank < world_size:
-        what = f"{launcher.rank}={rank} is out of range for {launcher.world_size}={world_size}"
-        raise UserError(what, fix="correct both, or start with torchrun")
     if (
-        local_world_size < 1
+        not 0 <= rank < world_size
+        or local_world_size < 1
         or world_size % local_world_size
         or local_rank != rank % local_world_size
     ):
-        what = f"{launcher.local_rank}={local_rank} does not follow from {launcher.rank}={rank}"
+        values = ", ".join(f"{name}={shown(os.environ[name])}" for name in launcher.variables)
         why = "every machine needs the same number of ranks, numbered consecutively"
-        raise UserError(what, why, "start with torchrun")
+        raise UserError(f"{values} cannot be used", why, "start with torchrun")
     if world_size == 1:
         return single_process()
     if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -78,14 +75,6 @@ def current_process() -> Process | None:
     )
     os.environ.update({name.upper(): str(number) for name, number in asdict(process).items()})
     return process
-
-
-def _read_number(name: str) -> int:
-    text = os.environ[name].partition("(")[0]  # SLURM writes 4(x2) for two nodes with 4 tasks
-    if not (text.isascii() and text.isdecimal()):
-        what = f"{name}={shown(text)} is not a number"
-        raise UserError(what, fix="every machine needs the same number of ranks. Use torchrun")
-    return int(text)
 
 
 def single_process() -> Process:
@@ -106,70 +95,43 @@ class RanksOutcome:
 
     @property
     def exit_code(self) -> int:
-        """Return the launcher's exit code. After a signal, the code is `128 + signum`. Otherwise,
-        the code is 0 if no rank failed, the exit code of the failed ranks if they all exited with
-        the same code, and 1 in all other cases."""
+        """Return the launcher's exit code: `128 + signum` after a signal, 0 if no rank failed, the
+        exit code of the ranks that exited with a code, or 1."""
         if self.signum:
             return 128 + self.signum
-        failed = {code for code in self.codes.values() if code}
-        if len(failed) == 1 and min(failed) > 0:
-            return min(failed)
-        return int(bool(failed or self.hang))
+        return max([int(bool(self.hang or any(self.codes.values()))), *self.codes.values()])
 
     @property
     def reason(self) -> str:
-        """Return the name of the signal that stopped this process. If there is none, describe the
-        rank that hangs or the ranks that were killed. Return "" if there are none."""
+        """Return the name of the signal that stopped this process. If there is none, describe why
+        the ranks were terminated, or name a rank that was killed. Return "" if there is none."""
         if self.signum:
             return signal.Signals(self.signum).name
+        killed = [(code == -signal.SIGABRT, rank, code) for rank, code in self.codes.items()]
         # Ranks may abort because a peer was killed.
-        codes = {code for code in self.codes.values() if code < 0}
-        code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
-        if self.hang or not code:
-            return self.hang
-        verb = "was" if list(self.codes.values()).count(code) == 1 else "were"
-        return f"{self._ranks_with(code)} {verb} {describe_kill(-code)}"
-
-    @property
-    def early_exits(self) -> str:
-        """Describe the ranks that exited with code 0 although other ranks failed. Return "" if
-        there are none."""
-        if 0 not in self.codes.values() or not any(self.codes.values()):
-            return ""
-        return f"{self._ranks_with(0)} exited with code 0 before the end of the run"
-
-    def _ranks_with(self, code: int) -> str:
-        return format_numbers(
-            "rank", [rank for rank in sorted(self.codes) if self.codes[rank] == code]
-        )
+        for _, rank, code in sorted(entry for entry in killed if entry[2] < 0):
+            cause = OUT_OF_MEMORY if code == -signal.SIGKILL else ""
+            return self.hang or f"rank {rank} was killed by {signal.Signals(-code).name}{cause}"
+        return self.hang
 
 
-def run_ranks(
-    command: Command,
-    count: int,
-    monitor: Monitor | None = None,
-    record_hang: Callable[[str], object] = lambda reason: None,
-) -> RanksOutcome:
+def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> RanksOutcome:
     """Start `count` ranks that run the Python script `command`, and wait for all of them. If a rank
-    fails, or if `monitor` finds that a rank hangs, the others are terminated. The reason of a hang
-    is passed to `record_hang` before that. Stop signals and Ctrl-Z are forwarded to the ranks."""
+    fails, or if `monitor` finds that a rank hangs, the others are terminated. Stop signals are
+    forwarded to the ranks."""
     ranks: list[Rank] = []
     signals: list[int] = []
     codes: dict[int, int] = {}
     hang = ""
+    shutdown_timeout_s = float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE, SHUTDOWN_TIMEOUT_S))
 
     def forward_signal(signum: int, _frame: Any) -> None:
         signals.append(signum)
         _send_signal(ranks, signum)
 
-    def suspend(*_: Any) -> None:
-        _send_signal(ranks, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        _send_signal(ranks, signal.SIGCONT)  # after `fg` has continued this process
-
     with (
         contextlib.ExitStack() as files,
-        handle_signals({**dict.fromkeys(STOP_SIGNALS, forward_signal), signal.SIGTSTP: suspend}),
+        handle_signals(dict.fromkeys(STOP_SIGNALS, forward_signal)),
     ):
         try:
             _start(ranks, command, count, files)
@@ -188,10 +150,9 @@ def run_ranks(
                 except Exception:  # the run continues without its monitor
                     traceback.print_exc()
                     monitor = None
-            if hang:
-                record_hang(hang)
         finally:
-            _terminate(ranks, codes, was_signaled=bool(signals))
+            timeout_s = shutdown_timeout_s if signals else FAILURE_TIMEOUT_S
+            _terminate(ranks, codes, timeout_s, was_signaled=bool(signals))
     return RanksOutcome(signum=signals[0] if signals else 0, codes=codes, hang=hang)
 
 
@@ -203,7 +164,7 @@ def _start(ranks: list[Rank], command: Command, count: int, files: contextlib.Ex
 
     store = create_file()
     for number in range(count):
-        fds = store, create_file(), create_file()
+        fds = store, create_file()
         environment = {
             "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
             "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
@@ -219,7 +180,7 @@ def _start(ranks: list[Rank], command: Command, count: int, files: contextlib.Ex
             # Ctrl-C in a terminal reaches the ranks once, through this process.
             start_new_session=True,
         )
-        ranks.append(Rank(process=process, progress_fd=fds[1], stack_fd=fds[2]))
+        ranks.append(Rank(process=process, report_fd=fds[1]))
 
 
 def _read_codes(ranks: Iterable[Rank]) -> dict[int, int]:
@@ -233,17 +194,15 @@ def _send_signal(ranks: Iterable[Rank], signum: int) -> None:
         rank.process.send_signal(signum)  # does nothing if the process has ended
 
 
-def _terminate(ranks: Sequence[Rank], codes: dict[int, int], *, was_signaled: bool) -> None:
-    """Terminate all ranks. The ranks have a limited time to save a checkpoint or, if a rank failed,
-    to report the cause. Ranks that are still running after this time are killed. `was_signaled` is
-    True if the ranks have already received a signal. Add the ranks that were killed in the
-    meantime, but not by this process, to `codes`."""
-    timeout_s = SHUTDOWN_TIMEOUT_S
-    with contextlib.suppress(ValueError):  # ignore an invalid value, because the ranks must end
-        timeout_s = float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE, SHUTDOWN_TIMEOUT_S))
+def _terminate(
+    ranks: Sequence[Rank], codes: dict[int, int], timeout_s: float, *, was_signaled: bool
+) -> None:
+    """Terminate all ranks. The ranks have `timeout_s` seconds to save a checkpoint or, if a rank
+    failed, to report the cause. Ranks that are still running after this time are killed.
+    `was_signaled` is True if the ranks have already received a signal. Add the ranks that were
+    killed in the meantime, but not by this process, to `codes`."""
     if not was_signaled:
         _send_signal(ranks, signal.SIGTERM)
-        timeout_s = min(timeout_s, FAILURE_TIMEOUT_S)
     end = time.monotonic() + timeout_s
     while len(ended := _read_codes(ranks)) < len(ranks) and time.monotonic() < end:
         time.sleep(POLL_S / 4)
@@ -254,9 +213,3 @@ def _terminate(ranks: Sequence[Rank], codes: dict[int, int], *, was_signaled: bo
     _send_signal(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
-
-
-def describe_kill(signum: int) -> str:
-    """Describe the signal that killed a process. For SIGKILL, add the most likely cause."""
-    name = signal.Signals(signum).name
-    return f"killed by {name}{OUT_OF_MEMORY if name == 'SIGKILL' else ''}"

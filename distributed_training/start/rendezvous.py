@@ -9,9 +9,9 @@ import contextlib
 import ipaddress
 import json
 import os
+import platform
 import socket
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distributed_training.checkpoint import resume
 from distributed_training.parallel import agree
-from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.planner import data as plan_data
 from distributed_training.planner.make_plan import keep_global_batch, make_plan
 from distributed_training.predict.predict import local_cluster
@@ -31,6 +31,7 @@ from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import LOOPBACK
+from distributed_training.supervise import claims
 from distributed_training.supervise.process import Process
 
 SHARED_FOLDER_TIMEOUT_S = 10.0  # time until a network disk shows a new folder on other machines
@@ -112,15 +113,14 @@ def agree_on_plan(config: Request, process: Process, gather_values: agree.Gather
     del settings["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree({**settings, **versions(), **code_checksums()}, gather_values)
 
-    def make() -> Plan:
-        cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-        continued_config, notes = continue_run(config, process.world_size)
-        plan = make_plan(continued_config, cluster, plan_data.read_data)
-        return run_dir.reserve_run_dir(plan, notes)
-
-    return run_dir.plan_from_text(
-        gather_values(run_dir.plan_as_text(make) if process.rank == 0 else "")[0]
-    )
+    text = ""
+    with agree.raise_on_all_ranks(gather_values):
+        if process.rank == 0:
+            cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
+            continued_config, notes = continue_run(config, process.world_size)
+            plan = make_plan(continued_config, cluster, plan_data.read_data)
+            text = PLAN_AS_JSON.dump_json(run_dir.reserve_run_dir(plan, notes)).decode()
+    return PLAN_AS_JSON.validate_json(gather_values(text)[0])
 
 
 def continue_run(config: Request, num_processes: int) -> tuple[Request, list[str]]:
@@ -147,30 +147,16 @@ def continue_run(config: Request, num_processes: int) -> tuple[Request, list[str
 def check_disks(plan: Plan, process: Process) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with
     `shared_disk=False`, each node has its own folder. To resume, each node's own folder must
-    contain the checkpoint files of that node. Raises UserError on every rank if a node lacks the
+    contain the checkpoint files of that node. Raises an error on every rank if a node lacks the
     folder or a file. All ranks must call this function."""
-    is_local_rank_0 = process.local_rank == 0
     label = f"rank {process.rank} on {socket.gethostname()}"
-    disk_marker = plan.run_dir / agree.broadcast_from_rank_0(f".disk-{uuid.uuid4().hex}")
-    try:
-        with agree.raise_on_all_ranks():
-            if is_local_rank_0 and plan.has_node_local_files:
-                _create_own_folder(plan, disk_marker, label)
-            elif is_local_rank_0:
-                _wait_for_shared_folder(plan, label)
-    finally:
-        if is_local_rank_0:
-            disk_marker.unlink(missing_ok=True)
-    if plan.has_node_local_files and plan.checkpoint is not None:
-        local_meta = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
-        host, values = agree.broadcast_from_rank_0(
-            (socket.gethostname(), local_meta and local_meta.model_dump())
-        )
-        meta = resume.Meta(**values)
-        meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
-        with agree.raise_on_all_ranks():
-            if is_local_rank_0 and process.rank:  # rank 0 read its node's files when it planned
-                resume.check_files(plan.checkpoint, meta, plan, process.rank)
+    with agree.raise_on_all_ranks():
+        if process.local_rank or not process.rank:  # rank 0 checked its node when it planned
+            pass
+        elif plan.has_node_local_files:
+            _create_own_folder(plan, process, label)
+        else:
+            _wait_for_shared_folder(plan, label)
 
 
 def _wait_for_shared_folder(plan: Plan, label: str) -> None:
@@ -185,21 +171,17 @@ def _wait_for_shared_folder(plan: Plan, label: str) -> None:
         time.sleep(0.2)
 
 
-def _create_own_folder(plan: Plan, disk_marker: Path, label: str) -> None:
-    """Create this node's own folder for the run, and write the plan into it. Raises UserError if
-    nodes share the disk or the folder cannot be created."""
-    try:
-        plan.run_dir.mkdir(parents=True, exist_ok=True)
-        # If nodes share the disk, this fails on all nodes but the first.
-        disk_marker.touch(exist_ok=False)
-        run_dir.write_plan(plan)
-    except FileExistsError:
+def _create_own_folder(plan: Plan, process: Process, label: str) -> None:
+    """Claim this node's own folder for the run, write the plan into it, and check this node's
+    checkpoint files. Raises UserError if nodes share the disk."""
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
+    owner = claims.read_owner(plan.run_dir)
+    if owner.get("run_id") == plan.run_id and owner.get("host") != platform.node():
         what = f"{label} shares {plan.run_dir} with another node"
-        raise UserError(
-            what,
-            "shared_disk=False needs a separate folder on each node",
-            "set shared_disk to True",
-        ) from None
-    except OSError as error:
-        what = f"{label} cannot create {plan.run_dir}"
-        raise UserError(what, str(error.strerror), "set output_dir to another folder") from None
+        why = "shared_disk=False needs a separate folder on each node"
+        raise UserError(what, why, "set shared_disk to True")
+    claims.claim(plan.run_dir, plan.run_id)
+    run_dir.write_plan(plan)
+    if plan.checkpoint is not None:
+        meta = resume.read_meta(plan.checkpoint)
+        resume.check_files(plan.checkpoint, meta, plan, process.rank)

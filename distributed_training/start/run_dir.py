@@ -1,13 +1,12 @@
-"""Create a run's folder and serialize its plan for the other processes. This module does not import
+"""Create a run's folder and write its plan there. This module does not import
 torch."""
 
 import contextlib
-import json
 import os
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +14,6 @@ from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.records.record import free_path
-from distributed_training.settings.cache import CACHE_VARIABLE
-from distributed_training.settings.errors import STORAGE_ERRNOS, UserError
-from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import ACCELERATE_JSON
 from distributed_training.supervise import claims
 
 LATEST = "latest"  # link in output_dir to the newest run's folder
@@ -28,7 +23,6 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
     """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
     make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
     Raises UserError if another process holds the run."""
-    refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     notes = [*plan.notes, *more_notes]
     checkpoint = resume.choose_checkpoint(plan, notes)
@@ -56,41 +50,6 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
             new_link.symlink_to(os.path.relpath(folder, plan.output_dir.resolve()))
             new_link.replace(latest)
     return plan
-
-
-def refuse_other_json(plan: Plan) -> None:
-    """Raise UserError if `accelerate launch` specifies a DeepSpeed configuration file other than
-    the one that the plan uses."""
-    other_json = os.environ.get(ACCELERATE_JSON)
-    plan_json = plan.strategy.source
-    if other_json is not None and os.path.realpath(other_json) != os.path.realpath(plan_json):
-        what = f"accelerate's deepspeed_config_file={shown(other_json)} differs from CONFIG's"
-        fix = f"add --deepspeed_config {shlex.quote(other_json)}, or remove it from accelerate"
-        raise UserError(what, f"strategy={plan.strategy.name!r} uses {plan_json}", fix)
-
-
-def plan_as_text(make: Callable[[], Plan]) -> str:
-    """Call `make` and return the plan as JSON text for the other ranks. If `make` raises a
-    UserError or cannot write to a disk, return the message as JSON text instead."""
-    try:
-        return PLAN_AS_JSON.dump_json(make()).decode()
-    except UserError as error:
-        message = str(error)
-    except OSError as error:
-        if error.errno not in STORAGE_ERRNOS:
-            raise
-        fix = f"free some space, or set {CACHE_VARIABLE} or output_dir to a folder on another disk"
-        message = str(UserError("Preparing the data failed", str(error), fix))
-    return json.dumps({"error": message})
-
-
-def plan_from_text(text: str) -> Plan:
-    """Parse the plan that rank 0 sent. If rank 0 sent an error instead, raise UserError with its
-    message."""
-    document = json.loads(text)
-    if "error" in document:
-        raise UserError(document["error"])
-    return PLAN_AS_JSON.validate_json(text)
 
 
 def write_plan(plan: Plan) -> None:

@@ -12,8 +12,7 @@ class LastingStream:
     without its output, because it may still have to save."""
 
     def __init__(self, stream: Any) -> None:
-        # The stream is None if it is closed (`>&-`).
-        self._stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -20,7 +20,7 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
-from distributed_training.start.progress import LIMITED, Progress, find_limit
+from distributed_training.start.progress import Progress, find_limit
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import end_failed
 from distributed_training.supervise.process import (
@@ -45,12 +45,12 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     config = plan.config if isinstance(plan, Plan) else plan
     _, *report_fds = connect_launcher()
     progress = Progress(*report_fds)
-    device, store = join(process, num_gpus, config.rendezvous_timeout_s)
+    device = prepare_device(num_gpus, process)
+    store = open_store(process, config.rendezvous_timeout_s)
     set_nccl_variables(config.strategy)
-    timeout_s = find_limit(config, process.world_size, LIMITED) or DAY_S
-    if LAUNCHER_VARIABLE in os.environ:  # the launching process decides that a rank hangs
-        timeout_s = max(timeout_s, DAY_S / 48)
-    with process_group(device, store, timeout_s=timeout_s):
+    # Usually, the launching process decides that a rank hangs.
+    limit_s = 0.0 if report_fds else find_limit(config, process.world_size)
+    with process_group(device, store, timeout_s=limit_s or DAY_S):
         gather_values = agree.build_store_gather(store, process.rank, process.world_size)
         if isinstance(plan, Request):
             plan = rendezvous.agree_on_plan(plan, process, gather_values)
@@ -63,7 +63,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         if plan.strategy.steps_on_host:  # by default, torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         claims.hold(plan.run_dir)
-        progress.begin(plan.config, process.world_size)
+        progress.limit_s = find_limit(plan.config, process.world_size)
 
         # During training, these signals save a checkpoint. Before and after training, this handler
         # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into
@@ -81,17 +81,10 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
                     print_stderr(f"note: after the run had finished: {what}")
                     os._exit(0)
                 end_failed(plan, topology, error)
-    progress.end()
+    progress.set_activity("")
     if code == 0 and plan.config.push is not None and process.rank == 0:
         return push(plan.run_dir, plan.config.push)
     return code
-
-
-def join(process: Process, num_gpus: int, limit_s: float) -> tuple[torch.device, dist.Store]:
-    """Prepare this process's device and open the run's store. Return both. All ranks must call this
-    function."""
-    device = prepare_device(num_gpus, process)
-    return device, open_store(process, limit_s)
 
 
 def connect_launcher() -> list[int]:

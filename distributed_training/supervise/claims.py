@@ -47,7 +47,7 @@ def claim(run_dir: Path, run_id: str) -> None:
         fix = "remove the link, resume another run, or set resume=None to start a separate run"
         raise UserError(reason, fix=fix)
     descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    owner = _read_owner(run_dir)
+    owner = read_owner(run_dir)
     changed_at = max(path.stat().st_mtime for path in run_dir.iterdir())
     is_alive = owner.get("run_id", run_id) != run_id and time.time() - changed_at < QUIET_S
     try:
@@ -74,7 +74,7 @@ def hold(run_dir: Path) -> None:
 
 def check(run_dir: Path, run_id: str) -> None:
     """Raise RunError if the folder was removed, or if another run has claimed it."""
-    if _read_owner(run_dir).get("run_id", "") != run_id:
+    if read_owner(run_dir).get("run_id", "") != run_id:
         raise build_removed_error(run_dir)
 
 
@@ -91,17 +91,8 @@ def release(run_dir: Path) -> None:
         os.truncate(run_dir / OWNER_FILE, 0)
 
 
-def is_locked(run_dir: Path) -> bool:
-    """Return whether a process holds a run's folder with a lock that this machine sees."""
-    try:
-        with open(run_dir / OWNER_FILE, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # also if the file does not exist or cannot be locked
-        return isinstance(error, BlockingIOError)
-    return False
-
-
-def _read_owner(run_dir: Path) -> dict[str, Any]:
+def read_owner(run_dir: Path) -> dict[str, Any]:
+    """Return the host and the run id of a folder's owner, or {} if the folder has no owner."""
     try:
         return dict(json.loads((run_dir / OWNER_FILE).read_bytes()))
     except (OSError, TypeError, ValueError):  # the previous run has released the folder

@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -30,15 +29,7 @@ from distributed_training.supervise import claims, commands
 LOST_CONNECTION_PHRASES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-# Error number -> (description, advice). In a description, {} stands for the run's folder.
-DISK_ERRORS = {
-    errno.ENOSPC: ("the disk that contains {} is full", "free some space"),
-    errno.EDQUOT: ("the disk quota for {} is exhausted", "free some space"),
-    errno.EFBIG: (
-        "a file in {} would exceed the limit on file sizes",
-        "raise the limit with ulimit -f",
-    ),
-}
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
 GOOD_CHUNK_TOKENS = 8192
 
@@ -49,13 +40,13 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         # One process per disk removes unfinished files. Other processes may still be writing files.
         if (topology.local_rank if plan.has_node_local_files else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
-        what, fix = DISK_ERRORS[error.errno]
-        what = f"{rank}: {what.format(short_path(plan.run_dir))}"
-        error = RunError(what, str(error.strerror), f"{fix}, then continue with --resume auto")
+        what = f"{rank} could not write to {short_path(plan.run_dir)}"
+        fix = "free some space or raise the limit (ulimit -f), then continue with --resume auto"
+        error = RunError(what, str(error.strerror), fix)
     if not plan.run_dir.is_dir():
         error = claims.build_removed_error(plan.run_dir)
     summary = first_line(error)
@@ -92,8 +83,6 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         )
         if is_first_cause or not is_on_all_ranks:
             print_stderr(message.rstrip())
-        if status == "failed" and not (lost_connection or is_on_all_ranks):
-            get_error_handler().record_exception(error)  # torchrun prints this error last
         # Give the rank that failed first time to print, and launchers time to notice that rank.
         if not is_first_cause:
             time.sleep(2)
@@ -113,22 +102,19 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     assert predicted is not None, "made with the plan"
     components = sorted(predicted["memory_bytes"].items(), key=itemgetter(1), reverse=True)
     largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in components[:3])
-    fixes = {
-        f"micro_batch_size={micro // 2} num_microbatches=auto  # keeps the global batch": micro > 1,
-        "activation_checkpointing=full": config.activation_checkpointing != "full",
-        f"max_length={config.max_length // 2}": config.max_length > 128,
-        f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}": micro * config.max_length > GOOD_CHUNK_TOKENS
-            and not config.loss_chunk_tokens and config.precision != "fp16",
-        "strategy=zero3  # or fsdp; both shard the model state, not activations":
-            topology.dp_size == topology.world_size > 1
-            and not plan.uses_fsdp and plan.strategy.zero.stage < 3,
-        "strategy=offload": not plan.strategy.steps_on_host,
-    }  # fmt: skip
-    suggestions = [f"\n    --set {fix}" for fix, helps in fixes.items() if helps]
+    fixes = [
+        f"micro_batch_size={max(micro // 2, 1)} num_microbatches=auto  # keeps the global batch",
+        "activation_checkpointing=full",
+        f"max_length={config.max_length // 2}",
+        f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}",
+        "strategy=zero3  # or fsdp; both shard the model state, not activations",
+        "strategy=offload",
+    ]
+    suggestions = "".join(f"\n    --set {fix}" for fix in fixes)
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
         f"  The peak was {peak}. The plan predicted "
         f"{format_bytes(predicted['peak_bytes'])} of GPU memory per process "
         f"({largest}) and {format_bytes(predicted['host_bytes'])} of RAM.\n"
-        f"  Try these options in this order:{''.join(suggestions)}"
+        f"  Try these options in this order:{suggestions}"
     )

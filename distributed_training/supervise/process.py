@@ -3,16 +3,14 @@
 This module does not import torch."""
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # Environment variable of the ranks that `run_ranks` starts: the id of the launching process, and
-# the descriptors of the files for the store, the rank's activity and the rank's stack
+# the descriptors of the files for the store and for the rank's reports
 LAUNCHER_VARIABLE = "RANKS_LAUNCHER"
 END_ACTIVITY = "the end"  # activity of a rank after the model has been written
 # Signals that stop a run
@@ -39,18 +37,12 @@ class Process:
 
 
 class Startup:
-    """Duration in seconds of each startup phase, from the start of this process to the end of its
-    first step. In a forked process, `earlier_seconds` contains the durations of the phases before
-    the fork."""
+    """Duration in seconds of each startup phase, from the creation of this object to the end of the
+    first step."""
 
-    def __init__(self, earlier_seconds: Mapping[str, float] | None = None) -> None:
-        self.seconds = dict(earlier_seconds or {})
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
         self._phase_start = time.monotonic()
-        if not earlier_seconds:
-            # /proc has the start time of this process in clock ticks since boot.
-            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-            start_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-            self._phase_start -= time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
 
     def end(self, phase: str) -> None:
         """Record the end of a phase and begin the next one."""
@@ -74,12 +66,3 @@ def handle_signals(
     finally:
         for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
-
-
-def format_numbers(noun: str, numbers: list[int]) -> str:
-    """Return a string such as "rank 3", "ranks 1, 4" or "ranks 8 to 15"."""
-    if len(numbers) == 1:
-        return f"{noun} {numbers[0]}"
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{noun}s {numbers[0]} to {numbers[-1]}"
-    return f"{noun}s {', '.join(map(str, numbers))}"

@@ -57,7 +57,8 @@ def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
     contains only this process."""
     process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size or process.world_size)
-    device, store = worker.join(process, torch.cuda.device_count(), RENDEZVOUS_S)
+    device = worker.prepare_device(torch.cuda.device_count(), process)
+    store = worker.open_store(process, RENDEZVOUS_S)
     # The limit is only three minutes, because another rank may have failed.
     with process_group(device, store, timeout_s=180):
         yield Group(process=process, device=device, budget_s=budget_s)

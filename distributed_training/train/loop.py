@@ -83,7 +83,7 @@ class Trainer:
     callbacks: Sequence[Callback] = ()
     history: records.History = field(default_factory=records.History)
     # Function that publishes the current activity (start/progress.py)
-    set_activity: Callable[..., None] = lambda activity, **_: None
+    set_activity: Callable[[str], None] = lambda name: None
     startup: Startup = field(default_factory=Startup)
     sample: str | None = None  # text that the trained model generated
     stop_signum: int = 0  # number of the signal that stops all ranks, or 0
@@ -115,7 +115,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the end or until a signal arrives. Return the number of the signal that stopped
         the run, or 0 if there is none."""
-        if self.step == 0:
+        if self.step == 0 and self.plan.weights_dir is not None:  # random weights write nothing
             self.history.sample_before = self._generate_sample("before")
         is_done = False
         try:
@@ -174,7 +174,7 @@ class Trainer:
 
     def _run_step(self) -> None:
         """Run one optimizer step. The results of the step stay on the device until `_flush`."""
-        self.set_activity(f"step {self.step + 1}", is_step=True)
+        self.set_activity(f"step {self.step + 1}")
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)

@@ -17,12 +17,16 @@ from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import History
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
-from distributed_training.supervise.process import format_numbers
 
 FLUSH_EVERY_S = 1.0
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
 # cause is then not a single batch.
 MAX_CONSECUTIVE_SKIPS = 10
+
+
+def _format_ranks(ranks: list[int]) -> str:
+    """Return a string such as "rank 3" or "ranks 1, 4"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class NonFiniteError(RunError):
@@ -149,10 +153,10 @@ class StepResults:
         reports = gather((math.isfinite(float(result.loss_sum)), name))
         faults = []
         if bad_ranks := [rank for rank, (finite, _) in enumerate(reports) if not finite]:
-            faults.append(f"the loss is not finite on {format_numbers('rank', bad_ranks)}")
+            faults.append(f"the loss is not finite on {_format_ranks(bad_ranks)}")
         if names := [name for _, name in reports if name is not None]:
             holders = [rank for rank, (_, name) in enumerate(reports) if name == names[0]]
-            location = f"{names[0]} on {format_numbers('rank', holders)}"
+            location = f"{names[0]} on {_format_ranks(holders)}"
             faults.append(f"the first non-finite gradient is {location}")
         what = f"step {step}: {', and '.join(faults) or 'the gradients are not finite'}"
         if may_skip and too_many:

@@ -39,7 +39,7 @@ from distributed_training.train.loop import Trainer
 def train(
     plan: Plan,
     topology: Topology,
-    set_activity: Callable[..., None],
+    set_activity: Callable[[str], None],
     gather_values: agree.Gather,
     startup: Startup,
 ) -> int:

@@ -12,6 +12,7 @@ from distributed_training.checkpoint.resume import FilesOnOtherNodesError, find_
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.records.folder import list_checkpoints
+from distributed_training.records.record import OWNER_FILE, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.start import rendezvous
 from distributed_training.supervise.process import Process
@@ -71,8 +72,12 @@ def on_two_nodes(folder):
     steps("saved again")
     plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
     rendezvous.run_dir.write_plan = lambda plan: None
+    rendezvous.claims.claim = lambda *_: None  # each case would claim the folder again
     refusal("nothing")
-    refusal("one folder", run_dir=folder / "node0", checkpoint=None)
+    shared = folder / "shared"
+    shared.mkdir(exist_ok=True)
+    write_json(shared / OWNER_FILE, {"host": "node0", "run_id": plan.run_id})
+    refusal("one folder", run_dir=shared, checkpoint=None)
     file = plan.checkpoint / FILES[rank]
     content = file.read_bytes()
     if rank == 1:

@@ -40,7 +40,7 @@ from tests.pool import ROOT
 WORKER = ROOT / "tests/faults/soak_worker.py"
 NUM_STEPS = 40
 SAVED_EVERY = 8
-HANG_S = 40
+HANG_S = 30
 FAULTS_PER_MISSION = 3
 LIMIT_S = 200.0  # time limit of one start
 RESERVE_S = 110.0  # no fault begins if less time remains
@@ -86,7 +86,7 @@ class Expected:
 
 KILLED = Expected(("failed",), r"rank {rank} was killed by SIGKILL")
 STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # launchers allow this time for saving
-FULL = Expected(("failed",), "(is full|is exhausted|limit on file sizes).*--resume auto")
+FULL = Expected(("failed",), "(No space|quota|too large).*--resume auto")
 FAULTS = {
     "killed": KILLED,
     "killed while saving": KILLED,

@@ -11,9 +11,6 @@ import pytest
 
 from distributed_training.start import progress as progress_module
 from distributed_training.start.progress import (
-    LIMITED,
-    NO_LIMIT,
-    STEP,
     Activity,
     Monitor,
     Progress,
@@ -27,7 +24,7 @@ from tests.conftest import clean_environment
 CROWDED = """
 import ctypes, sys, time
 from distributed_training.start.progress import Progress
-progress = Progress(-1, int(sys.argv[1]))
+progress = Progress(int(sys.argv[1]))
 pthreads = ctypes.CDLL("libpthread.so.0")
 callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
 print("ready", flush=True)
@@ -46,40 +43,37 @@ def config(timeout_s=None, compile=False):
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "world_size", "compile", "kind", "steps_s", "limit_s"),
+    ("timeout_s", "world_size", "compile", "name", "steps_s", "limit_s"),
     [
-        (None, 2, False, LIMITED, [], 600),
-        (None, 2, False, STEP, [], 600),
-        (None, 2, False, STEP, [1, 1, 300], 60),
-        (None, 2, False, STEP, [5, 5, 5], 100),
-        (None, 2, True, STEP, [5, 5, 5], 600),
-        (None, 1, False, STEP, [], 0),  # nobody waits for it
-        (7, 1, False, LIMITED, [], 7),
-        (7, 2, False, STEP, [5], 7),
-        (7, 2, True, STEP, [], 600),  # the first step is compiled
-        (7, 2, True, STEP, [5], 7),
-        (0, 2, True, STEP, [], 0),
-        (7, 2, False, NO_LIMIT, [], 0),
+        (None, 2, False, "the export", [5], 600),
+        (None, 2, False, "step 1", [], 600),
+        (None, 2, False, "step 4", [1, 1, 300], 60),
+        (None, 2, False, "step 4", [5, 5, 5], 100),
+        (None, 2, True, "step 4", [5, 5, 5], 600),
+        (None, 1, False, "step 1", [], 0),  # nobody waits for it
+        (7, 1, False, "the export", [], 7),
+        (7, 2, False, "step 2", [5], 7),
+        (7, 2, True, "step 1", [], 600),  # the first step is compiled
+        (7, 2, True, "step 2", [5], 7),
+        (0, 2, True, "step 1", [], 0),
     ],
 )
-def test_limit_of_an_activity(timeout_s, world_size, compile, kind, steps_s, limit_s):
-    assert find_limit(config(timeout_s, compile), world_size, kind, steps_s) == limit_s
+def test_limit_of_an_activity(timeout_s, world_size, compile, name, steps_s, limit_s):
+    assert find_limit(config(timeout_s, compile), world_size, name, steps_s) == limit_s
 
 
 @pytest.fixture
 def ranks():
-    """Return two ranks that sleep, and a function that publishes a rank's activity."""
-    started, files = {}, []
-    for number in range(2):
-        files += [os.memfd_create("progress"), os.memfd_create("stack")]
-        process = subprocess.Popen(["sleep", "60"])
-        started[number] = Rank(process=process, progress_fd=files[-2], stack_fd=files[-1])
+    """Return two ranks that sleep."""
+    started = {
+        number: Rank(process=subprocess.Popen(["sleep", "60"]), report_fd=os.memfd_create("report"))
+        for number in range(2)
+    }
     yield started
     for rank in started.values():
         rank.process.kill()
         rank.process.wait()
-    for fd in files:
-        os.close(fd)
+        os.close(rank.report_fd)
 
 
 @pytest.fixture
@@ -101,21 +95,21 @@ def check(monitor, ranks, clock, seconds):
 
 def test_the_rank_that_hangs_is_named_at_half_the_limit_and_at_the_limit(ranks, clock, capsys):
     monitor = Monitor(config(20), 2)
-    publishers = [Progress(rank.progress_fd) for rank in ranks.values()]
+    publishers = [Progress(rank.report_fd) for rank in ranks.values()]
     assert check(monitor, ranks, clock, 100) == "", "startup has no limit"
     for publisher in publishers:
-        publisher.set_activity("step 1", is_step=True)
-    publishers[0].set_activity("step 2", is_step=True)
+        publisher.set_activity("step 1")
+    publishers[0].set_activity("step 2")
     assert check(monitor, ranks, clock, 11) == ""
     assert capsys.readouterr().err == ""
     clock.now += 1000  # this process was suspended; this counts as 2 s
     assert check(monitor, ranks, clock, 2) == ""
     assert "waiting for rank 1, which is in step 1" in capsys.readouterr().err
     assert "step 1 has hung for 2" in check(monitor, ranks, clock, 20)
-    publishers[1].set_activity("step 2", is_step=True)
+    publishers[1].set_activity("step 2")
     assert check(monitor, ranks, clock, 15) == ""
     for publisher in publishers:
-        publisher.end()
+        publisher.set_activity("")
     assert check(monitor, ranks, clock, 100) == "", "rank 0 may upload the model"
 
 
@@ -136,14 +130,10 @@ def test_the_contents_of_a_progress_file_are_only_shown(ranks, clock, monkeypatc
     reach the terminal."""
     signaled = []
     monkeypatch.setattr(os, "kill", lambda pid, signum: signaled.append(pid))
-    stranger = str(os.getppid()).encode()
-    os.pwrite(ranks[1].progress_fd, stranger, 0)
     assert ranks[1].read_activity() == Activity()
-    for _ in range(2):
-        Progress(ranks[0].progress_fd).set_activity("step 1")
-    count = (1).to_bytes(8, sys.byteorder)
-    os.pwrite(ranks[1].progress_fd, count + b"\1\x1b" + stranger.ljust(118, b"\0"), 0)
-    assert ranks[1].read_activity().name == f"\\x1b{os.getppid()}"
+    Progress(ranks[0].report_fd).set_activity("step 1")
+    os.pwrite(ranks[1].report_fd, f"1 \x1b{os.getppid()}".encode().ljust(128), 0)
+    assert ranks[1].read_activity() == Activity(1, f"\\x1b{os.getppid()}")
     assert "has hung" in check(Monitor(config(5), 2), ranks, clock, 20)
     assert set(signaled) == {rank.process.pid for rank in ranks.values()}
 
@@ -155,21 +145,20 @@ def test_the_contents_of_a_progress_file_are_only_shown(ranks, clock, monkeypatc
         ("torch/nn/parallel/distributed", True),  # DDP's forward pass exchanges bucket sizes
         ("torch/_ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed/comm/torch", True),
+        ("deepspeed/utils/nvtx", True),  # the wrapper of DeepSpeed's functions
         ("deepspeed/runtime/swap_tensor/async_swapper", False),
-        # The frame of DeepSpeed's nvtx wrapper is ignored; the caller's frame decides.
-        ("deepspeed/utils/nvtx", True),
         ("user/script", False),
     ],
 )
 def test_stacks_that_wait_for_other_ranks_are_recognized(innermost, in_collective, ranks):
     files = (innermost, "deepspeed/runtime/zero/stage3", "distributed_training/train/loop")
     lines = [f'  File "/packages/{file}.py", line 7 in run' for file in files]
-    os.pwrite(ranks[0].stack_fd, "\n".join(["Stack", *lines]).encode(), 0)
+    os.pwrite(ranks[0].report_fd, "\n".join(["Stack", *lines]).encode(), 128)
     assert ranks[0].read_stack() == (in_collective, " at loop.py:7 run")
 
 
 def test_the_ranks_that_the_others_wait_for():
-    late, ahead = Activity(3, STEP, "step 3"), Activity(4, STEP, "step 4")
+    late, ahead = Activity(3, "step 3"), Activity(4, "step 4")
     waits, works = (True, " at a.py:1 f"), (False, " at b.py:2 g")
     text = describe_suspects({0: ahead, 1: late, 2: ahead}, dict.fromkeys(range(3), waits))
     assert text.endswith("rank 1, which is in step 3 at a.py:1 f")
@@ -180,31 +169,30 @@ def test_the_ranks_that_the_others_wait_for():
 
 
 def test_stacks_can_be_read_beside_threads_of_other_languages():
-    stack_fd = os.memfd_create("stack")
-    command = [sys.executable, "-c", CROWDED, str(stack_fd)]
+    report_fd = os.memfd_create("report")
+    command = [sys.executable, "-c", CROWDED, str(report_fd)]
     process = subprocess.Popen(
-        command, pass_fds=[stack_fd], stdout=subprocess.PIPE, env=clean_environment()
+        command, pass_fds=[report_fd], stdout=subprocess.PIPE, env=clean_environment()
     )
     assert process.stdout.readline() == b"ready\n"
-    rank = Rank(process=process, progress_fd=-1, stack_fd=stack_fd)
+    rank = Rank(process=process, report_fd=report_fd)
     stacks = set()
     while process.poll() is None:
         rank.request_stack()
         time.sleep(0.01)
-        stacks.add(os.pread(stack_fd, 100, 0))
+        stacks.add(os.pread(report_fd, 100, 128))
     assert process.returncode == 0
     assert any(stack.startswith(b"Stack (most recent call first)") for stack in stacks)
-    os.close(stack_fd)
+    os.close(report_fd)
 
 
-def test_without_our_launching_process_a_timer_ends_a_rank_that_hangs(monkeypatch):
-    monkeypatch.setattr(progress_module, "TIMER_MARGIN_S", 5.0)
+def test_without_our_launching_process_a_timer_ends_a_rank_that_hangs():
     publisher = Progress()
-    for timeout_s, world_size, seconds in ((60, 2, 65), (0, 2, 0), (None, 1, 0)):
-        publisher.begin(config(timeout_s), world_size)
+    for limit_s, seconds in ((60.0, 90.0), (0.0, 0.0)):
+        publisher.limit_s = limit_s
         try:
-            publisher.set_activity("step 1", is_step=True)
+            publisher.set_activity("step 1")
             assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(seconds, abs=1)
         finally:
-            publisher.end()
+            publisher.set_activity("")
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -3,17 +3,15 @@ have been stopped."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import psutil
 import pytest
 
-from distributed_training.start.ranks import SHUTDOWN_TIMEOUT_VARIABLE, run_ranks
-from distributed_training.supervise.process import LAUNCHER_VARIABLE, Startup
-from tests.conftest import clean_environment
+from distributed_training.start import ranks as ranks_module
+from distributed_training.start.ranks import run_ranks
+from distributed_training.supervise.process import LAUNCHER_VARIABLE
 
 BEGIN = """
 import os, pathlib, signal, sys, time
@@ -67,16 +65,9 @@ class FakeMonitor:
         return self.result
 
 
-def test_a_hang_is_recorded_before_the_ranks_are_terminated(ranks, tmp_path):
-    recorded = []
-
-    def record_hang(reason):
-        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
-        recorded.append((reason, all(map(psutil.pid_exists, pids))))
-
-    outcome = ranks(WAIT, monitor=FakeMonitor("rank 1 hangs"), record_hang=record_hang)
+def test_a_hang_ends_the_ranks(ranks):
+    outcome = ranks(WAIT, monitor=FakeMonitor("rank 1 hangs"))
     assert (outcome.exit_code, outcome.reason) == (1, "rank 1 hangs")
-    assert recorded == [("rank 1 hangs", True)]
 
 
 def test_a_monitor_that_fails_ends_no_run(ranks, capfd):
@@ -93,7 +84,7 @@ def test_only_ranks_that_failed_by_themselves_are_blamed(ranks):
 
 
 def test_ranks_that_ignore_sigterm_are_killed(ranks, monkeypatch):
-    monkeypatch.setenv(SHUTDOWN_TIMEOUT_VARIABLE, "0.5")
+    monkeypatch.setattr(ranks_module, "FAILURE_TIMEOUT_S", 0.5)
     ignore_sigterm = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     assert ranks(f"if rank == 1: sys.exit(3)\n{ignore_sigterm}\n{WAIT}").codes == {1: 3}
 
@@ -115,56 +106,3 @@ def test_signals_are_forwarded_to_the_ranks(signum, ranks, tmp_path):
     assert (outcome.signum, outcome.exit_code) == (signum, 128 + signum)
     assert len(list(tmp_path.glob("got-*"))) == 2
     assert signal.getsignal(signum) == before
-
-
-def test_ctrl_z_stops_all_ranks_and_they_continue_together(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(BEGIN + WAIT)
-    program = (
-        "import sys\n"
-        "from distributed_training.start.ranks import run_ranks\n"
-        "run_ranks(sys.argv[1:], 2)"
-    )
-    command = [sys.executable, "-c", program, script, tmp_path]
-    launcher = psutil.Popen(list(map(str, command)), env=clean_environment())
-
-    def wait_until(stopped):
-        end = time.monotonic() + 30
-        while True:
-            processes = [launcher, *launcher.children()]
-            if len(processes) == 3 and all(
-                (process.status() == psutil.STATUS_STOPPED) == stopped for process in processes
-            ):
-                return processes
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
-    while len(list(tmp_path.glob("pid-*"))) < 2:
-        time.sleep(0.02)
-    launcher.send_signal(signal.SIGTSTP)
-    wait_until(stopped=True)
-    launcher.send_signal(signal.SIGCONT)
-    _, *ranks = wait_until(stopped=False)
-    launcher.terminate()
-    launcher.wait(30)
-    assert not any(rank.is_running() for rank in ranks)
-
-
-def test_phases_are_counted_from_the_start_of_the_process():
-    program = (
-        "import time\n"
-        "from distributed_training.supervise.process import Startup\n"
-        "startup = Startup()\n"
-        "time.sleep(0.5)\n"
-        "startup.end('import')\n"
-        "print(startup.seconds['import'])"
-    )
-    start_s = time.monotonic()
-    output = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
-    assert 0.5 < float(output) < time.monotonic() - start_s + 0.02  # tolerance: clock ticks
-    assert Startup({"import": 3.0}).seconds == {"import": 3.0}
-
-
-def test_ranks_are_ended_despite_an_invalid_time_limit(ranks, monkeypatch):
-    monkeypatch.setenv(SHUTDOWN_TIMEOUT_VARIABLE, "x")
-    assert ranks(f"if rank == 1: sys.exit(3)\n{WAIT}").codes == {1: 3}

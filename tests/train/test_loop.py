@@ -93,7 +93,11 @@ def make_trainer(engine=None, record=None, **config):
     return Trainer(
         engine=engine or CountingEngine(),
         plan=SimpleNamespace(
-            config=config, run_dir=Path("x"), has_node_local_files=False, num_steps=NUM_STEPS
+            config=config,
+            run_dir=Path("x"),
+            has_node_local_files=False,
+            num_steps=NUM_STEPS,
+            weights_dir=None,
         ),
         topology=TOPOLOGY,
         data=Data(
