@@ -26,16 +26,6 @@ def curves(axes):
     return {label: data for label, data in lines.items() if not label.startswith("_")}
 
 
-def test_plots_show_the_values_of_the_records():
-    names = ["dp", "zero2", "fsdp"]
-    records = [made_record(strategy__name=name) for name in names]
-    figure = plot_losses(of_runs(*records, made_record(finished=False, status="oom")))
-    plotted = curves(figure.axes[0])
-    assert list(plotted) == names
-    steps, losses = plotted["dp"]
-    assert (list(steps), list(losses)) == ([1, 64], [3.5, 3.0625])
-
-
 def test_non_finite_losses_are_gaps_and_runs_without_losses_have_no_line(tmp_path):
     gap = made_record(loss_curve=[[1, 3.5], [2, None], [3, 3.0]])
     never = made_record(strategy__name="dp", loss_curve=[[1, None], [2, None]])

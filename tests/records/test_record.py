@@ -14,7 +14,6 @@ from distributed_training.records.record import (
     RECORD_FILE,
     Record,
     append_metrics,
-    free_path,
     git_commit,
     is_alive,
     load_record,
@@ -53,13 +52,6 @@ def test_a_run_is_alive_while_a_process_holds_the_lock_of_its_folder(tmp_path):
         assert not is_alive(state)
         fcntl.flock(file, fcntl.LOCK_SH)
         assert is_alive(state)
-
-
-def test_free_path_adds_a_number_to_names_in_use(tmp_path):
-    for name in ("run", "run-2", "run-3"):
-        folder = free_path(tmp_path, "run")
-        folder.mkdir()
-        assert folder.name == name
 
 
 def test_without_a_checkout_there_is_no_commit(tmp_path, monkeypatch):
