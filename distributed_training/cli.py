@@ -231,7 +231,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def report(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Make tables and plots from run records."""
+    """Compare runs in tables and plots."""
     add = parser.add_argument
     add(
         "paths",
@@ -244,13 +244,8 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         action="store_true",
         help="show all runs, not only the newest groups of comparable runs",
     )
-    output = parser.add_mutually_exclusive_group()
-    plots_help = "folder for the plots (default: %(default)s)"
-    output.add_argument(
-        "--plots", type=Path, metavar="FOLDER", default=Path("report"), help=plots_help
-    )
-    html_help = "write tables and plots into one HTML page instead"
-    output.add_argument("--html", type=Path, metavar="FILE", help=html_help)
+    html_help = "also write the tables and plots of losses into one HTML page"
+    add("--html", type=Path, metavar="FILE", help=html_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 

@@ -58,14 +58,14 @@ def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
         section = document
         for name in sections:
             section = section.setdefault(name, {})
-        if not _agrees(section.get(name_in_section, AUTO), value):
+        if section.get(name_in_section, AUTO) not in (AUTO, value):
             what = f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives {key}="
             what += repr(getattr(batch, key, getattr(config, key)))
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[name_in_section] = value
     # DeepSpeed asserts that this value fits the number of GPUs. Check the value here and drop it.
     json_size = document.pop("train_batch_size", AUTO)
-    if not _agrees(json_size, batch.global_batch_size):
+    if json_size not in (AUTO, batch.global_batch_size):
         what = f"{source}: train_batch_size={shown(json_size)} differs from the run's batch size, "
         what += batch.describe()
         raise UserError(what, fix='write "auto" in the JSON')
@@ -93,13 +93,6 @@ def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
         if isinstance(section, dict) and section.get("nvme_path") == AUTO:
             section["nvme_path"] = str(plan.offload_dir)
     return document
-
-
-def _agrees(json_value: object, value: object) -> bool:
-    """Return whether `json_value` is "auto" or equals `value`. True and 1 count as different
-    values."""
-    is_same_type = isinstance(json_value, bool) == isinstance(value, bool)
-    return json_value == AUTO or (is_same_type and json_value == value)
 
 
 def other_settings(document: dict[str, Any]) -> dict[str, Any]:

@@ -177,10 +177,9 @@ class Mechanism:
     fields add nothing."""
 
     is_used: Callable[[Draft], bool]
-    # Bytes of model state per trained parameter, and bytes of frozen weights. The keys are
-    # "parameters", "gradients" and "optimizer" on the device, and "host" and "disk" for offloading.
+    # Bytes of model state per trained parameter. The keys are "parameters", "gradients" and
+    # "optimizer" on the device, and "host" and "disk" for offloading.
     state: Callable[[PipelineRank], ComponentBytes] = lambda _: {}
-    frozen_state: Callable[[PipelineRank], ComponentBytes] = lambda _: {}
     # Bytes needed in addition to the given state at a point, and the share of all gradients that
     # exists at this point
     additional_bytes: Callable[[PipelineRank, StepPoint, ComponentBytes], ComponentBytes] = (

@@ -9,6 +9,7 @@ from functools import partial
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
+from distributed_training.predict.costs.lora import frozen_bytes
 from distributed_training.predict.costs.loss import loss_bytes
 from distributed_training.predict.costs.pp import pending_bytes
 from distributed_training.predict.costs.zero import bucket_bytes
@@ -126,8 +127,8 @@ def _estimate_state(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict
             state[component] += size
     state["optimizer"] += rank.plan.engine_bytes_per_parameter
     state = {component: size * rank.trained_parameters for component, size in state.items()}
-    for mechanism in mechanisms:
-        for component, size in mechanism.frozen_state(rank).items():
+    if rank.freezes_base:
+        for component, size in frozen_bytes(rank).items():
             state[component] += size
     return {component: round(size) for component, size in state.items()}
 

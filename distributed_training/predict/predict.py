@@ -1,5 +1,6 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -7,7 +8,14 @@ from typing import Any, Literal, get_args
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
-from distributed_training.predict.rates import FITTED, Rates, cpu_rates, gpu_rates, measured_rates
+from distributed_training.predict.rates import (
+    FITTED,
+    Rates,
+    calibration_file,
+    cpu_rates,
+    from_calibration,
+    gpu_rates,
+)
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
@@ -93,8 +101,9 @@ def local_cluster(
         name = f"{num_processes} x {machine.gpu_name}"
         gpu_spec = find_gpu(machine.gpu_name) if gpu is None else parse_gpu(gpu)
         if gpu_spec is not None:
-            limited = with_power_limit(gpu_spec, machine.power_w)
-            rates = measured_rates(str(machine.gpu_name), gpu_rates(limited))
+            rates = gpu_rates(with_power_limit(gpu_spec, machine.power_w))
+            if (file := calibration_file(str(machine.gpu_name))).is_file():
+                rates = from_calibration(json.loads(file.read_text()), rates)
     return Cluster(
         num_processes=num_processes,
         processes_per_node=processes_here,

