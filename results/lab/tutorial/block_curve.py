@@ -1,0 +1,90 @@
+"""Measure how the micro-batch size affects the speed of one block of GPT-2.
+
+    python results/lab/tutorial/block_curve.py pipedream_tutorial/records/curve-cpu.json
+    python results/lab/tutorial/block_curve.py --device cuda pipedream_tutorial/records/curve-h100.json
+
+Each row of the record has a number of sequences, and the seconds of their forward and backward
+passes. The sizes alternate, so that other load on the machine affects all of them equally.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import checkout  # noqa: F401
+import torch
+from pipedream.plan.profile import device_name
+from pipedream.train.models import GPT2_SIZES, gpt2_layers
+from torch import nn
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+REPEATS, PASSES, WARMUPS = 15, 5, 3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": {"model": "gpt2", "tokens": 16, "dtype": "float32"},  # one thread, as a stage has
+    "cuda": {"model": "gpt2-medium", "tokens": 1024, "dtype": "bfloat16"},
+}
+
+
+def time_passes(block: nn.Module, x: torch.Tensor) -> float:
+    """Return the mean seconds per forward and backward pass for the input [sequences, tokens,
+    hidden]. The gradients of the weights are added to those of earlier passes."""
+    dy = torch.ones_like(x)
+    begun = time.perf_counter()
+    for _ in range(PASSES):
+        block(x).backward(dy)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / PASSES
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """Return the median seconds for each number of sequences."""
+    settings = SETTINGS[device.type]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    size = GPT2_SIZES[settings["model"]]._replace(num_layers=1, vocabulary=1)
+    dtype = getattr(torch, settings["dtype"])
+    block = list(gpt2_layers(size).values())[1].to(device, dtype)
+    shape = settings["tokens"], size.hidden
+    inputs = {
+        n: torch.randn(n, *shape, device=device, dtype=dtype, requires_grad=True) for n in SIZES
+    }
+    seconds: dict[int, list[float]] = {n: [] for n in SIZES}
+    for turn in range(WARMUPS + REPEATS):
+        for n, x in inputs.items():
+            took = time_passes(block, x)
+            if turn >= WARMUPS:
+                seconds[n].append(took)
+    return [
+        {"sequences": n, "seconds": round(statistics.median(times), 7)}
+        for n, times in seconds.items()
+    ]
+
+
+def main() -> None:
+    """Measure, write the record and print its rows."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("record", type=Path, help="path of the record to write")
+    parser.add_argument("--device", choices=tuple(SETTINGS), default="cpu")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    rows = measure(device)
+    record = {
+        "command": "python results/lab/tutorial/block_curve.py "
+        f"--device {device.type} {arguments.record}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": device_name(device),
+        "settings": SETTINGS[device.type] | {"repeats": REPEATS, "passes": PASSES},
+        "rows": rows,
+    }
+    arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    for row in rows:
+        print(f"{row['sequences']:3d}: {row['sequences'] / row['seconds']:10.1f} sequences per s")
+
+
+if __name__ == "__main__":
+    main()
