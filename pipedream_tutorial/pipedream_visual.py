@@ -1,7 +1,7 @@
 """Draw the tutorial's figures of simulated timelines: python pipedream_visual.py
 
 To change the figures, edit CONFIG or add options such as `--set num_stages=8` or
-`--only all_schedules,naive_pipeline`. The figures of measured runs are drawn by
+`--only naive_pipeline,memory_vs_bubble`. The figures of measured runs are drawn by
 results/lab/tutorial/pages.py.
 """
 
@@ -31,13 +31,10 @@ PICTURES = {
     "naive_pipeline": "grids",
     "microbatch_forward": "grids",
     "weight_versioning": "grids",
-    "all_schedules": "grids",
     "bubble_vs_microbatches": "charts",
     "memory_vs_bubble": "charts",
 }
 """Picture -> module of pipedream.draw with its function."""
-
-SUFFIXES = {"all_schedules": ".svg"}  # larger than a page; an SVG is sharp at any width
 
 SHARED_KEYS = (
     "chunks", "forward", "input_gradient", "weight_gradient", "communication", "overlap_saving",
@@ -63,13 +60,13 @@ def main() -> None:
     from pipedream.draw.page import save
 
     modules = {"charts": charts, "grids": grids}
-    data = grids.PictureData({**config, "num_batches": 2, "recompute": None, "reorder": True})
+    settings = {**config, "num_batches": 2}
     folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:
-        path = folder / f"{name}{SUFFIXES.get(name, '.png')}"
+        path = folder / f"{name}.png"
         draw = getattr(modules[PICTURES[name]], name)
-        save(draw(data), path)
+        save(draw(settings), path)
         print(path, flush=True)
 
 

@@ -1,14 +1,14 @@
-"""Train a model in a pipeline written by hand: one process per stage, `isend` and `irecv`.
+"""Train a model in a pipeline written by hand: one process per rank, `isend` and `irecv`.
 
     torchrun --standalone --nproc_per_node 4 pipeline_by_hand.py
 
-Any number of stages up to NUM_BLOCKS + 2 gives the same losses, on CPUs and GPUs. The model learns
+Any number of ranks up to NUM_BLOCKS + 2 gives the same losses, on CPUs and GPUs. The model learns
 to continue this text. Try this:
 
-1. Run it with 1, 2 and 4 stages, and compare the losses and the last lines.
+1. Run it with 1, 2 and 4 ranks, and compare the losses and the last lines.
 2. `order` returns GPipe's order. Return the order of 1F1B instead (part 2 of README.md). The losses
-   stay the same, and stage r then holds the activations of p - r micro-batches instead of m.
-3. Replace `build_layers` with your own layers. All messages between stages have the same shape."""
+   stay the same, and rank r then holds the activations of p - r microbatches instead of m.
+3. Replace `build_layers` with your own layers. All messages between ranks have the same shape."""
 
 import os
 
@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-M, SIZE = 8, 32  # micro-batches per batch, samples per micro-batch
+M, SIZE = 8, 32  # microbatches per batch, samples per microbatch
 CONTEXT, WIDTH, NUM_BLOCKS = 16, 256, 6  # bytes that predict the next byte, width of a message
 NUM_STEPS = 40
 
 
 def order(p: int, m: int, r: int) -> list[str]:
-    """Return the operations of stage `r` of `p` for `m` micro-batches, such as ["F0", "B0"]."""
+    """Return the operations of stage `r` of `p` for `m` microbatches, such as ["F0", "B0"]."""
     return [f"F{i}" for i in range(m)] + [f"B{i}" for i in range(m)]
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 10 == 0 and stage.r == stage.p - 1:
             print(f"step {step}: loss {loss:.6f}\n", end="")  # one write, so that lines do not mix
-    print(f"stage {stage.r} held the activations of {stage.most_held} micro-batches\n", end="")
+    print(f"rank {stage.r} held the activations of {stage.most_held} microbatches\n", end="")
     dist.destroy_process_group()
 
 

@@ -4,7 +4,6 @@ schedules/   orders, weight versions, closed forms
 simulate/    the exact clock, comparison, search, traces
 train/       stages that train, split backward passes, checks against autograd
 runtime/     one process per stage, records, predictions
-plan/        the planner and its profiles
 draw/        tables and pictures
 lecture/     checks for the notebook's exercises
 """

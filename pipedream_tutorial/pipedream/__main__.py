@@ -11,7 +11,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -42,10 +41,7 @@ CONFIG: dict[str, Any] = {
     "verbose": None,  # True: draw every schedule; False: none; None: only a schedule that you name
     "schedule": "all",  # a schedule, all, search (find an order), or the path of an order's CSV
     "memory": None,  # with schedule=search: maximum microbatches held per rank; None: num_stages
-    "prove": 0,  # with schedule=search: seconds for OR-Tools to prove the shortest order
     "overlap_saving": 0,  # share of the shorter pass hidden if F and B overlap (DualPipeV)
-    "recompute": None,  # share of activations that F keeps if R recomputes the rest; None: no R
-    "reorder": True,  # True: V-Half and V-Min as published; False: only their block, repeated
     "stage_scale": None,  # one factor per stage or chunk, such as [1, 1, 2, 1]; None: equal stages
     "learning_rate": 0.5,  # learning rate of plain SGD
     "steps": 20,  # number of batches to train on; 0: do not train
@@ -59,9 +55,6 @@ RULES = SHARED_RULES | {
     "verbose": Rule(kind=bool, nullable=True),
     "schedule": Rule(kind=str, choices=("all", "search", *SCHEDULES), file_suffix=".csv"),
     "memory": Rule(kind=int, nullable=True, low=1, high=512),
-    "prove": Rule(kind=float, low=0, high=3600),
-    "recompute": Rule(kind=Fraction, nullable=True, low=0, high=1),
-    "reorder": Rule(kind=bool),
     "columns": Rule(kind=str, is_list=True, nullable=True, choices=tuple(simple.COLUMNS)),
     "num_batches": Rule(kind=int, low=2, high=64),
     "learning_rate": Rule(kind=float, low=MIN_DURATION, high=100),
@@ -74,9 +67,7 @@ OUTPUT_KEYS = ("csv", "trace")
 SPECIAL_NAMES = ("all", "search")
 USED_BY = {
     "memory": ("search",),
-    "prove": ("search",),
     "chunks": ("interleaved", "all"),
-    "reorder": ("v-half", "v-min", "all"),
     "overlap_saving": ("dualpipe-v", "all"),
 }
 SCHEDULES_TO_TRAIN = (
@@ -166,9 +157,6 @@ def export(row: Row, config: dict[str, Any]) -> None:
     """Write the files that --csv and --trace request."""
     schedule = row.batch.schedule
     if config["csv"] is not None:
-        if config["recompute"] is not None:
-            problem = "a CSV file cannot contain recomputation"
-            raise UserError(problem, "set recompute=none")
         if not row.flushes:
             problem = f"{row.name} does not flush, and a CSV file cannot contain weight updates"
             raise UserError(problem, "add --set schedule=1f1b, the same order with a flush")
@@ -246,7 +234,7 @@ def print_closed_form(row: Row) -> None:
     """Print the idle time of one batch, computed both by the closed form and by simulation."""
     form_and_sizes = comparison.closed_form(row.name, row.config)
     if form_and_sizes is None:
-        text = "none with uneven stages, communication, overlap, R, reordering or a file"
+        text = "none with uneven stages, communication, overlap or a file"
         print(f"  closed form  {text}")
         return
     form, sizes = form_and_sizes

@@ -36,7 +36,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
         message = str(error)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in ("torch", "numpy", "matplotlib", "ortools"):
+        if package not in ("torch", "numpy", "matplotlib"):
             raise
         message = (
             f"{package} is not installed in this Python; "

@@ -43,7 +43,7 @@ def cases(
     for p in ranks:
         sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
         for m in sorted(sizes):
-            for v in (1, 2, 3) if "v" in SCHEDULES[name].options else (1,):
+            for v in (1, 2, 3) if name == "interleaved" else (1,):
                 try:
                     build_schedule(name, p, m, v)
                 except UserError:
@@ -66,7 +66,7 @@ def case_with_durations(
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_idle_time_equals_its_closed_form_within_the_range(name: str) -> None:
     form, num_checked = CLOSED_FORMS[name], 0
-    for c in cases(name, form.idle_holds, max_per_size=1 if "v" in SCHEDULES[name].options else 2):
+    for c in cases(name, form.idle_holds, max_per_size=1 if name == "interleaved" else 2):
         measured = simulated(name, c)
         assert set(measured.makespan) == {form.makespan_idle(c)}, c
         assert list(measured.span) == [form.span_idle(c, r) for r in range(c.p)], c
@@ -139,24 +139,16 @@ def test_zb_h1_works_with_every_number_of_microbatches() -> None:
 
 
 def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None:
-    """Compare peak activations with the counts in the paper. Check that `reorder` increases neither
-    memory nor idle time."""
+    """Compare peak activations with the paper's counts, and idle time with the closed forms."""
     for p in range(2, 17):
         for m in (p + 2, 3 * p + 1):
-            held, idle_time = {}, {}
-            for name in ("v-half", "v-min"):
-                for reorder in (True, False):
-                    s = build_schedule(name, p, m, reorder=reorder)
-                    held[name, reorder] = max(peak_activations(s))
-                    idle_time[name, reorder] = simulate(s, build_costs(s)).makespan - 3 * m
-            assert set(s.ops()) == set(build_schedule("v-min", p, m).ops())
-            assert held["v-half", True] == held["v-half", False] == (p + 2) // 2
-            assert held["v-min", True] == held["v-min", False] == (p + 4) // 3
-            for name in ("v-half", "v-min"):
-                c = case_with_durations(p, m)
-                assert idle_time[name, True] == CLOSED_FORMS[name].makespan_idle(c)
-                assert idle_time[name, True] <= idle_time[name, False]
-            assert idle_time["v-half", True] < idle_time["v-min", True] or p < 4
+            idle_time = {}
+            for name, held in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
+                schedule = build_schedule(name, p, m)
+                assert max(peak_activations(schedule)) == held
+                idle_time[name] = makespan_idle(name, case_with_durations(p, m))
+                assert simulate(schedule, build_costs(schedule)).makespan - 3 * m == idle_time[name]
+            assert idle_time["v-half"] < idle_time["v-min"] or p < 4
 
 
 def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:

@@ -3,11 +3,9 @@ commands."""
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pipedream
-import pipedream_planner
 import pytest
 from pipedream.__main__ import CONFIG, RULES
 from pipedream.simulate.comparison import measure
@@ -37,7 +35,8 @@ def test_links_resolve_and_prose_is_wrapped_and_plain(page: str) -> None:
         if not target.startswith("https://"):
             path = FOLDER / target if target else FOLDER / page
             assert path.exists(), link[0]
-            assert not anchor or anchor in anchors(path), link[0]
+            if anchor and path.suffix != ".html":  # test_explorer_engine.py tests these
+                assert anchor in anchors(path), link[0]
     for line in without_blocks(page).splitlines():
         assert len(line) <= 100 or line.startswith(("|", "![", "[![")), line
         assert line.isascii(), line
@@ -79,22 +78,17 @@ def test_pages_and_pictures_match_the_records() -> None:
 
 ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
-    "four chunks take 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
     "two chunks and 50.25": ("interleaved", "num_microbatches=16 chunks=4"),
-    "microbatches take 52.5": ("interleaved", "num_microbatches=16"),
+    "If c = 0, 16 microbatches take 52.5": ("interleaved", "num_microbatches=16"),
     "59.5": ("interleaved", "num_microbatches=16 communication=1/2"),
     "59.5 and 75.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/2"),
     "V-Half takes 26.5": ("v-half", ""),
-    "(`reorder=False`), V-Half takes 30": ("v-half", "reorder=False"),
     "DualPipeV takes 27": ("dualpipe-v", ""),
     "DualPipeV takes 24.5": ("dualpipe-v", "overlap_saving=1/2"),
-    "two chunks take 54.25": ("interleaved", "num_microbatches=16 communication=1/8"),
-    "against 57.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/4"),
-    "Two: 56": ("interleaved", "num_microbatches=16 communication=1/4"),
     "The fastest order takes 31": ("search", "memory=3"),
     "33.28 + 3.06 = 36.34": ("zb-h1", "input_gradient=1.02 weight_gradient=2.14"),
     "DualPipeV then takes 25.33": ("dualpipe-v", "overlap_saving=1/3"),
-    "takes 25.75": ("dualpipe-v", "overlap_saving=1/4"),
+    "quarter (it takes 25.75": ("dualpipe-v", "overlap_saving=1/4"),
     "the shortest order with `memory=7` takes 30": ("search", "memory=7 communication=1"),
     "35 x 3 + 2 (34 - 8) = 157": ("1f1b", "num_microbatches=32 communication=1"),
 }
@@ -110,12 +104,3 @@ def test_answers_on_the_page_match_the_simulator(words: str) -> None:
         config[key] = RULES[key].check(key, value)
     found = float(measure(name, config).batch.makespan)
     assert float(re.findall(r"\d+(?:\.\d+)?", words)[-1]) == pytest.approx(found, abs=0.005)
-
-
-def test_planner_answer_on_the_page_matches_the_planner(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["pipedream_planner.py", "--set", "workers=4"])
-    pipedream_planner.main()
-    speed_up = dict(re.findall(r"(?m)^(\w+ \w+).* (\S+)$", capsys.readouterr().out))
-    answer = f"Data parallelism reaches {speed_up['data parallelism']} times one worker's speed, "
-    answer += f"and four stages reach {speed_up['straight pipeline']} times."
-    assert answer in " ".join((FOLDER / "ADVANCED.md").read_text().split())

@@ -40,11 +40,10 @@ def run_explorer(questions):
     return json.loads(text)
 
 
-def explorer_settings(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=None):
+def explorer_settings(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0):
     names = dict(zip("FIWc", map(str, durations), strict=True))
     return names | {
         "p": p, "m": m, "v": v, "n": n, "scale": [*map(str, scale)], "saving": str(saving), "K": 0,
-        "recompute": kept is not None, "kept": kept or "1/20",
     }  # fmt: skip
 
 
@@ -62,8 +61,7 @@ def grid():
                 scale = [] if even else rng.choices(factors, k=p * rng.choice([1, 2, 3]))
                 saving = 0 if even else rng.choice(["0", "1/2", "1"])
                 v, n = rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
-                kept = None if even else rng.choice([None, "0", "1/20", "0.3", "1"])
-                found.append((name, explorer_settings(p, m, v, n, given, scale, saving, kept)))
+                found.append((name, explorer_settings(p, m, v, n, given, scale, saving)))
         found.append((name, explorer_settings(4, 8, durations=(1, 1, 0, 1))))
     return found
 
@@ -78,8 +76,7 @@ def in_python(name, c):
     config = {name: c[key] for name, key in sizes.items()}
     config |= {name: Fraction(c[key]) for name, key in durations.items()}
     config["stage_scale"] = [*map(Fraction, c["scale"])] or None
-    config["recompute"] = Fraction(c["kept"]) if c["recompute"] else None
-    row = measure(name, config | {"reorder": True})
+    row = measure(name, config)
     timeline, found = row.stream, row.stream_idle
     use = weight_use(timeline.schedule, row.policy, c["m"])
     floats = [*found.makespan, *found.span, found.makespan_fraction, found.span_fraction]
@@ -152,7 +149,7 @@ def test_idle_time_formulas_match_the_simulator():
 
 def test_explorer_links_in_the_readme_are_accepted():
     links = re.findall(r"\(explorer\.html(#[^)]*)\)", (FOLDER / "README.md").read_text())
-    assert len(links) >= 9
+    assert len(links) >= 8
     assert run_explorer([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
 
 

@@ -1,6 +1,5 @@
 """Test that pictures show the computed values and that their labels do not overlap."""
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,20 +18,28 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from pipedream.draw import charts, grids
 from pipedream.draw.charts import idle_curves
-from pipedream.draw.grids import PictureData, forwards_only, kind_colors
+from pipedream.draw.grids import forwards_only, kind_colors
 from pipedream.draw.page import MIN_FONT_SIZE, save
-from pipedream.simulate.comparison import Row, compare, measure
-from pipedream.simulate.simulator import Timeline
+from pipedream.schedules.orders import build_schedule
+from pipedream.simulate.comparison import Config, measure
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
+from results.lab.tutorial.figures import (
+    CURVE_BATCH,
+    RANKS,
+    batch_times,
+    draw_held,
+    draw_microbatch_size,
+    draw_picture,
+)
 from results.lab.tutorial.figures import PICTURES as STEPS
-from results.lab.tutorial.figures import draw_picture
 
 MODULES = {"charts": charts, "grids": grids}
-PICTURES: dict[str, Callable[[PictureData], Figure]] = {
+PICTURES: dict[str, Callable[[Config], Figure]] = {
     name: getattr(MODULES[module], name) for name, module in pipedream_visual.PICTURES.items()
 }
 
-CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorder": True}
+CONFIG = pipedream_visual.CONFIG | {"num_batches": 2}
 
 
 def draw_and_check(make: Callable[[], Figure]) -> Figure:
@@ -68,26 +75,17 @@ def draw_and_check(make: Callable[[], Figure]) -> Figure:
     return figure
 
 
-def numbers_of(picture: Path) -> np.ndarray:
-    """Return the numbers in a picture: the pixel values of a PNG (0 to 1), or all numbers in an SVG
-    file."""
-    if picture.suffix == ".png":
-        return imread(picture)
-    return np.array(re.findall(r"-?\d+\.?\d*", picture.read_text()), dtype=float)
-
-
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
     """Draw all pictures with the shipped CONFIG, check that they match the files in figures/, and
     return them."""
     folder = tmp_path_factory.mktemp("shipped")
-    data = PictureData(CONFIG)
     figures = {}
     for name, draw in PICTURES.items():
-        path = folder / f"{name}{pipedream_visual.SUFFIXES.get(name, '.png')}"
-        figures[name] = draw_and_check(lambda: save(draw(data), path))  # noqa: B023
+        path = folder / f"{name}.png"
+        figures[name] = draw_and_check(lambda: save(draw(CONFIG), path))  # noqa: B023
         shipped_path = Path(pipedream_visual.__file__).with_name("figures") / path.name
-        numbers, expected = map(numbers_of, (path, shipped_path))
+        numbers, expected = map(imread, (path, shipped_path))
         assert numbers.shape == expected.shape, f"python pipedream_visual.py --only {name}"
         assert np.abs(numbers - expected).mean() < 1e-3, f"python pipedream_visual.py --only {name}"
     return figures
@@ -126,11 +124,9 @@ def shown_timelines() -> dict[str, list[Timeline]]:
     without timelines are left out."""
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
-    rows = [row for row in compare(CONFIG) if isinstance(row, Row)]
     return {
         "naive_pipeline": [measure("naive", CONFIG).batch],
         "microbatch_forward": list(map(forwards_only, (measure("gpipe", uncut).batch, gpipe))),
-        "all_schedules": list({row.batch.schedule.orders: row.batch for row in rows}.values()),
         "weight_versioning": [measure("pipedream", CONFIG).batch] * 2,
     }
 
@@ -171,8 +167,8 @@ def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> No
 
 
 def test_labels_do_not_overlap_if_many_schedules_have_similar_costs(tmp_path: Path) -> None:
-    data = PictureData(CONFIG | {"num_microbatches": 24})
-    draw_and_check(lambda: save(charts.memory_vs_bubble(data), tmp_path / "picture.png"))
+    config = CONFIG | {"num_microbatches": 24}
+    draw_and_check(lambda: save(charts.memory_vs_bubble(config), tmp_path / "picture.png"))
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -181,8 +177,30 @@ def test_step_pictures_match_their_timelines(tmp_path: Path, name: str) -> None:
     axes = draw_and_check(lambda: draw_picture(picture, tmp_path / "step.png")).axes
     for ax, panel in zip(axes, picture.panels, strict=True):
         assert drawn_cells(ax) == expected_cells(panel.timeline)
-    if picture.rows:
-        assert tuple(label.get_text() for label in axes[0].get_yticklabels()) == picture.rows
+
+
+def test_held_strips_and_batch_times_match_the_simulator_and_the_record(tmp_path: Path) -> None:
+    """The strips under ZB-H1 show at most p microbatches, and the bars sum to the time of GPipe
+    with the record's times."""
+    axes = draw_and_check(lambda: draw_held(tmp_path / "held.png")).axes
+    for ax, held in zip(axes[1::2], ([4, 3, 2, 1], [4, 4, 4, 4]), strict=True):
+        by_rank: dict[int, list[int]] = {}
+        for text in ax.texts:
+            by_rank.setdefault(round(text.get_position()[1]), []).append(int(text.get_text()))
+        assert [max(by_rank[rank]) for rank in sorted(by_rank)] == held
+    rows = [{"sequences": n, "seconds": 1 + n} for n in (1, 4, 16)]
+    settings = {"model": "gpt2", "tokens": 1}
+    record = {"rows": rows, "device": "CPU", "settings": settings}
+    gpipe = (
+        simulate(
+            schedule, build_costs(schedule, forward=1 + n, input_gradient=0, weight_gradient=0)
+        )
+        for n in (1, 4, 16)
+        for schedule in [build_schedule("gpipe", RANKS, CURVE_BATCH // n)]
+    )
+    assert list(map(sum, batch_times(record))) == [1000 * float(t.makespan) for t in gpipe]
+    for records in ([record], [record, record]):
+        draw_and_check(lambda: draw_microbatch_size(records, tmp_path / "size.png"))  # noqa: B023
 
 
 def test_script_writes_every_picture(
@@ -190,8 +208,8 @@ def test_script_writes_every_picture(
 ) -> None:
     """Draw every picture with as few stages and microbatches as possible."""
 
-    def small(data: PictureData, make: Callable[[PictureData], Figure]) -> Figure:
-        return draw_and_check(lambda: save(make(data), tmp_path / "picture.png"))
+    def small(config: Config, make: Callable[[Config], Figure]) -> Figure:
+        return draw_and_check(lambda: save(make(config), tmp_path / "picture.png"))
 
     for name, make in PICTURES.items():
         module = MODULES[pipedream_visual.PICTURES[name]]
@@ -200,6 +218,6 @@ def test_script_writes_every_picture(
     sizes = ["--set", "num_stages=2", "--num_microbatches", "2", "--output", str(out)]
     monkeypatch.setattr(sys, "argv", ["pipedream_visual.py", *sizes])
     pipedream_visual.main()
-    names = [name + pipedream_visual.SUFFIXES.get(name, ".png") for name in PICTURES]
+    names = [f"{name}.png" for name in PICTURES]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert capsys.readouterr().out.split() == [str(out / name) for name in names]

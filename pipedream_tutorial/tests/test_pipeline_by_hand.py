@@ -13,13 +13,13 @@ FUNCTION = re.compile(r"^def order\(.*?(?=\n\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def run_pipeline(script: Path, num_stages: int) -> tuple[list[float], dict[int, int]]:
-    """Return the losses, and the number of held micro-batches by stage."""
+    """Return the losses, and the number of held microbatches by rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     output = subprocess.run(
         [*command, str(num_stages), script], env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=True, stdout=subprocess.PIPE, text=True, timeout=200,
     ).stdout  # fmt: skip
-    held = re.findall(r"stage (\d+) held\D*(\d+)", output)
+    held = re.findall(r"rank (\d+) held\D*(\d+)", output)
     return (
         [float(loss) for loss in re.findall(r"loss (\S+)", output)],
         {int(stage): int(count) for stage, count in held},
@@ -27,7 +27,7 @@ def run_pipeline(script: Path, num_stages: int) -> tuple[list[float], dict[int, 
 
 
 @pytest.mark.timeout(300)
-def test_losses_do_not_depend_on_the_stages_and_only_1f1b_holds_fewer_micro_batches(
+def test_losses_do_not_depend_on_the_stages_and_only_1f1b_holds_fewer_microbatches(
     tmp_path: Path,
 ) -> None:
     text = (FOLDER / "pipeline_by_hand.py").read_text()

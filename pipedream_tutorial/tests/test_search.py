@@ -2,7 +2,6 @@
 orders must be optimal."""
 
 import json
-import sys
 from fractions import Fraction
 from itertools import product
 
@@ -15,6 +14,8 @@ from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import build_problem, lower_bound, score, search
 from pipedream.simulate.simulator import Costs, build_costs, load_order, simulate
 from starting import last_line, no_process_is_left, run  # noqa: F401
+
+from results.lab.tutorial.frontier import solve
 
 
 def costs_of(p, *, communication=0, **durations):
@@ -96,24 +97,15 @@ def test_search_equals_brute_force_for_small_sizes(m, memory, times, communicati
     assert simulate(found.schedule, costs).makespan == found.makespan
 
 
-def test_ortools_is_imported_only_on_demand(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    search(costs_of(2), 2, 2)
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    with pytest.raises(ModuleNotFoundError, match="ortools"):
-        search(costs_of(2), 3, 1, prove=1)
-
-
 @pytest.mark.parametrize(("p", "m", "memory", "shortest"), [(4, 8, 5, 36), (2, 3, 2, None)])
 def test_solver_proves_the_optimum(p, m, memory, shortest):
     pytest.importorskip("ortools")
-    costs = costs_of(p, communication=1)
-    found = search(costs, m, memory, tries=3, prove=60)
+    problem = build_problem(costs_of(p, communication=1), m, memory)
     if shortest is None:
-        shortest = shortest_of_all(build_problem(costs, m, memory))
-    assert found.makespan == found.lower_bound == shortest
-    assert simulate(found.schedule, costs).makespan == shortest
-    assert max(peak_activations(found.schedule)) <= memory
+        shortest = shortest_of_all(problem)
+    (words,), bound = solve(problem, 2 * shortest, 60)
+    assert score(problem, words)[0] == bound == shortest
+    assert set(words) <= set(words_of(m, memory))
 
 
 @pytest.mark.timeout(120)

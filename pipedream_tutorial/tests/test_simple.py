@@ -141,8 +141,6 @@ OTHER = {
     "weight_gradient": "1/3",
     "communication": "0.25",
     "overlap_saving": "0.5",
-    "recompute": "1/20",
-    "reorder": "no",
     "stage_scale": "1,2",
     "chunks": "3",
     "columns": "time,bubble",
@@ -154,7 +152,7 @@ OTHER = {
 
 
 def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
-    others = {"memory", "prove", "csv", "trace"}  # prove needs OR-Tools: see test_search.py
+    others = {"memory", "csv", "trace"}
     assert set(OTHER) | others == set(command.CONFIG) == set(command.RULES)
 
     def output(values: dict[str, str]) -> str:

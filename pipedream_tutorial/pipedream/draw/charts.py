@@ -12,12 +12,11 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipedream_simple import number, percent
 
 from pipedream.draw import page
-from pipedream.draw.grids import PictureData
 from pipedream.draw.page import LINE_COLORS, TEXT, new_figure, panel_title
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
-from pipedream.simulate.comparison import Config, closed_form, measure
+from pipedream.simulate.comparison import Config, Row, closed_form, compare, measure
 
 BUBBLE_SCHEDULES = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
@@ -70,12 +69,12 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
     return curves
 
 
-def bubble_vs_microbatches(data: PictureData) -> Figure:
+def bubble_vs_microbatches(config: Config) -> Figure:
     """Plot idle shares against the number of microbatches, with closed forms as lines and
     simulations as points."""
-    p = data.config["num_stages"]
+    p = config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
-    curves = idle_curves(data.config, counts)
+    curves = idle_curves(config, counts)
     gpipe_shares = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
     min_m, *_, max_m = gpipe_shares
     title = (
@@ -135,12 +134,13 @@ def _curve_style(index: int) -> dict[str, Any]:
     return HOLLOW_MARKER | {"markersize": 8} | style
 
 
-def memory_vs_bubble(data: PictureData) -> Figure:
+def memory_vs_bubble(config: Config) -> Figure:
     """Plot each schedule's peak memory (activations and weight versions) against its idle share
     with consecutive batches. The peak memory is the highest value of all ranks."""
-    weights = data.config["weight_size"]
+    weights = config["weight_size"]
+    rows = [row for row in compare(config) if isinstance(row, Row)]
     titles_by_point: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
-    for row in data.possible_rows:
+    for row in rows:
         if row.policy.stashed:
             activations_and_copies = zip(row.peak_activations, row.weight_copies, strict=True)
             activations, copies = max(
@@ -165,7 +165,7 @@ def memory_vs_bubble(data: PictureData) -> Figure:
         ),
         Line2D([], [], label="other schedules", **DOMINATED_STYLE),
     ]
-    hidden_titles = [row.title for row in data.possible_rows if not row.policy.stashed]
+    hidden_titles = [row.title for row in rows if not row.policy.stashed]
     size = f"A copy of a rank's weights takes {number(weights)} times the memory of a microbatch"
     notes = [
         STEADY_NOTE,

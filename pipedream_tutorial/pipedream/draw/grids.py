@@ -1,9 +1,8 @@
 """Draw timelines, with ranks from top to bottom and time from left to right."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from matplotlib import colormaps
@@ -18,7 +17,7 @@ from pipedream.draw import page
 from pipedream.draw.page import EDGE, TEXT, Color
 from pipedream.schedules.ops import Op, Pair, Schedule
 from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import Config, Refused, Row, compare, measure
+from pipedream.simulate.comparison import Config, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
 
@@ -34,29 +33,6 @@ IDLE_HATCH: dict[str, Any] = {
 ROW = 0.88  # height of a rank's cells; ranks are 1 apart
 
 Coloring = Callable[[Op], Color]
-
-
-@dataclass(frozen=True)
-class PictureData:
-    """Sizes and settings for the pictures. The simulations run when a picture first needs their
-    results."""
-
-    config: Config
-
-    @cached_property
-    def _rows(self) -> list[Row | Refused]:
-        return list(compare(self.config))
-
-    @property
-    def possible_rows(self) -> list[Row]:
-        """Rows of all schedules that these sizes allow."""
-        return [row for row in self._rows if isinstance(row, Row)]
-
-    @property
-    def refusals(self) -> list[str]:
-        """Notes that explain why these sizes do not allow some schedules."""
-        refused = [row for row in self._rows if isinstance(row, Refused)]
-        return [f"Not possible here: {row.reason.partition(';')[0]}" for row in refused]
 
 
 def kind_colors(schedule: Schedule) -> Coloring:
@@ -177,16 +153,14 @@ def lay_out(
     panels: Sequence[Panel],
     *,
     height_factor: float = 1.2,
-    until: Fraction | None = None,
     legend: Sequence[Artist] | None = None,
     **options: Any,
 ) -> Figure:
-    """Draw a page of stacked timelines on one time axis. The axis ends at `until`, which defaults
-    to the longest makespan. The axis label shows the durations of the operations, which must be the
-    same in all panels. `height_factor` is the height of a panel as a multiple of grid_height().
-    `options` are passed to new_figure."""
+    """Draw a page of stacked timelines on one time axis. The axis label shows the durations of the
+    operations, which must be the same in all panels. `height_factor` is the height of a panel as a
+    multiple of grid_height(). `options` are passed to new_figure."""
     timelines = [panel.timeline for panel in panels]
-    until = until or max(timeline.makespan for timeline in timelines)
+    until = max(timeline.makespan for timeline in timelines)
     heights = [height_factor * grid_height(timeline) for timeline in timelines]
     legend = kind_legend(timelines) if legend is None else legend
     figure, axes = page.new_figure(title, heights, legend=legend, gap=0.5, **options)
@@ -231,9 +205,9 @@ def durations_text(timeline: Timeline) -> str:
     return f"F = {f}{backward}{stage_note}"
 
 
-def naive_pipeline(data: PictureData) -> Figure:
+def naive_pipeline(config: Config) -> Figure:
     """Draw the naive schedule, in which only one rank works at a time."""
-    timeline = measure("naive", data.config).batch
+    timeline = measure("naive", config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "
         f"{idle_share_text(timeline)} of {number(timeline.makespan)} time units"
@@ -241,10 +215,9 @@ def naive_pipeline(data: PictureData) -> Figure:
     return lay_out(title, [Panel("", timeline)], height_factor=1.6)
 
 
-def microbatch_forward(data: PictureData) -> Figure:
+def microbatch_forward(config: Config) -> Figure:
     """Draw the forward passes of one batch, first in one piece and then split into microbatches
     that fill the pipeline."""
-    config = data.config
     m = config["num_microbatches"]
     unsplit_config = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
     unsplit, split = (
@@ -268,45 +241,13 @@ def forwards_only(timeline: Timeline) -> Timeline:
     return simulate(replace(schedule, orders=orders), timeline.costs)
 
 
-def all_schedules(data: PictureData) -> Figure:
-    """Draw one batch of every schedule, on one time axis. Schedules with equal orders, such as 1F1B
-    and PipeDream's variants, share a panel."""
-    groups: dict[object, list[Row]] = {}
-    for row in data.possible_rows:
-        groups.setdefault(row.batch.schedule.orders, []).append(row)
-    rows = sorted(
-        (group[0] for group in groups.values()), key=lambda row: row.batch_idle.makespan_fraction
-    )
-    best, worst = rows[0], rows[-1]
-    title = (
-        f"One batch of {data.config['num_microbatches']} microbatches on "
-        f"{data.config['num_stages']} ranks: from {idle_share_text(worst.batch)} idle "
-        f"({worst.title}) to {idle_share_text(best.batch)} ({best.title})"
-    )
-    # The naive schedule takes much longer. On its scale, all others would look alike.
-    *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
-    until = second if 0 < 2 * second < longest else longest
-    panels = []
-    for first, *others in groups.values():
-        name = first.title
-        if others:
-            variants = f" with its {len(others) - 1} variants" if len(others) > 1 else ""
-            name += f" (and {others[0].title}{variants})"
-        makespan = first.batch.makespan
-        text = f"{name}: ends at {number(makespan)}, idle {idle_text(first.batch_idle)}"
-        if makespan > until:
-            text += f"; cut off at {number(until)}"
-        panels.append(Panel(text, first.batch))
-    return lay_out(title, panels, notes=data.refusals, height_factor=1, until=until)
-
-
-def weight_versioning(data: PictureData) -> Figure:
+def weight_versioning(config: Config) -> Figure:
     """Color cells by the weight version that each pass uses, with and without stashing. Outline a
     backward pass if its version differs from the version of its forward pass."""
-    timeline = measure("pipedream", data.config).batch
+    timeline = measure("pipedream", config).batch
     ops = list(timeline.schedule.ops())
     uses = {
-        text: weight_use(timeline.schedule, POLICIES[policy], data.config["num_microbatches"])
+        text: weight_use(timeline.schedule, POLICIES[policy], config["num_microbatches"])
         for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
     }
     newest = max(use[op.stage].version(op) for use in uses.values() for op in ops)

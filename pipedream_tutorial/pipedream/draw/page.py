@@ -13,7 +13,6 @@ from math import hypot
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -86,11 +85,9 @@ def new_figure(
 
 
 def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figure:
-    """Save a figure as PNG or SVG, and return the figure. Equal data gives identical files. The PNG
-    metadata contains `source`, the digest of the plotted data."""
-    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
-    with rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path, metadata=metadata)
+    """Save a figure as PNG, and return the figure. Equal data gives identical files. The metadata
+    contains `source`, the digest of the plotted data."""
+    figure.savefig(path, metadata={"Software": None, "Source": source})
     return figure
 
 

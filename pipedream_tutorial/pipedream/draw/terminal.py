@@ -12,9 +12,9 @@ from pipedream_simple import number
 
 from pipedream.simulate.simulator import Timeline
 
-LEGEND = f"{simple.LEGEND}, or of more than two F0/0, F0/1 ...; R forward again; &: both together"
+LEGEND = f"{simple.LEGEND}, or of more than two F0/0, F0/1 ...; &: both together"
 # Okabe and Ito's colors, which color-blind readers can also distinguish, as 256-color codes
-_BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
+_BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "&": 175}
 
 
 def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:

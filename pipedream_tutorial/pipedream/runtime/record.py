@@ -7,6 +7,7 @@ are exact fractions. This module does not import torch.
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -207,6 +208,17 @@ def build_record(
 
 def _ms(ns: Fraction | float) -> float:
     return round(float(ns) / 1e6, 4)
+
+
+def device_name(device: Any) -> str:
+    """Return the name of a GPU. For a CPU, return the name that Linux reports."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", info.read_text()) if info.is_file() else None
+    return f"CPU, {model[1]}" if model else "CPU"
 
 
 def write_atomically(name: str, record: Record) -> None:

@@ -15,9 +15,15 @@ import torch.distributed as dist
 from pipedream_simple import from_words
 
 from pipedream.errors import UserError
-from pipedream.plan.profile import device_name
 from pipedream.runtime.launch import CASE_ENV, WEIGHTS_DIFFER
-from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_atomically
+from pipedream.runtime.record import (
+    Case,
+    MeasuredRun,
+    build_record,
+    device_name,
+    render,
+    write_atomically,
+)
 from pipedream.runtime.stage import RankRunner, connection_to
 from pipedream.schedules.ops import Schedule, build_from_orders, repeat
 from pipedream.schedules.orders import SCHEDULES, SEARCH_PREFIX, schedule_for_training

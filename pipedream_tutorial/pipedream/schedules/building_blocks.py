@@ -31,35 +31,34 @@ Slots = list[list[list[int]]]
 """rank -> kind (F_DOWN to I_DOWN, and W in the first pass) -> slots of microbatches 0, 1, ..."""
 
 
-def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
+def v_min(p: int, m: int) -> Orders:
     """Return the orders of V-Min, which holds about a third as many activations as 1F1B. A
     microbatch's operations on neighboring ranks are one slot apart."""
     pause = 0 if p % 3 else 2  # otherwise two operations of a rank would need the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
-    return _repeat_block(block, m, reorder)
+    return _repeat_block(block, m)
 
 
-def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
+def v_half(p: int, m: int) -> Orders:
     """Return the orders of V-Half, which holds half as many activations as 1F1B. A microbatch's
     operations on neighboring ranks are two slots apart on the way to the last rank, and one slot
     apart on the way back."""
     delay = 3 * p + (0 if p % 2 else 3)  # slots from F_UP to I_DOWN of a rank
     block = [(2 * r, 3 * p - 2 - r, delay - 1 + 2 * r, delay + 3 * p - 2 - r) for r in range(p)]
-    return _repeat_block(block, m, reorder)
+    return _repeat_block(block, m)
 
 
-def _repeat_block(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """Repeat the block `m` times. `block` contains each rank's slots for one microbatch. With
-    `reorder`, close the gaps at both ends."""
+def _repeat_block(block: list[tuple[int, int, int, int]], m: int) -> Orders:
+    """Repeat the block `m` times. `block` contains each rank's slots for one microbatch.
+    Close the gaps at both ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
-    if reorder:
-        for rank_slots in slots:
-            rank_slots.append(sorted(slot for slot, _ in _place_w(rank_slots)))
-        _move_earlier(slots)
-        _compact(slots)
-        for rank_slots in slots:
-            rank_slots.pop()
-        _move_earlier(slots)
+    for rank_slots in slots:
+        rank_slots.append(sorted(slot for slot, _ in _place_w(rank_slots)))
+    _move_earlier(slots)
+    _compact(slots)
+    for rank_slots in slots:
+        rank_slots.pop()
+    _move_earlier(slots)
     return from_words([_word(rank_slots) for rank_slots in slots])
 
 

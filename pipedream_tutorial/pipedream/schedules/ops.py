@@ -5,7 +5,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -19,7 +18,7 @@ from pipedream.errors import UserError
 
 class Op(NamedTuple):
     """Operation of pipedream_simple.py, with named fields. Its text follows torch: 2F0 is F of
-    microbatch 0 on stage 2. R repeats F to recompute the activations that F did not keep."""
+    microbatch 0 on stage 2."""
 
     kind: str
     stage: int
@@ -65,7 +64,6 @@ class Schedule:
 
     name: str
     orders: tuple[tuple[Item, ...], ...]  # by rank: operations in the order in which they run
-    kept: Fraction = Fraction(1)  # share of a stage's activations that is kept from F to R
 
     @property
     def num_ranks(self) -> int:
@@ -125,9 +123,8 @@ class Schedule:
             return [Op("F", stage - 1, i)] if stage else []
         if kind == "W":
             return [Op("I", stage, i)]
-        recompute = Op("R", stage, i)
-        needs = [recompute if op != recompute and recompute in self else Op("F", stage, i)]
-        if kind != "R" and stage + 1 < self.num_stages:
+        needs = [Op("F", stage, i)]
+        if stage + 1 < self.num_stages:
             next_op = Op("I", stage + 1, i)
             needs.append(next_op if next_op in self else next_op._replace(kind="B"))
         return needs
@@ -147,18 +144,6 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
         for order in schedule.orders
     )
     return replace(schedule, orders=orders)
-
-
-def with_recomputation(schedule: Schedule, kept: Fraction) -> Schedule:
-    """Return `schedule` with an R before every backward pass. F keeps only the stage's input for R,
-    and `kept` is the input's share of the activations."""
-
-    def with_r(item: Item) -> list[Item]:
-        kind, stage, i = item.parts[-1]
-        return [Op("R", stage, i), item] if kind in ("B", "I") else [item]
-
-    orders = tuple(tuple(chain(*map(with_r, order))) for order in schedule.orders)
-    return replace(schedule, orders=orders, kept=kept)
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:

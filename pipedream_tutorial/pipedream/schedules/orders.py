@@ -75,9 +75,8 @@ class ScheduleSpec:
     """A schedule's title, orders and weight policy."""
 
     title: str
-    orders: Callable[..., Orders]  # function of (p, m) and the named `options`
+    orders: Callable[..., Orders]  # function of (p, m), and of v for interleaved 1F1B
     policy: str = "flush"  # a key of policies.POLICIES
-    options: tuple[str, ...] = ()
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
@@ -89,32 +88,29 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     "pipedream-vertical": ScheduleSpec("PipeDream, vertical sync", one_f_one_b, policy="vertical"),
     "pipedream-no-stash": ScheduleSpec("PipeDream, no stashing", one_f_one_b, policy="in-place"),
     "pipedream-2bw": ScheduleSpec("PipeDream-2BW", one_f_one_b, policy="2bw"),
-    "interleaved": ScheduleSpec(
-        "Interleaved 1F1B", partial(simple.build, "interleaved"), options=("v",)
-    ),
+    "interleaved": ScheduleSpec("Interleaved 1F1B", partial(simple.build, "interleaved")),
     "zb-h1": ScheduleSpec("ZB-H1", partial(simple.build, "zb-h1")),
     "zb-h2": ScheduleSpec("ZB-H2", partial(simple.build, "zb-h2")),
     "zb-v": ScheduleSpec("ZB-V", partial(simple.build, "zb-v")),
-    "v-half": ScheduleSpec("V-Half", v_half, options=("reorder",)),
-    "v-min": ScheduleSpec("V-Min", v_min, options=("reorder",)),
+    "v-half": ScheduleSpec("V-Half", v_half),
+    "v-min": ScheduleSpec("V-Min", v_min),
     "dualpipe-v": ScheduleSpec("DualPipeV", dualpipe_v),
 }
 SEARCH_PREFIX = "search-"
 """Prefix for the name of an order from a search. The limit on microbatches per rank follows."""
 
 
-def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = True) -> Schedule:
+def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     """Build the named schedule for p ranks and m microbatches. `v` is the number of chunks for
-    interleaved 1F1B. Only V-Half and V-Min use `reorder`. Raises UserError for an unknown
-    name and for sizes that the schedule does not allow."""
+    interleaved 1F1B. Raises UserError for an unknown name and for sizes that the schedule does not
+    allow."""
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
     if min(p, m, v) < 1:
         raise UserError(f"p={p}, m={m} and v={v} are not accepted", "each must be 1 or more")
-    option_values = {"v": v, "reorder": reorder}
     try:
-        orders = entry.orders(p, m, **{option: option_values[option] for option in entry.options})
+        orders = entry.orders(p, m, v) if name == "interleaved" else entry.orders(p, m)
     except ValueError as error:  # pipedream_simple.py does not raise UserError
         raise UserError(*str(error).split("; ")) from None
     return build_from_orders(name, orders)

@@ -12,7 +12,7 @@ from pipedream_simple import DURATIONS
 
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm, ClosedFormInputs
-from pipedream.schedules.ops import Schedule, repeat, with_recomputation
+from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
@@ -176,21 +176,17 @@ def measure(name: str, config: Config) -> Row:
     if name in SCHEDULES:
         title = SCHEDULES[name].title
         policy = SCHEDULES[name].policy
-        schedule = build_schedule(name, p, m, config["chunks"], reorder=config["reorder"])
+        schedule = build_schedule(name, p, m, config["chunks"])
     elif name == "search":
-        if config["recompute"] is not None:
-            raise UserError("search has no recomputation", "set recompute=none")
         memory = config["memory"] or p
         costs = build_costs(build_schedule("1f1b", p, m), **durations)
-        result = search(costs, m, memory, prove=config["prove"])
+        result = search(costs, m, memory)
         title = f"Search, {memory} in memory"
         schedule = result.schedule
         bound = result.lower_bound
     else:
         title = Path(name).name
         schedule = load_order(Path(name))
-    if config["recompute"] is not None:
-        schedule = with_recomputation(schedule, config["recompute"])
     return Row(
         name=name,
         title=title,
@@ -204,15 +200,13 @@ def measure(name: str, config: Config) -> Row:
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, ClosedFormInputs] | None:
     """Return the schedule's closed form and the arguments of its formulas, or None if no closed
     form applies. There is no closed form for a CSV file, uneven stages, communication time,
-    overlap, recomputation, or blocks without reordering."""
+    or overlap."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS
         or len(set(scale)) > 1
         or config["communication"]
-        or config["recompute"] is not None
         or (config["overlap_saving"] and name == "dualpipe-v")
-        or ("reorder" in SCHEDULES[name].options and not config["reorder"])
     ):
         return None
     sizes = config["num_stages"], config["num_microbatches"], config["chunks"]

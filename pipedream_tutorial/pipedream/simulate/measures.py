@@ -37,29 +37,18 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
     )
 
 
-def _activation_changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
-    """For each kind of operation, return by how much the held activations change when the operation
-    starts and when it ends. The unit is the activations of one microbatch on one stage. A forward
-    pass adds 1, and a backward pass subtracts 1. If the backward pass is split, only W subtracts 1.
-    With R, the forward pass keeps only a share when it ends, and R adds the rest. With v stages per
-    rank, each stage holds 1/v of the activations of all of the rank's layers."""
-    dropped_share = (1 - schedule.kept) or 0  # an int is faster
-    return {
-        "F": (1, -dropped_share),
-        "I": (0, 0),
-        "W": (0, -1),
-        "B": (0, -1),
-        "R": (dropped_share, 0),
-    }
+CHANGES = {"F": (1, 0), "I": (0, 0), "W": (0, -1), "B": (0, -1)}
+"""Kind of operation -> changes in the held activations when the operation starts and when it ends.
+The unit is the activations of one microbatch on one stage. With v stages per rank, each stage holds
+1/v of the activations of all of the rank's layers."""
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return the peak activations of each rank. The unit is the activations of one microbatch on
     all of the rank's layers."""
-    changes = _activation_changes(schedule)
     peaks = []
     for order in schedule.flat:
-        held = accumulate(chain.from_iterable([changes[kind] for kind, _, _ in order]))
+        held = accumulate(chain.from_iterable([CHANGES[kind] for kind, _, _ in order]))
         peaks.append(Fraction(max(held, default=0)) / schedule.stages_per_rank)
     return tuple(peaks)
 
@@ -70,14 +59,13 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, number from this time on
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
     """Return the activations that each rank holds over time. The unit is the activations of one
-    microbatch on all of the rank's layers. Activations count from the start of a forward pass or R
-    to the end of the pass that frees them."""
-    changes = _activation_changes(schedule)
+    microbatch on all of the rank's layers. Activations count from the start of a forward pass to
+    the end of the pass that frees them."""
     curves = []
     for order in schedule.flat:
         steps: Steps = [(0, Fraction(0))]
         for op in order:
-            for time, change in zip(times[op], changes[op.kind], strict=True):
+            for time, change in zip(times[op], CHANGES[op.kind], strict=True):
                 if change:
                     steps.append((time, steps[-1][1] + Fraction(change) / schedule.stages_per_rank))
         curves.append(steps)

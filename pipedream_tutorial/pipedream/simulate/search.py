@@ -11,8 +11,8 @@ A rank is free again one span after it started the previous batch. Therefore con
 need not be further apart than the longest span.
 
 First, a rule builds words (`greedy`). Then letters are moved (`improve`). A change is kept if the
-makespan does not grow, and sometimes even if it grows (simulated annealing). Neither function
-proves that an order is optimal. Only `lower_bound` and `solve` can prove this.
+makespan does not grow, and sometimes even if it grows (simulated annealing). If the makespan equals
+`lower_bound`, no order is shorter.
 """
 
 import math
@@ -60,11 +60,10 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 
 
 def search(
-    costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
+    costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None
 ) -> SearchResult:
     """Return the best order found in `tries` simulations. By default, the simulations take a second
-    or two. Equal arguments give equal orders. For another `prove` seconds, OR-Tools searches for a
-    shorter order and a better bound on the makespan."""
+    or two. Equal arguments give equal orders."""
     problem = build_problem(costs, num_microbatches, memory)
     p = len(problem.durations)
     m = num_microbatches
@@ -85,10 +84,6 @@ def search(
         for number, words in enumerate(starts[:3])
     ]
     best = min(scores, key=score_of)
-    if prove:
-        shorter, proved_bound = solve(problem, int(score_of(best)[0]), prove)
-        bound = max(bound, proved_bound)
-        best = min([best, *shorter], key=score_of)
     schedule = build_from_orders(f"search-p{p}-m{m}-memory{memory}", from_words(best))
     makespan = int(score_of(best)[0])
     return SearchResult(schedule, makespan * problem.tick, bound * problem.tick)
@@ -260,54 +255,3 @@ def _allowed(word: str, memory: int) -> bool:
         if not done["W"] <= done["I"] <= done["F"] <= done["W"] + memory:
             return False
     return True
-
-
-def solve(problem: Problem, max_makespan: int, seconds: float) -> tuple[list[Words], int]:
-    """Search for the shortest order of at most `max_makespan` ticks with OR-Tools' constraint
-    solver (CP-SAT), for at most `seconds`. Return a list with the words of the best order, and a
-    lower bound on the makespan in ticks. The list is empty if the solver finds no order."""
-    from ortools.sat.python import cp_model  # may be missing
-
-    model = cp_model.CpModel()
-    p = len(problem.durations)
-    m = problem.num_microbatches
-    c = problem.communication
-    start = {
-        (kind, rank): [model.new_int_var(0, max_makespan, f"{rank}{kind}{i}") for i in range(m)]
-        for rank in range(p)
-        for kind in "FIW"
-    }
-    end = model.new_int_var(0, max_makespan, "makespan")
-    model.minimize(end)
-    for rank, durations in enumerate(problem.durations):
-        model.add(end >= start["W", rank][-1] + durations["W"])
-        model.add_no_overlap(
-            model.new_fixed_size_interval_var(begin, durations[kind], "")
-            for kind in "FIW"
-            for begin in start[kind, rank]
-        )
-        # Results arrive before they are used, and W number i frees memory for F number i + memory.
-        waits = [(kind, start[kind, rank][1:], 0) for kind in "FIW"]
-        waits += [("F", start["I", rank], 0), ("I", start["W", rank], 0)]
-        waits.append(("W", start["F", rank][problem.memory :], 0))
-        if rank > 0:
-            waits.append(("I", start["I", rank - 1], c))
-        if rank + 1 < p:
-            waits.append(("F", start["F", rank + 1], c))
-        for kind, later, sending in waits:
-            for before, after in zip(start[kind, rank], later, strict=False):
-                model.add(after >= before + durations[kind] + sending)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = 2
-    status = solver.solve(model)
-    bound = round(solver.best_objective_bound)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return [], bound
-    words = []
-    for rank in range(p):
-        steps = sorted(
-            (solver.value(start_var), kind) for kind in "FIW" for start_var in start[kind, rank]
-        )
-        words.append("".join(kind for _, kind in steps))
-    return [words], bound

@@ -57,7 +57,7 @@ class Costs:
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
             f, i, w = (durations_by_stage[stage] for durations_by_stage in durations)
-            halves.append({"F": f, "R": f, "B": i + w, "I": i, "W": w}[kind])
+            halves.append({"F": f, "B": i + w, "I": i, "W": w}[kind])
         hidden = self.overlap_saving * min(halves) if len(halves) > 1 else 0
         return sum(halves, Fraction(0)) - hidden
 

@@ -1,7 +1,7 @@
 """Measure how the micro-batch size affects the speed of one block of GPT-2.
 
     python results/lab/tutorial/block_curve.py pipedream_tutorial/records/curve-cpu.json
-    python results/lab/tutorial/block_curve.py --device cuda pipedream_tutorial/records/curve-h100.json
+    python results/lab/tutorial/block_curve.py --device cuda out.json
 
 Each row of the record has a number of sequences, and the seconds of their forward and backward
 passes. The sizes alternate, so that other load on the machine affects all of them equally.
@@ -17,7 +17,7 @@ from typing import Any
 
 import checkout  # noqa: F401
 import torch
-from pipedream.plan.profile import device_name
+from pipedream.runtime.record import device_name
 from pipedream.train.models import GPT2_SIZES, gpt2_layers
 from torch import nn
 

@@ -1,5 +1,5 @@
-"""Draw the pictures on the tutorial's pages: timelines, the search frontier, simulation errors,
-memory per rank, and gradient errors."""
+"""Draw the pictures on the tutorial's pages: timelines, held activations, the best micro-batch
+size, the search frontier, simulation errors, memory per rank, and gradient errors."""
 
 import hashlib
 import json
@@ -18,12 +18,21 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.__main__ import CONFIG
-from pipedream.config import FOLDER
 from pipedream.draw.charts import DOMINATED_STYLE, HOLLOW_MARKER, MARKERS, log_axis
-from pipedream.draw.grids import Panel, idle_text, kind_legend, lay_out
+from pipedream.draw.grids import (
+    ROW,
+    Panel,
+    draw_grid,
+    durations_text,
+    grid_height,
+    idle_text,
+    kind_legend,
+    lay_out,
+    rank_axis,
+)
 from pipedream.draw.page import (
     GRAY,
     LINE_COLORS,
@@ -34,10 +43,8 @@ from pipedream.draw.page import (
     place_labels,
     save,
 )
-from pipedream.plan.planner import Plan, plan_pipeline, simulate_plan
-from pipedream.plan.profile import load_profile
 from pipedream.simulate.comparison import Row, measure
-from pipedream.simulate.measures import idle
+from pipedream.simulate.measures import Steps, held_activations, idle
 from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import transfers
 from pipedream_simple import number, percent
@@ -60,14 +67,11 @@ HELD_NOTE = "held: most microbatches whose activations each rank holds; W (or B)
 
 
 class Picture(NamedTuple):
-    """Arguments for lay_out. `unit` replaces the label of the time axis, and `rows` replaces the
-    rank numbers."""
+    """Arguments for lay_out."""
 
     title: str
     panels: list[Panel]
-    unit: str | None = None
     notes: Sequence[str] = ()
-    rows: Sequence[str] = ()
     legend: Sequence[Artist] | None = None
 
 
@@ -181,13 +185,8 @@ def find_awaited_messages(timeline: Timeline) -> list[Message]:
 def draw_picture(picture: Picture, path: Path) -> Figure:
     """Save the picture, with a digest of the drawn data in the file's metadata. If the legend
     includes messages, draw an arrow for each message that a rank waits for."""
-    title, panels, unit, notes, rows, legend = picture
-    left = 2.5 if rows else 0.95
-    figure = lay_out(title, panels, notes=notes, legend=legend, left=left)
-    if unit is not None:
-        figure.axes[-1].set_xlabel(unit)
-    for ax in figure.axes if rows else ():
-        ax.set_yticks(range(len(rows)), rows)
+    title, panels, notes, legend = picture
+    figure = lay_out(title, panels, notes=notes, legend=legend)
     for ax, panel in zip(figure.axes, panels, strict=True):
         for message in find_awaited_messages(panel.timeline) if MESSAGE in (legend or ()) else ():
             ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
@@ -197,7 +196,7 @@ def draw_picture(picture: Picture, path: Path) -> Figure:
 
 def digest(picture: Picture) -> str:
     """Return a digest of every event's start and end, and of all labels."""
-    parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
+    parts = [picture.title, *picture.notes]
     for panel in picture.panels:
         parts += [panel.text, *events_text(panel.timeline)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -208,53 +207,135 @@ def events_text(timeline: Timeline) -> list[str]:
     return [f"{e.rank} {e.item} {e.start} {e.end}" for e in timeline.events]
 
 
-def plan() -> Picture:
-    plan = _shipped_plan()
-    run = simulate_plan(plan, 24, busy_links=False)
-    layers = load_profile(_profile()).layers
-    names = [
-        " to ".join(dict.fromkeys((layers[stage.first].name, layers[stage.last].name)))
-        for stage in plan.stages
-    ]
-    notes = tuple(
-        f"{name[:1].upper()}{name[1:]}: F + B are drawn {float(stage.sync_s):.2f} s long, because "
-        f"its {stage.replicas} workers synchronize for this time. They compute for only "
-        f"{float(stage.compute_s):.2f} s"
-        for name, stage in zip(names, plan.stages, strict=True)
-        if stage.sync_s > stage.compute_s
-    )
-    workers = [name for name, stage in zip(names, plan.stages, strict=True)
-               for _ in range(stage.replicas)]  # fmt: skip
-    rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
-    largest_stage = max(range(len(names)), key=lambda place: plan.stages[place].replicas)
-    period = f"{float(plan.period_s):.3f} s"
-    text = f"1F1B with 24 microbatches; when the pipeline is full, one per {period}"
-    one_worker_s = sum(Fraction(layer.forward_s + layer.backward_s) for layer in layers)
-    speed = f"{float(one_worker_s / plan.period_s):.2f}"
-    title = (
-        f"{len(workers)} workers at 1 Gbit/s train GPT-2 {speed} times as fast as one if "
-        f"{plan.stages[largest_stage].replicas} of them run the {names[largest_stage]}"
-    )
-    return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
-
-
-def _profile() -> Path:
-    return FOLDER / "profiles/gpt2_cpu.json"
-
-
-def _shipped_plan() -> Plan:
-    layers = load_profile(_profile()).layers
-    return plan_pipeline(layers, num_workers=8, bandwidth=Fraction("1.25e8"))
-
-
 PICTURES = {
     "one_f_one_b": one_f_one_b,
     "asynchronous": asynchronous,
     "interleaving": interleaving,
     "zero_bubble": zero_bubble,
     "communication": communication,
-    "plan": plan,
 }
+
+
+HELD_SCHEDULES = ("1f1b", "zb-h1")
+
+
+def draw_held(path: Path) -> Figure:
+    """Draw the timelines of HELD_SCHEDULES, and below each how many microbatches' activations each
+    rank holds over time."""
+    rows = [row_of(name) for name in HELD_SCHEDULES]
+    most = [number(max(row.peak_activations)) for row in rows]
+    timelines = [row.batch for row in rows]
+    figure, axes = new_figure(
+        f"ZB-H1 delays W, and W frees the activations: every rank holds up to {most[1]} "
+        f"microbatches, as many as rank 0 holds under 1F1B ({most[0]})",
+        [scale * grid_height(timeline) for timeline in timelines for scale in (1.2, 1.0)],
+        legend=kind_legend(timelines), gap=0.5,
+    )  # fmt: skip
+    until = max(timeline.makespan for timeline in timelines)
+    for row, grid, strip in zip(rows, axes[::2], axes[1::2], strict=True):
+        text = f"{row.title}: ends at {number(row.batch.makespan)}"
+        draw_grid(grid, Panel(text, row.batch), until=until)
+        _draw_strip(strip, row.batch)
+        strip.set_xlim(grid.get_xlim())
+    for ax in axes[:-1]:
+        ax.tick_params(labelbottom=False)
+    axes[-1].set_xlabel(f"time in units: {durations_text(timelines[0])}", fontsize=TEXT)
+    return save(figure, path, held_digest())
+
+
+def _draw_strip(ax: Axes, timeline: Timeline) -> None:
+    """Draw each rank's number of held microbatches over time as bars with this number."""
+    curves = held_activations(timeline.schedule, timeline.times)
+    unit = ROW / float(max(held for steps in curves for _, held in steps))
+    for rank, steps in enumerate(curves):
+        changes: Steps = []
+        for time, held in dict(steps).items():  # the last of several changes at the same time
+            if not changes or held != changes[-1][1]:
+                changes.append((time, held))
+        changes.append((timeline.makespan, Fraction(0)))
+        for (begin, held), (end, _) in pairwise(changes):
+            x, height = float(begin), unit * float(held)
+            box = (x, rank + ROW / 2 - height), float(end) - x, height
+            ax.add_patch(Rectangle(*box, facecolor=LINE_COLORS[5], alpha=0.55))
+            if held:
+                style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9}
+                ax.text((x + float(end)) / 2, box[0][1] + height / 2, number(held), **style)
+    ax.set_ylim(len(curves) - 0.5, -0.5)
+    rank_axis(ax, len(curves))
+    panel_title(ax, "Microbatches whose activations the rank holds")
+
+
+def held_digest() -> str:
+    """Return the digest of all drawn data."""
+    return hash_data([events_text(row_of(name).batch) for name in HELD_SCHEDULES])
+
+
+LOSSES = {
+    "work at full speed": LINE_COLORS[6], "small kernels": LINE_COLORS[3], "bubble": GRAY,
+}  # fmt: skip
+CURVE_BATCH = 64  # sequences in a batch
+
+
+def batch_times(record: Record) -> list[tuple[float, float, float]]:
+    """Return the times in LOSSES for each micro-batch size, in ms: work at the best measured speed,
+    the time that smaller kernels add to it, and the bubble (p-1) (F+B)."""
+    work = CURVE_BATCH * min(row["seconds"] / row["sequences"] for row in record["rows"])
+    times = []
+    for row in record["rows"]:
+        busy = CURVE_BATCH // row["sequences"] * row["seconds"]
+        parts = work, busy - work, (RANKS - 1) * row["seconds"]
+        times.append((1e3 * parts[0], 1e3 * parts[1], 1e3 * parts[2]))
+    return times
+
+
+def draw_microbatch_size(records: Sequence[Record], path: Path) -> Figure:
+    """Plot the measured speed of a block against the micro-batch size, and below it the time of one
+    batch on RANKS ranks, with its losses. There is one column per record."""
+    figure, axes = new_figure(
+        f"Small micro-batches are slow, and large ones leave too few to fill {RANKS} ranks",
+        [2.6, 3.4], columns=len(records), left=1.0,
+        legend=[Patch(color=color, label=text) for text, color in LOSSES.items()],
+        notes=[
+            f"Above: a block, forward and backward. Below: GPipe or 1F1B on {RANKS} ranks with a "
+            "block each, calculated from the times above, c = 0"
+        ],
+    )  # fmt: skip
+    num = len(records)
+    for record, speed_axes, time_axes in zip(records, axes[:num], axes[num:], strict=True):
+        rows, settings = record["rows"], record["settings"]
+        sizes = [row["sequences"] for row in rows]
+        speeds = [row["sequences"] / row["seconds"] for row in rows]
+        places = range(len(sizes))
+        machine = record["device"].partition(",")[0].replace("NVIDIA ", "")
+        block = f"{settings['model']}, {settings['tokens']} tokens per sequence"
+        panel_title(speed_axes, f"{machine}: {block}")
+        speed_axes.plot(places, speeds, color="black", marker="o")
+        speed_axes.set_ylim(0, 1.15 * max(speeds))
+        speed_axes.set_ylabel("sequences per second", fontsize=TEXT)
+        speed_axes.set_xticks(places, sizes)
+        totals = [0.0] * len(sizes)
+        columns = zip(*batch_times(record), strict=True)
+        for color, parts in zip(LOSSES.values(), columns, strict=True):
+            time_axes.bar(places, parts, 0.7, totals, color=color)
+            totals = [total + part for total, part in zip(totals, parts, strict=True)]
+        for place, total in enumerate(totals):
+            time_axes.annotate(
+                f"{total:.0f}" if total >= 100 else f"{total:.1f}", (place, total), (0, 4),
+                textcoords="offset points", ha="center", fontsize=SMALL,
+                weight="bold" if total == min(totals) else "normal",
+            )  # fmt: skip
+        best = sizes[totals.index(min(totals))]
+        panel_title(
+            time_axes, f"{CURVE_BATCH} sequences: fastest at size {best}, m = {CURVE_BATCH // best}"
+        )
+        time_axes.set_ylim(0, 1.15 * max(totals))
+        time_axes.set_ylabel("ms per batch", fontsize=TEXT)
+        time_axes.set_xticks(places, [f"{n}\n{CURVE_BATCH // n}" for n in sizes])
+        time_axes.set_xlabel("sequences per micro-batch (above), m (below)", fontsize=TEXT)
+        for ax in (speed_axes, time_axes):
+            ax.set_xlim(-0.6, len(sizes) - 0.4)
+            ax.grid(axis="y", color="#E6E6E6")
+    return save(figure, path, hash_data(records))
 
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
@@ -322,10 +403,11 @@ def draw_frontier(record: Record, path: Path) -> Figure:
 
 def frontier_digest(record: Record) -> str:
     """Return the digest of all drawn data."""
-    return _hash_data([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
+    return hash_data([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
 
 
-def _hash_data(drawn: object) -> str:
+def hash_data(drawn: object) -> str:
+    """Return the digest of data that can be written as JSON."""
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
@@ -405,7 +487,7 @@ def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
                   case["predicted"]["utilisation"]] for case in predicted_cases(record))]
         for text, record in records
     ]  # fmt: skip
-    return _hash_data(drawn)
+    return hash_data(drawn)
 
 
 HELD_MICROBATCHES = {
@@ -457,7 +539,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
 
 def gib_digest(record: Record) -> str:
     """Return the digest of all drawn data."""
-    return _hash_data(
+    return hash_data(
         [[case["schedule"], case["measured"]["peak_memory_mib"]] for case in record["cases"]]
     )
 
@@ -557,4 +639,4 @@ def _error_line(
 def gradient_digest(rows: Sequence[Record]) -> str:
     """Return the digest of all drawn data."""
     keys = ("num_stages", "learning_rate", "mode", "median_relative_error", "per_stage")
-    return _hash_data([[row[key] for key in keys] for row in rows])
+    return hash_data([[row[key] for key in keys] for row in rows])

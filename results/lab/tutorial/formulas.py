@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
 import checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs
-from pipedream.schedules.ops import with_recomputation
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle as measured_idle
@@ -173,24 +173,8 @@ def version_check(name: str, text: str) -> Check:
     return Check(f"versions of {name}: {text}", lambda c: c.m >= max(1, c.p - 1), claimed, kept)
 
 
-def recomputing_checks(name: str) -> Iterator[Check]:
-    def makespan_with_early_recomputation(c: ClosedFormInputs) -> Fraction:
-        schedule = with_recomputation(build_schedule(name, c.p, c.m), Fraction(1, 20))
-        costs = build_costs(schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
-        return simulate(schedule, costs).makespan
-
-    yield Check(
-        f"{name}, recomputation inside B: (m+p-1) (2F+B)",
-        always,
-        lambda c: (c.m + c.p - 1) * (2 * c.f + c.backward),
-        lambda c: run(name, c._replace(i=c.f + c.i)).makespan,
-    )
-    yield Check(
-        f"{name}, recomputation before the gradient arrives: m F more",
-        lambda c: c.p > 1,
-        lambda c: (c.m + c.p - 1) * c.total + c.m * c.f,
-        makespan_with_early_recomputation,
-    )
+def recomputing_makespan(name: str, c: ClosedFormInputs) -> Fraction:
+    return run(name, c._replace(i=c.f + c.i)).makespan
 
 
 def factors(c: ClosedFormInputs) -> list[Fraction]:
@@ -318,7 +302,12 @@ def schedule_checks() -> Iterator[Check]:
     for name, (text, _) in table("weight versions").items():
         yield version_check(name, text)
     for name in ("gpipe", "1f1b"):
-        yield from recomputing_checks(name)
+        yield Check(
+            f"{name}, recomputation inside B: (m+p-1) (2F+B)",
+            always,
+            lambda c: (c.m + c.p - 1) * (2 * c.f + c.backward),
+            partial(recomputing_makespan, name),
+        )
     yield Check(
         "interleaved: (v (p-m) + m - 1) (F+B) / v if m < p",
         lambda c: c.m < c.p,

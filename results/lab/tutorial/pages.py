@@ -28,7 +28,7 @@ from pipedream.schedules.orders import SCHEDULES, schedule_for_training
 from pipedream.schedules.policies import weight_use
 
 from results.lab.tutorial.tables import bubble_table, cut_table, depth_table
-from results.lab.tutorial.text import describe, printed_table, render_page
+from results.lab.tutorial.text import describe, render_page
 from results.lab.tutorial.traffic import comparison_table
 
 PAGES = ("README.md", "ADVANCED.md", "COMPARISON.md")
@@ -113,11 +113,11 @@ def version_table() -> str:
 
 
 def microbatch_table(p: int = 4, i: int = 4) -> str:
-    """Return a table of the weight versions that each stage keeps in PipeDream when the backward
+    """Return a table of the weight versions that each rank keeps in PipeDream when the backward
     pass of microbatch i begins."""
     schedule, policy = schedule_for_training("pipedream", p, 8, 1)
     lines = [
-        f"| stage | F{i} used version | newest when B{i} begins | late by | versions kept (for) |",
+        f"| rank | F{i} used version | newest when B{i} begins | late by | versions kept (for) |",
         "|---:|---:|---:|---:|---|",
     ]
     for stage, use in weight_use(schedule, policy, 8).items():
@@ -157,7 +157,6 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         "measured bubbles": lambda: bubble_table(
             next(records[name] for name in ZERO_BUBBLE if name in records)
         ),
-        "one run": lambda: printed_table(_load(folder / "records/readme-runtime-p4.json")),
     }
 
 
@@ -179,18 +178,20 @@ def pages(folder: Path) -> dict[str, str]:
     builders = tables(folder)
     texts = {name: fill((folder / name).read_text(), builders) for name in PAGES}
     study = _load(folder / "records/cpu-staleness.json")
-    return texts | {"TEST_RESULTS.md": render_page(load_records(folder / "records"), study)}
+    one_run = _load(folder / "records/readme-runtime-p4.json")
+    results = render_page(load_records(folder / "records"), one_run, study)
+    return texts | {"TEST_RESULTS.md": results}
 
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """Map each file name to a pair: the digest of the drawn data, and the function that draws the
     picture."""
     from results.lab.tutorial import figures as figure_module
-    from results.lab.tutorial import gifs
 
     records = load_records(folder / "records")
     described_records = [(describe(record), record) for record in records.values()]
     zero_bubble = records["h200-p4-zero-bubble.json"]
+    curves = [_load(path) for path in sorted((folder / "records").glob("curve-*.json"))]
     searched = _load(folder / "records/frontier.json")
     errors = _load(folder / "records/cpu-staleness.json")["gradient_errors"]
     drawings: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -206,6 +207,11 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
             figure_module.frontier_digest(searched),
             partial(figure_module.draw_frontier, searched),
         ),
+        "figures/held.png": (figure_module.held_digest(), figure_module.draw_held),
+        "figures/microbatch_size.png": (
+            figure_module.hash_data(curves),
+            partial(figure_module.draw_microbatch_size, curves),
+        ),
         "figures/gradient_error.png": (
             figure_module.gradient_digest(errors),
             partial(figure_module.draw_gradient_error, errors),
@@ -217,23 +223,17 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
             figure_module.digest(picture),
             partial(figure_module.draw_picture, picture),
         )
-    for name, move in gifs.ANIMATIONS.items():
-        animation = move()
-        drawn = gifs.digest(animation), partial(gifs.draw_animation, animation)
-        drawings[f"figures/{name}.gif"] = drawn
     return drawings
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest in a PNG's or GIF's metadata, or None if the file or the digest does not
-    exist."""
+    """Return the digest in a PNG's metadata, or None if the file or the digest does not exist."""
     from PIL import Image
 
     if not path.is_file():
         return None
     with Image.open(path) as image:
-        comment = image.info.get("comment")
-        return comment.decode() if comment else image.info.get("Source")
+        return image.info.get("Source")
 
 
 def outdated_files(folder: Path) -> list[str]:

@@ -60,7 +60,25 @@ def summary(records: Mapping[str, Record]) -> str:
     return "\n".join(lines)
 
 
-def render_page(records: Mapping[str, Record], study: Record) -> str:
+RUNTIME = """## One run
+
+`pipedream_runtime.py` trains under every schedule, with one process per rank. Without GPUs, each
+process emulates a GPU by sleeping for 10 ms per forward pass and 20 ms per backward pass:
+
+```bash
+python pipedream_runtime.py --num_stages 4
+```
+
+{table}
+
+*Equal* means that the weights are bit-identical to the weights from training in one process. The
+simulator uses the mean durations of one run (\\*) to predict the other runs. On GPUs, run
+`python ../results/lab/tutorial/benchmark.py NAME`. NAME is `flushes`, `zero-bubble` or `search`.
+`--trace trace.json` writes predictions and measurements next to each other, for
+[Perfetto](https://ui.perfetto.dev)."""
+
+
+def render_page(records: Mapping[str, Record], one_run: Record, study: Record) -> str:
     """Return the content of TEST_RESULTS.md."""
     parts = [
         "# Measured results",
@@ -69,9 +87,9 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
             "`python results/lab/tutorial/pages.py --write` generates this page from "
             "[records/](records/). Each record contains its command, machine and versions."
         ),
+        RUNTIME.format(table=printed_table(one_run)),
         "## Prediction against measurement",
         wrap(
-            "The simulator uses the mean times of one run to predict the other runs. "
             "The makespan lasts from the first start to the last end. The utilization is the "
             "share of the makespan in which stages compute, and its error is in percentage "
             "points. "
