@@ -170,7 +170,8 @@ def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[i
     tokens in the generation config of the model in `base`."""
     ids = None if base is None else read_generation_config(base).get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return list(dict.fromkeys([*tokenizer.stop_ids(chat=chat), *ids]))
+    own_ids = [tokenizer.eos_id, tokenizer.answer_end_id] if chat else [tokenizer.eos_id]
+    return list(dict.fromkeys([*own_ids, *ids]))
 
 
 def write_card(folder: Path, r: Record) -> None:

@@ -40,7 +40,6 @@ _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize toge
 _NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
 _READ_BYTES = 16 * 2**20  # bytes read at a time
 _LONG_BYTES = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
-_VERY_LONG_BYTES = 2_000_000_000  # announce the checksum if a corpus exceeds this many bytes
 _MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 logger = logging.getLogger(__name__)
 
@@ -61,10 +60,6 @@ def tokenize(
     UserError if the tokenizer has more than `embedding_rows` tokens, the number of rows in the
     model's embedding."""
     by_line = config.pack is False
-    num_bytes = sum(source.num_bytes for source in corpus.values())
-    if num_bytes > _VERY_LONG_BYTES:
-        size = f"{num_bytes / 1e9:.1f} GB"
-        print_stderr(f"reading {config.dataset} ({size}) to compute its checksum")
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if not is_intact(folder):  # A complete cache may be read-only, so do not lock it.
@@ -179,7 +174,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         raise UserError(f"dataset={config.dataset!r} contains no text", why)
     meta = {
         "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
-        "counts": {split: split_counts.as_dict() for split, split_counts in counts.items()},
+        "counts": {split: vars(split_counts) for split, split_counts in counts.items()},
         "sha256": _digest(partial_folder),
     }  # fmt: skip
     (partial_folder / _META_FILE).write_text(json.dumps(meta))

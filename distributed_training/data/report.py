@@ -9,7 +9,7 @@ import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
-from distributed_training.data.samples import count_targets, find_parts, will_pack
+from distributed_training.data.samples import Samples, count_targets, find_parts, will_pack
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import shown
 
@@ -36,6 +36,7 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     packs = will_pack(meta["form"], config, can_pack=can_pack)
     starts, part_lengths = find_parts(split, meta["form"], config.max_length, packs=packs)
     num_targets = part_lengths
+    num_used = counts["records"] - sum(counts["left_out"].values())
     is_cut = np.zeros(0, bool)
     num_answers_cut = 0
     left_out = dict(counts["left_out"])
@@ -44,17 +45,14 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         left_out["fewer than two tokens"] = num_short
     if "loss_mask" in split and len(lengths):
         num_targets = count_targets(split["loss_mask"], starts, part_lengths)
-        firsts = split["starts"][:-1][lengths > 1]
-        full_lengths = lengths[lengths > 1] - 1
-        cut_lengths = np.minimum(full_lengths, config.max_length)
+        full_lengths = lengths[lengths > 1] - 1  # Records with answers have one part each.
         is_cut = full_lengths > config.max_length
-        kept_targets = count_targets(split["loss_mask"], firsts, cut_lengths)
-        all_targets = count_targets(split["loss_mask"], firsts, full_lengths)
-        num_answers_cut = int(((kept_targets > 0) & (kept_targets < all_targets)).sum())
-        is_filled = kept_targets == 0
+        all_targets = count_targets(split["loss_mask"], starts, full_lengths)
+        num_answers_cut = int(((num_targets > 0) & (num_targets < all_targets)).sum())
+        is_filled = num_targets == 0
         if is_filled.any():
             # If a record may have several samples, one per answer, count the samples in a note.
-            reasons = left_out if len(lengths) == counts["used"] else notes
+            reasons = left_out if len(lengths) == num_used else notes
             reasons[FILLED] = int(is_filled.sum())
             is_cut = is_cut & ~is_filled
     # If texts are packed, long texts are split into several samples instead of being cut.
@@ -143,20 +141,13 @@ def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def read_samples(
-    folder: Path, config: RunConfig, count: int, *, can_pack: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) for each of the first `count` samples, without packing records into blocks.
-    The mask is True for ids that are targets in the loss."""
-    form, (split, *_) = load_tokens(folder)
-    packs = will_pack(form, config, can_pack=can_pack)
-    parts = find_parts(split, form, config.max_length, packs=packs)
-    for start, length in zip(*parts, strict=True):
+def read_samples(samples: Samples, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (ids, mask) for each of the first `count` samples, which are not packed. The mask is
+    True for ids that are targets in the loss."""
+    for start, length in zip(samples.starts[:count], samples.lengths[:count], strict=True):
         token_range = slice(start, start + length + 1)
         mask = np.ones(length + 1, bool)
-        if "loss_mask" in split:
-            mask = np.array(split["loss_mask"][token_range])
+        if samples.loss_mask is not None:
+            mask = np.array(samples.loss_mask[token_range])
         mask[0] = False  # The first token is never a target.
-        if mask.any() and count > 0:
-            count -= 1
-            yield split["ids"][token_range], mask
+        yield samples.tokens[token_range], mask

@@ -239,11 +239,12 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
 
 
 def all_samples(
-    folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
-) -> Samples:
+    folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0,
+    with_tail: bool = False, in_blocks: bool = True,
+) -> Samples:  # fmt: skip
     """Return all samples of the first split in a cache folder. `can_pack` has the same meaning as
     in `cut_samples`. If `with_tail` is set, include the last block of running text even if it is
-    incomplete."""
+    incomplete. Unless `in_blocks` is set, packed records are separate samples in their order."""
     form, (split, *_) = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     starts, lengths = find_parts(split, form, config.max_length, packs=packs)
@@ -251,7 +252,8 @@ def all_samples(
         starts = np.arange(0, len(split["ids"]) - 1, config.max_length)
         lengths = np.minimum(len(split["ids"]) - 1 - starts, config.max_length)
     samples = _cut(split, (starts, lengths), seq_len=config.max_length, padding_id=padding_id)
-    return samples.packed() if packs and form != RUNNING and len(samples) > 0 else samples
+    in_blocks = in_blocks and packs and form != RUNNING and len(samples) > 0
+    return samples.packed() if in_blocks else samples
 
 
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples

@@ -424,11 +424,6 @@ class Tokenizer:
                 return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
         return self.eos_id
 
-    def stop_ids(self, *, chat: bool) -> list[int]:
-        """Return the ids of the tokens that stop generation: end-of-text and, if `chat` is set, the
-        token that ends an answer."""
-        return list(dict.fromkeys([self.eos_id, self.answer_end_id] if chat else [self.eos_id]))
-
     @property
     def generation_tokens(self) -> dict[str, int]:
         """Ids of the bos and pad tokens, keyed by their names in generation_config.json. If the

@@ -255,10 +255,6 @@ class ModelSpec:
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
-        if not (folder / CONFIG_FILE).is_file():
-            what = f"weights={str(folder)!r} is not a Hugging Face model folder"
-            fix = "use an earlier run's hf/ folder, or set model to the name of a published model"
-            raise UserError(what, "it has no config.json", fix)
         (size,) = self.code.sizes(folder).values()
         for name in (field.name for field in fields(ModelSize)):
             stored_value, own_value = getattr(size, name), getattr(self.size, name)

@@ -187,18 +187,6 @@ class Decoder(nn.Module):
         cache is extended. `positions` and `ends` describe packed records, as in `Samples.batch`.
         All stages except the first accept hidden states [B, T, D], and all stages except the last
         return hidden states."""
-        x = self.hidden(x, positions, ends, past)
-        return self.apply_head(x, targets) if self.is_last else x
-
-    def hidden(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor | None,
-        ends: torch.Tensor | None,
-        past: KVCache | None,
-    ) -> torch.Tensor:
-        """Return the output [B, T, D] of this stage's blocks for token ids [B, T] or hidden states
-        [B, T, D]."""
         documents = None
         if positions is not None and ends is not None:
             documents = self.describe_documents(positions, ends)
@@ -206,7 +194,7 @@ class Decoder(nn.Module):
         x = self.run(x, start if positions is None else positions, documents, past)
         if past is not None:
             past.length += x.shape[1]
-        return x
+        return self.apply_head(x, targets) if self.is_last else x
 
     def run(
         self,
@@ -357,17 +345,11 @@ def summed_cross_entropy(
     """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
     weight [P, D] and targets [B, T]."""
     logits = softcap(F.linear(x, weight).float().flatten(0, -2), cap)
-    logits = mask_padding(logits, vocab_size)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Mask vocabulary padding in the logits of N tokens, [N, P], in place. Slicing off the padding
-    would be slower, because the rows would no longer be aligned in memory."""
     if logits.shape[1] > vocab_size:
+        # Slicing off the padding would be slower, because the rows would no longer be aligned.
         columns = torch.arange(logits.shape[1], device=logits.device)
         logits.masked_fill_(columns >= vocab_size, -torch.inf)
-    return logits
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import load_json, parse_as, shown
+from distributed_training.settings.files import load_json, parse_as, plural, shown
 
 if TYPE_CHECKING:
     import torch
@@ -92,19 +92,15 @@ def weight_files(folder: Path) -> list[Path]:
 def fetch_weights(repo_id: str) -> Path:
     """Download a model's weights from the Hub and return their folder. Raises OSError if neither
     the Hub nor the local Hub cache has the weights."""
-    first_error: OSError | None = None
-    for single, index in WEIGHT_FORMATS:
+    errors = []
+    for name in chain.from_iterable(WEIGHT_FORMATS):
         try:
-            return hub.fetch_folder(repo_id, (CONFIG_FILE, single))
+            folder = hub.fetch_folder(repo_id, (CONFIG_FILE, name))
         except OSError as error:
-            first_error = first_error or error
-        try:
-            folder = hub.fetch_folder(repo_id, (CONFIG_FILE, index))
-        except OSError:
-            continue
-        return hub.fetch_folder(repo_id, (CONFIG_FILE, *indexed_files(folder / index)))
-    assert first_error is not None, "WEIGHT_FORMATS is not empty"
-    raise first_error
+            errors.append(error)
+        else:
+            return hub.fetch_folder(repo_id, tuple(file.name for file in weight_files(folder)))
+    raise errors[0]
 
 
 def indexed_files(index: Path) -> list[str]:
@@ -124,9 +120,9 @@ def require_weights(folder: Path) -> list[Path]:
         fix = "to train this model from scratch, set weights to random"
         raise UserError(f"{folder} contains no readable weights", why, fix)
     if missing_files := [file.name for file in files if not file.exists()]:
-        more = f" and {len(missing_files) - 3} more" if len(missing_files) > 3 else ""
-        what = f"weights {folder}: {', '.join(missing_files[:3])}{more} cannot be read"
-        raise UserError(what, "the index lists files that do not exist", "download them again")
+        what = f"weights {folder}: {missing_files[0]} cannot be read"
+        why = f"the index lists {plural(len(missing_files), 'file')} that do not exist"
+        raise UserError(what, why, "download them again")
     return files
 
 

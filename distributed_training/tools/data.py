@@ -63,7 +63,8 @@ def run(
     if "validation" not in corpus:
         counts["held_out"] = min(counts["samples"], num_held_out(counts["samples"]))
     counts["special_tokens"] = tokenizer.facts.special
-    shown_samples = list(report.read_samples(folder, config, arguments.show, can_pack=can_pack))
+    records = all_samples(folder, config, can_pack=can_pack, in_blocks=False)
+    shown_samples = list(report.read_samples(records, arguments.show))
     if arguments.json:
         sample_dicts = [
             {

@@ -20,6 +20,7 @@ from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN
 from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import read_samples, summarize
+from distributed_training.data.samples import all_samples
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
@@ -234,7 +235,8 @@ def test_texts_without_a_token_are_counted(tmp_path):
     counts = summarize(folder, config, can_pack=True)
     assert (counts["records"], counts["used"], counts["samples"]) == (44, 42, 42)
     assert counts["left_out"] == {"fewer than two tokens": 2}
-    ids = [row.tolist() for row, _ in read_samples(folder, config, 2, can_pack=True)]
+    samples = all_samples(folder, config, can_pack=True, in_blocks=False)
+    ids = [row.tolist() for row, _ in read_samples(samples, 2)]
     assert ids == [[1, 2, 0], [1, 0]]
 
 
@@ -251,7 +253,8 @@ def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expe
     folder = tokenize(corpus, tokenizer, config, tmp_path / "cache")
     counts = summarize(folder, config, can_pack=can_pack)
     assert (counts["samples"], counts["cut"]) == expected
-    assert len(list(read_samples(folder, config, 200, can_pack=can_pack))) == counts["samples"]
+    samples = all_samples(folder, config, can_pack=can_pack, in_blocks=False)
+    assert len(list(read_samples(samples, 200))) == counts["samples"]
 
 
 def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):

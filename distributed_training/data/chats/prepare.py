@@ -36,7 +36,7 @@ IGNORED_COLUMNS = "records have columns that are ignored:"
 NO_ANSWER = "no answer to train on"
 
 
-@dataclass(slots=True)
+@dataclass
 class Counts:
     """Counts for one split: the records read, the records left out for each reason, and the records
     or messages to which each note applies. A note tells the user about a peculiarity of the
@@ -46,15 +46,6 @@ class Counts:
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
     # Number of records or messages, by note
     notes: Counter[str] = field(default_factory=Counter)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts as a JSON-serializable dictionary."""
-        return {
-            "records": self.records,
-            "used": self.records - self.left_out.total(),
-            "left_out": dict(self.left_out),
-            "notes": dict(self.notes),
-        }
 
 
 def read_pieces(
