@@ -23,7 +23,7 @@ from distributed_training.settings.files import one_of, shown
 from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
-from distributed_training.settings.request import build_config, parse_overrides
+from distributed_training.settings.request import build_config, parse_overrides, resolve_aliases
 from distributed_training.start import launch
 from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
@@ -37,7 +37,6 @@ NON_KEY_OPTIONS = (
 PLANNED_MACHINES = ("cluster", "gpu")
 DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
 BEST_HELP = "use the best weights, saved with keep_best=True, instead of the last weights"
-MODEL_KEYS = ("model", *KEYS["model"].aliases)
 Act = Callable[[argparse.Namespace], int]
 
 
@@ -381,7 +380,7 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     output_dir = file.parent / str(config.get(folder_key, "runs"))
     config = {**config, folder_key: str(output_dir)}
     description = description.splitlines()[0]
-    allow_families(config.get(name) for name in MODEL_KEYS)
+    allow_families([resolve_aliases(config).get("model")])
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
     # this machine lacks and about deprecated functions of torch.
@@ -414,4 +413,4 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
         )
         return run_command(name, program)
 
-    return run_and_report_errors(act, trains=name == "train")
+    return run_and_report_errors(act)

@@ -151,7 +151,7 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
 
     monkeypatch.setattr(launch, "start", interrupt)
     assert run() == 130
-    assert capsys.readouterr().err.startswith("interrupted ")
+    assert capsys.readouterr().err.startswith("interrupted")
 
 
 def test_an_unknown_error_keeps_its_traceback(run, monkeypatch):

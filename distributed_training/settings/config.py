@@ -248,9 +248,9 @@ class Request(RunConfig):
     # Fail if data, weights or tokenizers are missing, instead of using the embedded ones
     strict: bool = False
 
-    def is_set(self, *names: str) -> bool:
-        """Return whether the user set any of the keys `names`."""
-        return not self.set_by.keys().isdisjoint(names)
+    def is_set(self, name: str) -> bool:
+        """Return whether the user set the key `name`."""
+        return name in self.set_by
 
     def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, followed by the engine's own options."""

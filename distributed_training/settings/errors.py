@@ -95,10 +95,9 @@ def print_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run_and_report_errors(act: Callable[[], int], *, trains: bool = True) -> int:
+def run_and_report_errors(act: Callable[[], int]) -> int:
     """Call `act` and return the exit code. Errors that the user can fix, such as a UserError or a
-    disk-full error, are printed without a traceback. After Ctrl-C, the message depends on
-    `trains`, which is True if `act` trains a model."""
+    disk-full error, are printed without a traceback."""
     try:
         code = act()
         sys.stdout.flush()
@@ -111,8 +110,7 @@ def run_and_report_errors(act: Callable[[], int], *, trains: bool = True) -> int
             print_stderr(error.terminal_text)
         return error.exit_code
     except KeyboardInterrupt:
-        # Once training has begun, Ctrl-C saves a checkpoint instead.
-        print_stderr("interrupted before training began" if trains else "interrupted")
+        print_stderr("interrupted")  # once training has begun, Ctrl-C saves a checkpoint instead
         return 128 + signal.SIGINT
     except Exception as error:
         if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:

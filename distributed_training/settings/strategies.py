@@ -30,10 +30,6 @@ from distributed_training.settings.keys import Options, read_keys
 STRATEGIES_DIR = files.ROOT / "strategies"
 # Order of the axes, from the slowest-varying to the fastest-varying
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_OFFLOAD_LOCATIONS = {
-    "cpu": "in host memory",
-    "nvme": "on disk",
-}  # DeepSpeed's device -> description
 _FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path}'
 
 
@@ -307,7 +303,7 @@ def _describe_form(parsed: _DeepSpeed) -> str:
     devices = {part.device for part in (zero.offload_optimizer, zero.offload_param) if part}
     for device in ("nvme", "cpu"):
         if device in devices:
-            return f"state kept {_OFFLOAD_LOCATIONS[device]}"
+            return f"state offloaded to {device}"
     return f"ZeRO stage {zero.stage}"
 
 
