@@ -25,10 +25,10 @@ from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides, resolve_aliases
 from distributed_training.start import launch
-from distributed_training.start.dry_run import print_plan
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import LastingStream, replace_unencodable
 from distributed_training.supervise.process import Startup
+from distributed_training.tools.dry_run import print_plan
 
 NON_KEY_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",

@@ -153,13 +153,13 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
     hangs, record the cause."""
     command = [*command, str(plan.run_dir), *allowed_code_folders()]
     notes = plan.notes
-    for count in range(max_restarts + 1):
-        if count:
-            checkpoint, note = run_dir.plan_restart(plan, f" ({count})")
+    for restart in range(max_restarts + 1):
+        if restart:
+            checkpoint, note = run_dir.plan_restart(plan, f" ({restart})")
             plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
             run_dir.write_plan(plan)
-        monitor = Monitor(plan.config, plan.num_processes)
-        outcome = run_ranks(command, plan.num_processes, monitor)
+        count = plan.num_processes
+        outcome = run_ranks(command, count, Monitor(plan.config, count))
         if outcome.signum or not outcome.exit_code:
             break
     if plan.offload_dir is not None:  # a failed run cannot remove its own files

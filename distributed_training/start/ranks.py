@@ -19,7 +19,6 @@ from typing import Any
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import find_launcher
-from distributed_training.settings.machine import threads_per_process
 from distributed_training.start.progress import CHECK_INTERVAL_S, Monitor, Rank
 from distributed_training.supervise.process import (
     LAUNCHER_VARIABLE,
@@ -166,7 +165,7 @@ def _start(ranks: list[Rank], command: Command, count: int, files: contextlib.Ex
     for number in range(count):
         fds = store, create_file()
         environment = {
-            "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
+            **os.environ,
             "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
             "RANK": str(number), "LOCAL_RANK": str(number),
             "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0",

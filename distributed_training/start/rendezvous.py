@@ -44,9 +44,21 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
     ranks must call this function."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=limit_s)
+    is_served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: dist.Store
     try:
-        store = _open_store(host, port, process, timedelta(seconds=limit_s))
-        if process.on_one_machine:
+        if process.rank == 0 and host in ("localhost", LOOPBACK) and not is_served_by_agent:
+            # By default, a store listens on all interfaces.
+            fd = socket.create_server((host, port)).detach()
+            store = dist.TCPStore(
+                host, port, process.world_size, is_master=True, timeout=limit, master_listen_fd=fd
+            )
+        else:
+            store, _, _ = next(rendezvous("env://", timeout=limit))
+        if is_served_by_agent:  # torchrun's agent serves one store for all attempts
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        if process.local_world_size == process.world_size:
             use_loopback()
         else:
             _use_interface(host, port, store)
@@ -55,20 +67,6 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
         why = f"{first_line(error).rstrip('.')} (rendezvous_timeout_s={limit_s:g})"
         fix = "start the same command on every node, with the address of the first node and a "
         raise UserError(what, why, f"{fix}port that no other run uses") from None
-    return store
-
-
-def _open_store(host: str, port: int, process: Process, limit: timedelta) -> dist.Store:
-    is_served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if process.rank == 0 and host in ("localhost", LOOPBACK) and not is_served_by_agent:
-        # By default, a store listens on all interfaces.
-        fd = socket.create_server((host, port)).detach()
-        return dist.TCPStore(
-            host, port, process.world_size, is_master=True, timeout=limit, master_listen_fd=fd
-        )
-    store, _, _ = next(rendezvous("env://", timeout=limit))
-    if is_served_by_agent:  # torchrun's agent serves one store for all attempts
-        return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     return store
 
 
@@ -83,26 +81,17 @@ def _use_interface(host: str, port: int, store: dist.Store) -> None:
         store.set(_RANK_0_ADDRESS_KEY, rank_0_address)
     else:  # this is rank 0's machine, which only the other machines know by a useful address
         own_address = store.get(_RANK_0_ADDRESS_KEY).decode()
-    if name := _find_interface(own_address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        # Without "=", eth1 would match eth10.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    for name, entries in psutil.net_if_addrs().items():
+        if own_address in (entry.address.partition("%")[0] for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            # Without "=", eth1 would match eth10.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def use_loopback() -> None:
     """Make gloo and NCCL connect the ranks on one machine over loopback. This overrides interfaces
     that the environment names."""
-    if name := _find_interface(LOOPBACK):
-        os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=f"={name}")
-
-
-def _find_interface(address: str) -> str | None:
-    """Return the name of this host's network interface with the given address. Return None if there
-    is none."""
-    for name, entries in psutil.net_if_addrs().items():
-        if address in (entry.address.partition("%")[0] for entry in entries):
-            return name
-    return None
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
 
 
 def agree_on_plan(config: Request, process: Process, gather_values: agree.Gather) -> Plan:

@@ -43,7 +43,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     call this function."""
     num_gpus = plan.machine.num_gpus if isinstance(plan, Plan) else torch.cuda.device_count()
     config = plan.config if isinstance(plan, Plan) else plan
-    _, *report_fds = connect_launcher()
+    report_fds = connect_launcher()[1:]
     progress = Progress(*report_fds)
     device = prepare_device(num_gpus, process)
     store = open_store(process, config.rendezvous_timeout_s)
@@ -89,9 +89,9 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
 
 def connect_launcher() -> list[int]:
     """If our launching process started this process, let this process end with it, and return the
-    descriptors of the files for the store, the activity and the stack. Otherwise, return [-1]."""
+    descriptors of the files for the store and for this rank's reports. Otherwise, return []."""
     if LAUNCHER_VARIABLE not in os.environ:
-        return [-1]
+        return []
     launcher, *fds = map(int, os.environ[LAUNCHER_VARIABLE].split())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != launcher:  # it ended before the call
@@ -102,13 +102,12 @@ def connect_launcher() -> list[int]:
 def open_store(process: Process, limit_s: float) -> dist.Store:
     """Return the store that all ranks share. A single process gets a local store, without a
     rendezvous."""
-    store_fd = connect_launcher()[0]
-    if store_fd >= 0:
-        rendezvous.use_loopback()
-        return dist.FileStore(f"/proc/self/fd/{store_fd}", process.world_size)
-    if process.world_size > 1:
+    fds = connect_launcher()
+    if process.world_size > 1 and not fds:
         return rendezvous.connect_ranks(process, limit_s)
-    rendezvous.use_loopback()  # gloo and NCCL still need an interface
+    rendezvous.use_loopback()  # gloo and NCCL need an interface for a single process as well
+    if fds:
+        return dist.FileStore(f"/proc/self/fd/{fds[0]}", process.world_size)
     return dist.HashStore()
 
 

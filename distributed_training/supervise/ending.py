@@ -6,7 +6,6 @@ import shutil
 import signal
 import time
 import traceback
-from operator import itemgetter
 from typing import NoReturn
 
 import torch
@@ -100,8 +99,6 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     peak = format_bytes(torch.cuda.max_memory_allocated(topology.device))
     predicted = plan.prediction
     assert predicted is not None, "made with the plan"
-    components = sorted(predicted["memory_bytes"].items(), key=itemgetter(1), reverse=True)
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in components[:3])
     fixes = [
         f"micro_batch_size={max(micro // 2, 1)} num_microbatches=auto  # keeps the global batch",
         "activation_checkpointing=full",
@@ -114,7 +111,6 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
         f"  The peak was {peak}. The plan predicted "
-        f"{format_bytes(predicted['peak_bytes'])} of GPU memory per process "
-        f"({largest}) and {format_bytes(predicted['host_bytes'])} of RAM.\n"
+        f"{format_bytes(predicted['peak_bytes'])} of GPU memory per process.\n"
         f"  Try these options in this order:{suggestions}"
     )

@@ -30,11 +30,6 @@ class Process:
     local_rank: int
     local_world_size: int
 
-    @property
-    def on_one_machine(self) -> bool:
-        """True if all processes of the run are on this machine."""
-        return self.local_world_size == self.world_size
-
 
 class Startup:
     """Duration in seconds of each startup phase, from the creation of this object to the end of the

@@ -29,9 +29,9 @@ from distributed_training.settings.files import plural, require_writable, shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
-from distributed_training.start.dry_run import FIRST_HOST_NOTE, launch_command
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import run_ranks
+from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command
 from distributed_training.tools.jobs import build_batch_script, build_options
 from distributed_training.tools.plan_table import (
     describe_requested_work,

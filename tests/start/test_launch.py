@@ -151,13 +151,6 @@ def test_an_address_that_cannot_be_used_is_named(host, monkeypatch):
             rendezvous.connect_ranks(first, 1)
 
 
-def test_missing_ranks_end_the_start(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    first = Process(rank=0, world_size=3, local_rank=0, local_world_size=3)
-    with refused("rank 0", "rendezvous_timeout_s"):
-        rendezvous.connect_ranks(first, 1)
-
-
 def run_without_planning(run_dir):
     """Start a planned run after removing all planning functions. Call this function only in a
     separate process."""

@@ -15,8 +15,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.data import Sources
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
-from distributed_training.start import dry_run
-from distributed_training.tools import jobs
+from distributed_training.tools import dry_run, jobs
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
 from tests.pool import SCRIPT

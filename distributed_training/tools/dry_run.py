@@ -100,9 +100,6 @@ def describe_plan(plan: Plan, command: str) -> str:
         ),
         f"mesh (from {source}): {format_axes(plan.mesh)}",
     ]
-    if plan.mesh["pp"] > 1:
-        blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
-        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks per stage {blocks}")
     if plan.deepspeed_json is not None:
         text = json.dumps(plan.deepspeed_json, indent=2)
         lines += [f"DeepSpeed configuration (from {source})", textwrap.indent(text, "  ")]
