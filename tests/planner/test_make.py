@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from distributed_training.planner import checks, data
 from distributed_training.planner.data import load_planned_data, peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster, parse_cluster
-from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import build_config
 from tests.support import CPU_MACHINE, refused
 
@@ -104,14 +102,6 @@ def test_a_strict_run_accepts_no_substitutes(config, messages, tmp_path):
     assert make_plan(built, cluster).config.weights == "random"
     with refused(*messages):
         make_plan(built.model_copy(update={"strict": True}), cluster)
-
-
-@pytest.mark.parametrize("key", ["dataset", "validation_dataset"])
-def test_a_missing_dataset_is_reported_before_missing_memory(key, tmp_path):
-    values = {"model": "gpt2-xl", "strategy": "dp", "weights": "random", "dataset": "embedded"}
-    built = build_config({**values, key: str(tmp_path / "none.txt"), "output_dir": str(tmp_path)})
-    with refused(f"{key}=", "none.txt", "does not exist"):
-        make_plan(built, local_cluster(replace(CPU_MACHINE, ram_bytes=GIB), 2, 2))
 
 
 def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch):

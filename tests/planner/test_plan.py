@@ -133,11 +133,9 @@ OPTIONS = {
     "weights": st.sampled_from(["auto", "auto", "random", "pretrained", "missing", "file", "."]),
     **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp"), AXIS),
     "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
-    **dict.fromkeys(("compile", "cuda_graphs", "async_tp"), st.sampled_from(["auto", True, False])),
     "output_dir": st.sampled_from(["out", "out", "out", "a/b", "file", "file/x"]),
     "offload_dir": st.sampled_from([None, None, "fast", "file", "file/x"]),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
-    "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),
 }
 PATHS = (
     "deepspeed_config", "dataset", "validation_dataset", "tokenizer", "weights", "output_dir",

@@ -50,11 +50,7 @@ def test_unsupported_exchange_settings_are_refused(values, said):
         plan_of(**{"strategy": "dp", "machine": H200.machine, **values})
 
 
-def test_settings_that_combine_with_buckets_and_prefetch():
-    config = {"gradient_compression": "bf16", "precision": "fp16", "bucket_cap_mb": 0.5}
-    plan_of("dp", H200.machine, **config)
-    for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
-        plan_of("3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
+def test_prefetched_blocks_are_gathered():
     three, one, none = (
         estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
         for ahead in (3, 1, 0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from types import SimpleNamespace
 
@@ -59,13 +58,6 @@ def test_problems_with_gpus_are_reported(machine):
     machine.torch = None
     assert levels(doctor.check_torch_and_driver(GPU_MACHINE)) == {"torch": "fail"}
     assert levels(doctor.check_torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
-
-
-def test_cores_granted_by_a_container_are_reported(monkeypatch):
-    monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    texts = {finding.topic: finding.text for finding in doctor.check_memory()}
-    assert "3 of 64" in texts["cores"]
 
 
 def test_a_full_or_unwritable_disk_is_reported(tmp_path, monkeypatch):
