@@ -1,7 +1,5 @@
 """Test plans with fewer or smaller exchanges: errors, predicted memory and ranking."""
 
-import dataclasses
-
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan
@@ -82,27 +80,6 @@ def test_bytes_of_optimizer_state_and_checkpoint():
         whole = estimate_state(plan)["parameters"] / 4
         assert estimate_state(plan)["optimizer"] == optimizer * whole
         assert checkpoint_copy_bytes(plan, pipeline_ranks(plan)) == copied * whole
-
-
-def test_fewer_bytes_pay_off_only_on_slow_links():
-    """Over a 1 Gbit/s link, the predicted step time falls with the number of bytes. Over NVLink, it
-    hardly changes."""
-    slow = dataclasses.replace(H200.rates, link_bytes_per_s=0.125e9)
-    config = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
-    plans = [
-        plan_of(machine=H200.machine, processes=8, **config, **values)
-        for values in (
-            {"strategy": "dp"},
-            {"strategy": "dp", "gradient_compression": "bf16"},
-            TOPK,
-            {"strategy": "local_sgd", "local_steps": 64},
-        )
-    ]
-    over_slow = [predict(plan, slow).step.seconds for plan in plans]
-    assert over_slow == sorted(over_slow, reverse=True)
-    assert over_slow[0] > 10 * over_slow[-1]
-    over_nvlink = [predict(plan, H200.rates).step.seconds for plan in plans]
-    assert max(over_nvlink) < 1.2 * min(over_nvlink)
 
 
 def build(name, **values):

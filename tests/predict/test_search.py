@@ -1,7 +1,6 @@
 """Test the search for the best order of operations whose durations are given."""
 
 import itertools
-import random
 
 import pytest
 from pydantic import TypeAdapter
@@ -97,24 +96,6 @@ def test_equal_operations_idle_as_the_formula_says():
     for m in (7, 10):
         found = order_length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
         assert 1 - 6 * m / found == pytest.approx(SCHEDULES["zb-auto"].bubble(4, m))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_one_micro_batch_on_two_processes_equals_brute_force(seed):
-    draw = random.Random(seed).uniform
-    seconds = tuple((draw(1, 5), draw(1, 5), draw(1, 5)) for _ in range(4))
-    needs = "F0<F3<I3<W3 I3<I0<W0 F1<F2<I2<W2 I2<I1<W1"
-    pairs = [pair for chain in needs.split() for pair in itertools.pairwise(chain.split("<"))]
-    shuffled = [
-        [
-            orders.parse_order(" ".join(order)) for order in itertools.permutations(steps.split())
-            if all(order.index(a) < order.index(b) for a, b in pairs if a in order)
-        ]
-        for steps in ("F0 F3 I3 W3 I0 W0", "F1 F2 I2 W2 I1 W1")
-    ]  # fmt: skip
-    best = min(order_length(pair, seconds) for pair in itertools.product(*shuffled))
-    found = order_length(search_order(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
-    assert found == pytest.approx(best)
 
 
 def test_a_search_uses_the_machines_rates_and_runs_only_once(tmp_path, monkeypatch):
