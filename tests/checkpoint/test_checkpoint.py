@@ -259,7 +259,7 @@ def test_invalid_values_in_meta_json_are_refused_despite_a_valid_checksum(key, v
     folder = save(tmp_path, 1)
     values = {**read_meta(folder).model_dump(), key: value}
     (folder / "meta.json").write_text(json.dumps({**values, "checksum": crc32_of(values)}))
-    with refused(f"Checkpoint {folder}: meta.json: {key}", str(folder.parent)):
+    with refused(str(folder), "meta.json", key):
         read_meta(folder)
 
 
@@ -322,7 +322,7 @@ def test_user_files_next_to_checkpoints_are_neither_read_nor_removed(tmp_path):
         assert find_checkpoint(resume_value, tmp_path) == newest
     empty = newest.with_name("step-00000009")
     empty.mkdir()
-    with refused(f"{empty} is not a checkpoint", str(empty.parent)):
+    with refused(str(empty)):
         find_checkpoint(str(run_dir), tmp_path)
     assert find_checkpoint("auto", tmp_path) == newest
     save(run_dir, 15, keep=1)
@@ -332,7 +332,7 @@ def test_user_files_next_to_checkpoints_are_neither_read_nor_removed(tmp_path):
 def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp_path):
     run_dir = make_run(tmp_path, "a")
     for path in (tmp_path / "missing", run_dir, run_dir / "record.json"):
-        with refused(f"resume='{path}' is not a folder with a checkpoint", "auto, or to None"):
+        with refused(f"resume='{path}'", "auto"):
             find_checkpoint(str(path), tmp_path)
     save(run_dir, 1)
     for work, message in (
@@ -387,5 +387,5 @@ def test_a_run_without_a_readable_record_is_skipped_or_refused(content, tmp_path
 
 def test_a_checkpoint_of_other_tokens_is_refused(tmp_path):
     folder = save(tmp_path, 1)
-    with refused(str(folder), "differs from the one used", "resume to None"):
+    with refused(str(folder), "resume to None"):
         load(folder, tokens="other tokens")

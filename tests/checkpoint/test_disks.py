@@ -132,7 +132,7 @@ def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_p
     run_dir = tmp_path / "20260101-a"
     shutil.copytree(folder / "node0", run_dir)
     for resume in ("auto", str(run_dir)):
-        with refused("record.json of", "It is on the run's first node"):
+        with refused("record.json", str(run_dir)):
             find_on(resume, tmp_path)
     start_test_record(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):

@@ -46,7 +46,7 @@ def test_generation_depends_only_on_the_seed_and_is_greedy_at_temperature_zero()
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_generation_refuses_non_finite_logits(bad):
-    with refused("logits are not finite"):
+    with refused("logits"):
         sample(lambda window, past: torch.full((1, len(window[0]), 100), bad))
 
 
@@ -182,7 +182,7 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     for name, weight in load_file(run_dir / "hf" / "model.safetensors").items():
         assert other[name].shape == weight.shape
         assert not torch.equal(other[name], weight), name
-    assert_refused(command("export", tmp_path), "is not a folder with a checkpoint", "runs/latest")
+    assert_refused(command("export", tmp_path), str(tmp_path), "runs/latest")
     shutil.rmtree(killed / "checkpoints")
     assert_refused(command("export", killed, "--merge"), str(killed))
 
@@ -247,4 +247,4 @@ def test_a_finished_run_can_be_extended(run_dir, tmp_path):
     assert curves[0][:2] == curves[1]
     assert curves[0] == curves[2]
     extension = heavy_pool().script([*resume, "--max_steps", 3])
-    assert_refused(extension, "max_steps was 4 and is now 3")
+    assert_refused(extension, "max_steps", "4", "3")

@@ -296,5 +296,5 @@ def test_answers_near_characters_without_a_token_are_refused(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     ((_, mask),) = tokenizer.encode_pieces([Piece("a:b|", [(2, 4)], templated=True)])
     assert mask.tolist() == [False, False, True, True]
-    with refused(str(tmp_path), "characters have no token"):
+    with refused(str(tmp_path)):
         tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])

@@ -53,7 +53,7 @@ def test_swapping_without_a_gpu_is_refused(tmp_path):
         checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
     checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
     checks.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
-    with refused("model='gpt2-medium' needs a GPU", "overwrites", "Set model to gpt2-tiny"):
+    with refused("model='gpt2-medium'", "gpt2-tiny"):
         checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
@@ -64,11 +64,11 @@ def test_missing_packages_are_refused_only_if_they_are_used(tmp_path, monkeypatc
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
     checks.check_packages(draft(tmp_path, "fsdp"))
-    with refused("'zero1' needs the package deepspeed", "-r requirements.txt"):
+    with refused("'zero1'", "deepspeed", "-r requirements.txt"):
         checks.check_packages(draft(tmp_path, "zero1"))
-    with refused("log_to='mlflow' needs the package mlflow", "Run: pip install mlflow"):
+    with refused("log_to='mlflow'", "pip install mlflow"):
         checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
-    with refused("'adamw-8bit' needs the package torchao", "Run: pip install torchao"):
+    with refused("'adamw-8bit'", "pip install torchao"):
         checks.check_packages(draft(tmp_path, "fsdp", optimizer="adamw-8bit"))
 
 
@@ -186,9 +186,7 @@ def test_each_strategy_names_the_extensions_it_builds():
 def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     checks.check_extensions(draft(tmp_path, "zero3"))
-    with refused(
-        "no-such-compiler was not found", "Set strategy to dp or fsdp, or run: apt-get install g++"
-    ):
+    with refused("no-such-compiler", "apt-get install g++"):
         checks.check_extensions(draft(tmp_path, "offload"))
 
 

@@ -60,7 +60,7 @@ def test_pipeline_cut_sets_the_partition():
             f"pipeline_cut='{cut}'", "2 positive numbers", "24 blocks", "pipeline_cut to 14,10"
         ):
             layout_for(2, strategy="pp", pipeline_cut=cut)
-    with refused("there is no pipeline with pp=1"):
+    with refused("pp=1"):
         layout_for(2, strategy="dp", pipeline_cut="12,12")
 
 
@@ -77,12 +77,12 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("pp=16", "32 stages", "24 blocks")),
         # The product of the axes is not the number of processes.
         (8, {"strategy": "3d", "dp_shard": 3},
-         ("pp 2 x dp_shard 3 x tp 2", "needs 12", "has 8")),
-        (7, {"strategy": "hybrid"}, ("a multiple of 2", "has 7")),
+         ("dp_shard 3", "needs 12", "has 8")),
+        (7, {"strategy": "hybrid"}, ("multiple of 2", "has 7")),
         (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
-         ("pipeline_schedule='zb-v'", "engine supports only 1f1b", "strategy to pp or 3d")),
+         ("pipeline_schedule='zb-v'", "1f1b", "pp or 3d")),
         (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},
-         ("'full' cannot be used", "zb-h1", "Set activation_checkpointing to none")),
+         ("'full'", "zb-h1", "activation_checkpointing to none")),
     ],
 )  # fmt: skip
 def test_impossible_layouts_are_refused(num_processes, config, messages):

@@ -19,11 +19,11 @@ from tests.support import refused
         ({"dp_replicate": 2, "dp_shard": 3}, 6, {}),
         ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2}),
         ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"dp_shard": 4}),
-        ({"dp_replicate": 2, "dp_shard": -1}, 3, "a multiple of 2 processes, but the run has 3"),
+        ({"dp_replicate": 2, "dp_shard": -1}, 3, "multiple of 2"),
         # A mesh in which all axes are fixed does not accept multiples of its size.
-        ({"dp_replicate": 2, "dp_shard": 2}, 8, "needs 4 processes, but the run has 8"),
-        ({"dp_replicate": -1, "dp_shard": -1}, 4, "at most one axis may be -1"),
-        ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, "4 processes"),
+        ({"dp_replicate": -1, "dp_shard": -1}, 4, "-1"),
+        ({"dp_replicate": 0, "dp_shard": -1}, 4, "-1"),
     ],
 )
 def test_the_open_axis_of_a_strategy_takes_the_remaining_processes_or_is_refused(

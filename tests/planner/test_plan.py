@@ -84,7 +84,7 @@ def check_identities(plan, num_processes):
 def test_a_plan_in_another_format_is_refused(format_, tmp_path):
     document = json.loads(PLAN_AS_JSON.dump_json(plan_for(tmp_path, strategy="dp")))
     (tmp_path / PLAN_FILE).write_text(json.dumps(document | {"format": format_}))
-    with refused(str(tmp_path / PLAN_FILE), f"format is {format_} instead of {FORMAT}"):
+    with refused(str(tmp_path / PLAN_FILE), str(format_), str(FORMAT)):
         load_plan(tmp_path)
 
 

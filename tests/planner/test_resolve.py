@@ -108,8 +108,7 @@ def test_missing_weights_are_pointed_out(monkeypatch):
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
     assert any("pretrained weights are not available (404)" in note for note in notes)
     for named in ({"weights": "pretrained"}, {"model": "gpt2-medium"}):
-        words = ("hf download openai-community/gpt2-medium", "Set weights to random")
-        with refused("the published weights of gpt2-medium are", *words):
+        with refused("hf download openai-community/gpt2-medium", "weights to random"):
             decide(gpu(), **named)
 
 
@@ -134,15 +133,15 @@ TINY = {"model": "gpt2-tiny"}
     [
         # A value that the user sets is never replaced.
         (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
-         ("tokenizer='gpt2'", "hf download openai-community/gpt2 config.json vocab.json")),
-        (CPU_MACHINE, {}, ("published weights of gpt2 are", "hf download", "weights to random")),
+         ("tokenizer='gpt2'", "hf download openai-community/gpt2")),
+        (CPU_MACHINE, {}, ("gpt2", "hf download", "weights to random")),
         (CPU_MACHINE, {"weights": "none/such"}, ("/none/such'", "no config.json")),
-        (CPU_MACHINE, {"tokenizer": "embedded"}, ("'embedded'", "need their own tokenizer")),
+        (CPU_MACHINE, {"tokenizer": "embedded"}, ("tokenizer", "'embedded'")),
         (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
-         ("'embedded'", "need their own tokenizer", "random")),
+         ("tokenizer", "'embedded'", "random")),
         (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("'gpt2-tiny'", "is not published")),
-        (CPU_MACHINE, {"precision": "fp16"}, ("fp16' needs a GPU", "Set precision to fp32")),
-        (OLD, {"precision": "bf16"}, ("'bf16' is not supported by Old", "Set precision to fp16")),
+        (CPU_MACHINE, {"precision": "fp16"}, ("'fp16'", "precision to fp32")),
+        (OLD, {"precision": "bf16"}, ("'bf16'", "Old", "precision to fp16")),
     ],
 )  # fmt: skip
 def test_unavailable_files_and_dtypes_are_refused(machine, values, messages):
@@ -191,7 +190,7 @@ def test_unusable_auto_switches_are_turned_off_with_a_reason(key, requested, val
     if requested is True:
         assert getattr(resolved.config, key) is False
         assert key == "async_tp" or any(text.startswith(note) for text in notes)
-    with refused(f"{key}={requested!r} cannot be used with {obstacle}", "auto or False"):
+    with refused(f"{key}={requested!r}", obstacle, "auto or False"):
         decide(gpu(num_gpus=2), **{**values, key: requested})
 
 
@@ -204,9 +203,9 @@ def test_async_tp_is_on_for_compiled_tp_on_measured_gpus():
         (gpu(num_gpus=1), "tp=2 across machines with 1 GPU each"),
         (CPU_MACHINE, "a CPU"),
     ):
-        with refused(f"async_tp=True cannot be used with {why}", "auto"):
+        with refused("async_tp=True", why, "auto"):
             decide(machine, async_tp=True, **TP)
-    with refused("cuda_graphs=True cannot be used with a CPU"):
+    with refused("cuda_graphs=True", "CPU"):
         decide(CPU_MACHINE, strategy="dp", cuda_graphs=True)
 
 

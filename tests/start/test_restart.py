@@ -46,9 +46,7 @@ def test_restarting_keeps_the_global_batch(batch, start_run, tmp_path):
     for count in (1, 2, 3, 4, 6):
         requested = config_for(tmp_path, **values)
         if first_plan.batch.global_batch_size % count:
-            with refused(
-                f"{count} processes cannot share the global batch", "Use a number of processes"
-            ):
+            with refused(f"{count} processes"):
                 continue_run(requested, count)
             continue
         config, (note,) = continue_run(requested, count)
@@ -198,5 +196,5 @@ def test_typed_values_override_those_of_the_saved_run(typed, saved_plan):
 def test_a_typed_strategy_drops_the_keys_of_the_saved_one(saved_plan):
     config = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "strategy=fsdp"), 4, [])
     assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
-    with refused("3 processes", "global batch of 8 evenly"):
+    with refused("3 processes", "8"):
         inherit_settings(merged({}, f"resume={saved_plan.run_dir}"), 3, [])
