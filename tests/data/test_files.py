@@ -16,10 +16,7 @@ from distributed_training.data import files
 from distributed_training.data.corpus import Source, find_corpus
 from distributed_training.data.files import read_records, read_text
 from distributed_training.data.pieces import PROMPT, RUNNING
-from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
-from distributed_training.settings.errors import UserError
 from tests.data.test_corpus import pieces_of, texts_of
-from tests.planner.helpers import plan_for
 from tests.support import refused
 
 STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
@@ -107,61 +104,6 @@ def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_pa
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
         texts_of(find_corpus(str(tmp_path / name))["train"])
-
-
-def test_a_parquet_file_is_read_in_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_BATCH_ROWS", 10)
-    path = tmp_path / "a.parquet"
-    write_rows(path, [{"text": str(n)} for n in range(40)])
-    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
-    content = bytearray(path.read_bytes())
-    first = column.dictionary_page_offset
-    content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
-    path.write_bytes(content)  # row 31 is damaged
-    rows = files.read_records(path, columns=["text"])
-    assert next(rows) == (f"{path} row 1", {"text": "0"})
-    with refused("a.parquet "):
-        list(rows)
-
-
-INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[]", b"\n,,"]
-
-
-def damage(content, draw):
-    """Return `content` after flipping a bit, removing bytes, or inserting invalid bytes."""
-    data = bytearray(content)
-    position = draw.randrange(len(data))
-    flipped = bytes([data[position] ^ 1 << draw.randrange(8)])
-    num_removed, new = draw.choice(
-        [(1, flipped), (draw.randrange(1, 40), b""), (0, draw.choice(INSERTED))]
-    )
-    data[position : position + num_removed] = new
-    return bytes(data)
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "plan.json"])
-def test_any_damage_to_a_file_gives_a_one_line_error(name, tmp_path):
-    """Damage a file at random 100 times. Each time, reading must either succeed or give a one-line
-    error."""
-    path = tmp_path / name
-    path.write_text(STORY)
-    if name == "plan.json":
-        path.write_bytes(PLAN_AS_JSON.dump_json(plan_for(tmp_path, strategy="dp")))
-    elif name != "a.txt":
-        write_rows(path, ROWS)
-    content = path.read_bytes()
-    messages = []
-    for seed in range(100):
-        path.write_bytes(damage(content, random.Random(seed)))
-        try:
-            if name == "plan.json":
-                load_plan(tmp_path)
-            else:
-                texts_of(find_corpus(str(path))["train"])
-        except UserError as error:
-            messages.append(str(error))
-    assert len(messages) > 5
-    assert all(name in text and "\n" not in text for text in messages)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])

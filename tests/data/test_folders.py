@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 
 import datasets
 import pyarrow
@@ -88,14 +87,6 @@ def test_a_dataset_written_by_save_to_disk_is_read(tmp_path):
     splits["test"].save_to_disk(tmp_path / "one")
     assert splits_of(tmp_path / "all") == {"train": ["train"]}
     assert splits_of(tmp_path / "one") == {"train": ["test"]}
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_in_a_folder_is_refused(tmp_path):
-    write(tmp_path / "a.jsonl", "one")
-    os.mkfifo(tmp_path / "b.jsonl")
-    with refused("b.jsonl"):
-        splits_of(tmp_path)
 
 
 def test_files_that_are_not_read_are_named(tmp_path):

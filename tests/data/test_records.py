@@ -194,18 +194,12 @@ def test_malformed_records_are_refused(record, words):
         shape.read_conversation(record, "a.jsonl line 3", Counter())
 
 
-@pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
-def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_path):
-    """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
-    the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
+def count_notes(file, texts):
+    """Return the counts of the records in a file if a template renders row i as `texts[i]`."""
 
     def render_samples(conversation, where):
-        call = conversation.messages[-1]["tool_calls"][0]["function"]
-        return [Rendered(quotes(call["arguments"]), [(0, 1)])]
+        return [Rendered(texts[int(where.split()[-1]) - 1], [(0, 1)])]
 
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
-    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "text": "a"}))
     tokenizer = SimpleNamespace(
         render_samples=render_samples,
         is_chat_form=bool,
@@ -213,22 +207,29 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
         special_pattern=re.compile("(?!)"),
     )
     counts = prepare.Counts()
-    source = find_corpus(str(tmp_path / "a.jsonl"))["train"]
-    assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 1
-    assert counts.notes[prepare.QUOTED] == count
-    assert counts.notes[prepare.COPIED] == 1
-    assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 1  # the function's name is not in the text
+    source = find_corpus(str(file))["train"]
+    pieces = list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))
+    assert len(pieces) == len(texts)
+    return counts.notes
+
+
+@pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
+def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_path):
+    """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
+    the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "text": "a"}))
+    notes = count_notes(tmp_path / "a.jsonl", [quotes('{"x": 1}')])
+    assert notes[prepare.QUOTED] == count
+    assert notes[prepare.COPIED] == 1
+    assert notes[prepare.OMITTED_BY_TEMPLATE] == 1  # the function's name is not in the text
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
     """A note is printed if a template omits tool calls, tools or documents, or if a column is not
     read. The transformers library drops such values silently (Megatron-Bridge#4072)."""
-    texts = ["2+2= b", "2+2= get_time b", "Long document: 2+2= 4"]
-
-    def render_samples(conversation, where):
-        return [Rendered(texts[int(where.split()[-1]) - 1], [(0, 1)])]
-
     call = {"function": {"name": "get_time", "arguments": {"x": 1}}}
     answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
     document = {"title": "Long", "text": "document"}
@@ -242,19 +243,8 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
         file.write_text("\n".join(map(json.dumps, rows)))
-    tokenizer = SimpleNamespace(
-        render_samples=render_samples,
-        is_chat_form=bool,
-        facts=SimpleNamespace(has_template=True),
-        special_pattern=re.compile("(?!)"),
-    )
-    counts = prepare.Counts()
-    source = find_corpus(str(file))["train"]
-    assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 3
-    assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 1
-    assert counts.notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == 3
-    for text in ("2+2= 4", "Long document: 2+2="):  # without the document, without the answer
-        texts[2] = text
-        counts = prepare.Counts()
-        list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))
-        assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == 2
+    # The last two texts lack the document and the answer.
+    for last, count in (("Long document: 2+2= 4", 1), ("2+2= 4", 2), ("Long document: 2+2=", 2)):
+        notes = count_notes(file, ["2+2= b", "2+2= get_time b", last])
+        assert notes[prepare.OMITTED_BY_TEMPLATE] == count
+        assert notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == 3

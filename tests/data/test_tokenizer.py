@@ -116,16 +116,6 @@ def test_samples_of_each_record_form_equal_transformers(form, folder, tmp_path):
     assert tokenizer.decode(learned).endswith("A list." if form == "text" else "\n")
 
 
-def test_a_saved_folder_opens_in_transformers(folder, tmp_path):
-    Tokenizer(folder).save(tmp_path, chat=True)
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert hf_tokenizer.chat_template == PLAIN
-    assert Tokenizer(tmp_path).encode_chat_prompt(SAID[:1]) == Tokenizer(folder).encode_chat_prompt(
-        SAID[:1]
-    )
-    assert Tokenizer(tmp_path).vocabulary == Tokenizer(folder).vocabulary
-
-
 def test_only_files_of_the_tokenizer_are_saved(folder, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
     (tmp_path / "secret").write_text("hf_secret")
@@ -153,21 +143,18 @@ def test_any_text_survives_encoding_and_decoding(texts, tokenizer):
     assert all((ids < tokenizer.num_tokens).all() for ids in batch)
 
 
-def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
-    tokenizer.save(tmp_path / "new" / "folder")
+@pytest.mark.parametrize("name", ["shipped", "chat"])
+def test_a_saved_folder_gives_the_same_ids_in_transformers(name, tokenizer, folder, tmp_path):
+    ours = tokenizer if name == "shipped" else Tokenizer(folder)
+    ours.save(tmp_path / "new" / "folder", chat=name == "chat")
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
     texts = [*SAMPLES, f"a{END_OF_TEXT}b"]
-    for text, ids in zip(texts, tokenizer.encode_texts(texts), strict=True):
+    rows = ours.encode_texts(texts, add_special_tokens=True)
+    for text, ids in zip(texts, rows, strict=True):
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]
-    assert (hf_tokenizer.eos_token, hf_tokenizer.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
-    assert tokenizer.num_tokens == len(hf_tokenizer)
-
-
-def test_unusable_files_are_refused(tmp_path):
-    shutil.copytree(EMBEDDED_DIR, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "vocab.json").write_text("{")
-    with refused(str(tmp_path)):
-        assert Tokenizer(tmp_path).facts
+    assert (hf_tokenizer.eos_token_id, len(hf_tokenizer)) == (ours.eos_id, ours.num_tokens)
+    assert Tokenizer(tmp_path / "new" / "folder").vocabulary == ours.vocabulary
+    assert hf_tokenizer.chat_template == (PLAIN if name == "chat" else None)
 
 
 CACHED = """
@@ -212,9 +199,14 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     ],
 )
 def test_invalid_tokenizer_settings_are_refused(settings, words, folder, tmp_path):
-    shutil.copy(folder / "tokenizer.json", tmp_path)
+    with refused(f"tokenizer {tmp_path} "):  # an empty folder
+        assert Tokenizer(tmp_path).facts
     document = json.loads((folder / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**document, **settings}))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with refused(f"tokenizer {tmp_path} "):
+        assert Tokenizer(tmp_path).facts
+    shutil.copy(folder / "tokenizer.json", tmp_path)
     with refused(f"tokenizer {tmp_path} ", words):
         assert Tokenizer(tmp_path).facts
 
@@ -277,12 +269,6 @@ def test_surrogate_tokens_have_a_byte_size():
         decode=lambda ids, **_: "".join("a\ud800b"[i] for i in ids),
     )  # fmt: skip
     assert count_bytes(canine, np.array([2]), 3).tolist() == [1, 3, 0]
-
-
-def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with refused(f"tokenizer {tmp_path} "):
-        assert Tokenizer(tmp_path).facts
 
 
 def test_answers_near_characters_without_a_token_are_refused(tmp_path):

@@ -2,7 +2,6 @@
 transformers' own models."""
 
 import json
-import weakref
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import KVCache
 from distributed_training.models.initial_weights import InitialWeights
-from results.lab.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
 from tests.support import read_model, refused
@@ -85,16 +83,21 @@ PACKED = (
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_packed_documents_do_not_affect_each_other(kind, tmp_path):
+def test_packed_documents_do_not_affect_each_other(kind, tmp_path, monkeypatch):
     spec, model = build(make_folder(kind, tmp_path))
     assert spec.size.packs
     lengths = (11, 23, 6)
     ids = torch.randint(spec.size.vocab_size, (1, LENGTH))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     ends = torch.tensor(lengths).cumsum(0)[None]
-    packed = model(ids, positions=positions, ends=ends)
-    separate_logits = [model(document) for document in ids.split(lengths, 1)]
-    assert_near(packed, torch.cat(separate_logits, 1))
+    separate_logits = torch.cat([model(document) for document in ids.split(lengths, 1)], 1)
+    assert_near(model(ids, positions=positions, ends=ends), separate_logits)
+    if kind in ("gemma2", "mistral-window"):
+        # The document kernel, which receives ends instead of a mask, supports neither windows nor
+        # caps.
+        only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
+        monkeypatch.setattr(type(model), "describe_documents", lambda *_: only_ends)
+        assert_near(model(ids, positions=positions, ends=ends), separate_logits)
 
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
@@ -102,23 +105,6 @@ def test_models_without_a_document_mask_do_not_pack(kind, tmp_path):
     """Samples are not packed for models whose blocks do not pass the document mask to attention.
     Nemotron's blocks drop the mask, and the other models use custom attention code."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
-
-
-@pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
-def test_sliding_windows_and_logit_caps_work_with_document_ends(kind, tmp_path, monkeypatch):
-    """Models with sliding windows or logit caps give correct results if attention receives only the
-    positions at which documents end, instead of a mask. The document kernel, which other models use
-    for such input, supports neither windows nor caps."""
-    _, model = build(make_folder(kind, tmp_path))
-    lengths = (11, 23, 6)
-    ids = torch.randint(2048, (1, LENGTH))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    ends = torch.tensor(lengths).cumsum(0)[None]
-    only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
-    monkeypatch.setattr(type(model), "describe_documents", lambda *_: only_ends)
-    packed = model(ids, positions=positions, ends=ends)
-    separate_logits = [model(document) for document in ids.split(lengths, 1)]
-    assert_near(packed, torch.cat(separate_logits, 1))
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
@@ -178,28 +164,6 @@ def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path
     name = "blocks.0.self_attn.q_proj.weight"
     assert not torch.equal(state[name], other_seed[name])
     assert 0.015 < state[name].std() < 0.025
-
-
-def test_a_run_frees_its_weights_even_if_module_types_stay_cached(tmp_path):
-    """A run's weights must be freed even if Inductor's caches keep the types of compiled modules.
-    On GPUs, the caches keep these types until the process ends."""
-    folder = make_folder("gemma2", tmp_path / "theirs")
-    types, weights = [], []
-
-    def train(run: Run) -> None:
-        run.engine.train_step(run.batch(0))
-        types.extend(map(type, run.engine.stages.modules()))
-        weights.extend(map(weakref.ref, run.engine.stages.parameters()))
-
-    values = {
-        "model": f"{HUB_PREFIX}{folder}", "weights": "random", "dataset": "embedded",
-        "tokenizer": "embedded", "strategy": "dp", "precision": "bf16", "max_length": 32,
-        "num_samples": 16, "output_dir": str(tmp_path),
-    }  # fmt: skip
-    with open_group() as group:
-        assert dict(each_run(group, {"hub": values}, train)) == {"hub": [None]}
-    assert weights
-    assert not any(weight() is not None for weight in weights)
 
 
 @pytest.mark.parametrize(
