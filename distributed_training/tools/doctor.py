@@ -181,9 +181,7 @@ def check_extensions(machine: Machine) -> Iterator[Finding]:
 def check_hub() -> Iterator[Finding]:
     """Check whether pretrained weights and datasets can be downloaded."""
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache_text = f"The cache is {cache}" + (
-        "." if cache.exists() else ", which does not exist yet."
-    )
+    cache_text = f"The cache is {cache}."
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         text = f"HF_HUB_OFFLINE=1 prevents downloads. {cache_text}"
         yield warn("Hub", text, "To allow downloads, run:\nunset HF_HUB_OFFLINE")

@@ -112,14 +112,10 @@ def run(
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
     labels = {id(choice): label for label, choice in picks}
-    listed = [choice for _, choice in picks]
-    listed += [choice for choice in fitting if id(choice) not in labels]
-    if arguments.all:
-        listed += [choice for choice in choices if choice not in fitting]
+    listed = choices if arguments.all else fitting[:MAX_SHOWN]
     batch = choices[0].plan.batch
     tokens = f"{batch.global_batch_size} x {config.max_length} tokens per step"
     print(f"{config.model} on {cluster.name}: {tokens}, {plural(len(choices), 'layout')}\n")
-    listed = listed if arguments.all else listed[:MAX_SHOWN]
     print(table(listed, labels, all_columns=arguments.all))
     print()
     if len(fitting) > len(listed):
