@@ -6,7 +6,7 @@ const START = {
   schedule: "1f1b", other: "", p: 4, m: 8, v: 2,
   n: 0, // consecutive batches; 0: one, or four if a schedule has no flush
   F: "1", I: "1", W: "1", c: "0", saving: "0", scale: [], K: 0,
-  recompute: false, kept: "1/20", cut: false, moves: [], csv: "", path: false, arrows: false,
+  cut: false, moves: [], csv: "", path: false, arrows: false,
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "1",
   zoom: 1, level: 0, solved: [],
 };
@@ -35,10 +35,6 @@ const RULES = {
     name: "overlap_saving", most: 1, ends: [0, 1],
     label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipeV)",
   },
-  kept: {
-    name: "recompute", most: 1, ends: [0, 1],
-    label: "kept until R", help: "share of a stage's activations (its input) that is kept between F and R",
-  },
   scale: { name: "stage_scale", positive: true, most: 1000 },
   rate: { name: "learning_rate", positive: true, most: 100 },
   zoom: { name: "zoom", whole: [1, 32] },
@@ -48,7 +44,7 @@ const SLIDERS = Object.keys(RULES).filter((key) => RULES[key].label);
 const SWITCHES = {
   path: "critical path", arrows: "messages", held: "memory", versions: "weight versions",
   stale: "staleness", byVersion: "cells by weight version", gradients: "gradient error",
-  cut: "cut every B into I and W", recompute: "recompute activations (R)",
+  cut: "cut every B into I and W",
 };
 const MOST_CELLS = 15000; // Python has no such limit, but a page should answer at once.
 
@@ -111,7 +107,7 @@ function readValue(key, plain) {
   if (key === "csv") return plain;
   if (typeof START[key] === "boolean") return plain === "1";
   if (key === "schedule" || key === "other") {
-    const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
+    const names = [...Object.keys(SCHEDULES), ...(key === "schedule" ? ["csv"] : [])];
     if (names.includes(plain) || (key === "other" && !plain)) return plain;
     throw new RuleError(`${key}=${plain} is not accepted; give one of ${names.join(", ")}`);
   }
@@ -128,8 +124,7 @@ function readValue(key, plain) {
 // Return the choices after a change. Moves name positions in an order, so a new order removes them.
 function changed(chosen, patch) {
   const next = { ...chosen, ...patch };
-  const keys = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
-  if (next.schedule === "search") keys.push("K", "scale", "F", "I", "W", "c");
+  const keys = ["schedule", "p", "m", "v", "n", "cut", "csv"];
   const [before, after] = [resolved(chosen), resolved(next)];
   if (!("moves" in patch) && keys.some((key) => after[key] !== before[key])) next.moves = [];
   if (next.scale.length % next.p) { // one per rank, or the same number for each rank
@@ -138,38 +133,19 @@ function changed(chosen, patch) {
   return next;
 }
 
-// The last search. Moves and switches do not need a new one.
-const searched = { key: "", found: null };
-
-// Return the search result for these choices: {words, length, bound, tried, unit}.
-function searchedFor(chosen) {
-  const key = JSON.stringify(["F", "I", "W", "c", "p", "m", "K", "scale"].map((name) => chosen[name]));
-  if (key !== searched.key) {
-    const problem = buildProblem(chosen);
-    const tries = Math.min(12000, Math.floor(7e5 / (chosen.p * chosen.m))); // a quarter of a second
-    searched.found = { ...search(problem, tries), unit: problem.tick };
-    searched.key = key;
-  }
-  return searched.found;
-}
-
 // Return all batches, before any move. Flushing schedules are repeated, and others continue without
 // a pause.
 function wholeSchedule(name, chosen) {
-  const { p, m, n, v, cut, recompute, kept } = chosen;
+  const { p, m, n, v, cut } = chosen;
   const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
   if (count > MOST_CELLS) {
     const limit = `this page shows at most ${MOST_CELLS}`;
     throw new RuleError(`there would be about ${count} operations, but ${limit}; use fewer batches`);
   }
-  if (recompute && name === "search") throw new RuleError("the search does not support recomputation; switch off recomputation");
-  let schedule;
-  if (name === "search") schedule = fromWords(searchedFor(chosen).words);
-  else if (name === "csv") schedule = fromCsv(chosen.csv);
-  else schedule = SCHEDULES[name].build(p, policyOf(name).flushes ? m : m * n, v);
-  if (policyOf(name).flushes) schedule = repeat(schedule, n);
-  if (cut) schedule = cutBackwards(schedule);
-  return recompute ? recomputed(schedule, kept) : schedule;
+  const { flushes } = policyOf(name);
+  let schedule = name === "csv" ? fromCsv(chosen.csv) : SCHEDULES[name].build(p, flushes ? m : m * n, v);
+  if (flushes) schedule = repeat(schedule, n);
+  return cut ? cutBackwards(schedule) : schedule;
 }
 
 // Return {timeline, policy, use, batchSize, numbers}. Throws RuleError for choices that do not work.
@@ -238,7 +214,7 @@ function fillMenu(select, names, value) {
 
 // Show the state. `level` may allow only some schedules and controls.
 function showControls(chosen, level) {
-  const own = [...Object.keys(SCHEDULES), "search"];
+  const own = Object.keys(SCHEDULES);
   fillMenu(byId("schedule"), level?.schedules ?? [...own, ...(chosen.csv ? ["csv"] : [])], chosen.schedule);
   fillMenu(byId("other"), ["", ...own], chosen.other);
   const locked = (key) => Boolean(level) && !level.controls.includes(key);
@@ -254,15 +230,14 @@ function showControls(chosen, level) {
     byId(`${key}-box`).hidden = locked(key) || !isOfUse(key, chosen);
   }
   for (const key of Object.keys(SWITCHES)) byId(key).checked = chosen[key];
-  for (const key of ["cut", "recompute"]) byId(key).parentElement.hidden = locked(key);
+  byId("cut").parentElement.hidden = locked("cut");
   byId("uneven").hidden = locked("scale");
   byId("zoom").value = chosen.zoom;
   byId("rate").value = chosen.rate;
   byId("scale").value = chosen.scale.join() || "none";
 }
 
-function isOfUse(key, { schedule, other, recompute }) {
-  if (key === "kept") return recompute;
+function isOfUse(key, { schedule, other }) {
   if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
   const needs = { v: ["interleaved"], saving: ["dualpipe-v"] }[key];
   return !needs || needs.includes(schedule) || needs.includes(other);

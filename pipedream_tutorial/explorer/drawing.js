@@ -7,21 +7,19 @@ const AXIS = 18;
 const NUM_VERSION_COLORS = 7;
 
 // Sizes in pixels. `longest`: the shown time. `room`: the largest height, if possible.
-function buildLayout({ run, strips, measured, chosen }, width, longest, room) {
+function buildLayout({ run, strips, chosen }, width, longest, room) {
   const { numRanks } = run.timeline.schedule;
   const gutter = width < 500 ? 40 : 58;
-  const share = measured ? 1.6 : 1;
   let [row, strip, gap] = [numRanks <= 4 ? 32 : numRanks <= 8 ? 26 : 19, 14, 7];
-  if (AXIS + 2 + numRanks * (row * share + strips.length * strip + gap) > room) {
+  if (AXIS + 2 + numRanks * (row + strips.length * strip + gap) > room) {
     [strip, gap] = [8, 3];
     const each = (room - AXIS - 2) / numRanks - strips.length * strip - gap;
-    row = Math.max(8, Math.min(row, Math.floor(each / share)));
+    row = Math.max(8, Math.min(row, Math.floor(each)));
   }
-  const below = measured ? Math.round(row * 0.6) : 0;
-  const rank = row + below + strips.length * strip + gap;
+  const rank = row + strips.length * strip + gap;
   const whole = (width - gutter) * chosen.zoom;
   const perUnit = (whole - 10) / (longest || 1);
-  return { gutter, row, measured: below, rank, strip, whole, perUnit, longest, height: AXIS + numRanks * rank + 2 };
+  return { gutter, row, rank, strip, whole, perUnit, longest, height: AXIS + numRanks * rank + 2 };
 }
 
 function rowTop(layout, rank) {
@@ -29,7 +27,7 @@ function rowTop(layout, rank) {
 }
 
 function stripTop(layout, rank, number) {
-  return rowTop(layout, rank) + layout.row + layout.measured + number * layout.strip + 2;
+  return rowTop(layout, rank) + layout.row + number * layout.strip + 2;
 }
 
 // Return the x of a time in ticks.
@@ -109,40 +107,16 @@ function paleness({ stagesPerRank, numRanks }, stage) {
   return Math.floor(stage / numRanks) / Math.max(2, stagesPerRank);
 }
 
-// Draw a measured run below its simulation: thinner, and with the difference between the ends.
-function drawMeasured(view) {
-  const { layout, measured } = view;
-  if (!measured) return [];
-  const height = layout.measured - 2;
-  return measured.lines.flatMap((line, rank) => {
-    const top = rowTop(layout, rank) + layout.row + 1;
-    const cells = line.map((cell) => {
-      const [x, right] = [cell.start, cell.end].map((ms) => ms * layout.perUnit);
-      const late = lateness(view, cell) * layout.perUnit;
-      const foot = rect(late > 0 ? "bad" : "good", right - Math.max(late, 0), top + height - 3, Math.abs(late), 3);
-      return drawCell(view, cell, { x, right, top }, height) + foot;
-    });
-    return [rect("lane", 0, top, layout.whole, height), ...cells];
-  });
-}
-
-// Return how much later than simulated a measured cell ended, in ms.
-function lateness({ run: { timeline } }, { item, end }) {
-  return end - timeline.cells.get(item[0].text).end * timeline.tick;
-}
-
 function drawGutter({ layout, run, strips }) {
   const wide = layout.gutter > 50;
   return run.timeline.schedule.orders.map((_, rank) => {
     const top = rowTop(layout, rank);
     const small = Math.min(10, layout.strip);
     const name = label("", 2, top + layout.row / 2, Math.min(12, layout.row + 2), wide ? `rank ${rank}` : `r${rank}`);
-    const below = top + layout.row + layout.measured / 2;
     const texts = strips.map(({ text, peaks }, number) => {
       const y = stripTop(layout, rank, number) + layout.strip / 2;
       return label("quiet", 2, y, small, `${wide ? text : text[0]} ${shortNumber(peaks[rank])}`);
     });
-    if (layout.measured) texts.push(label("quiet", 2, below, small, wide ? "measured" : "meas."));
     return name + texts.join("");
   });
 }
@@ -264,13 +238,12 @@ class Pane {
     [this.title, this.about, this.numbers, this.error, this.scroller] = this.box.children;
     [this.gutter, this.chart] = this.scroller.children;
     parent.append(this.box);
-    this.run = this.measured = this.focus = this.drag = this.time = null;
+    this.run = this.focus = this.drag = this.time = null;
   }
 
-  // Show a schedule with the choices and moves, or why it does not work. measured: from a trace, or
-  // null.
-  show(name, chosen, moves, measured) {
-    Object.assign(this, { chosen, measured, run: null });
+  // Show a schedule with the choices and moves, or why it does not work.
+  show(name, chosen, moves) {
+    Object.assign(this, { chosen, run: null });
     const error = refusal(() => {
       this.run = run(name, chosen, moves);
     });
@@ -309,7 +282,7 @@ class Pane {
     }
     const messages = this.chosen.arrows ? [drawArrows(this, "message", this.links, 5)] : [];
     const parts = [
-      drawAxis(this), drawCells(this), drawStrips(this), drawMeasured(this), messages,
+      drawAxis(this), drawCells(this), drawStrips(this), messages,
       this.chosen.path ? drawPath(this) : [],
     ];
     this.chart.children[0].innerHTML = parts.flat().join("");
@@ -340,7 +313,7 @@ class Pane {
 
 // Return the numbers above a timeline: [term, value].
 function numbersOf(pane) {
-  const { run: { numbers }, measured, chosen: { K } } = pane;
+  const { run: { numbers }, chosen: { K } } = pane;
   const pairs = [
     ["time", shortNumber(numbers.makespan)],
     ["idle", percent(numbers.idle.share)],
@@ -349,19 +322,10 @@ function numbersOf(pane) {
     ["weight versions", numbers.peakVersions],
     ["updates behind", numbers.staleness],
   ];
-  // The memory limit applies to the search and to moves. For fixed schedules, the page only reports
+  // The memory limit applies to moves. For fixed schedules, the page only reports
   // whether they exceed it.
   const over = numbers.peakActivations.flatMap((held, rank) => (K && held > K ? [rank] : []));
   if (over.length) pairs.push(["over the memory limit", `rank ${over.join(", ")}`]);
   if (numbers.mixed) pairs.push(["gradients", "wrong"]);
-  if (!measured) return pairs;
-  const off = measured.last / numbers.makespan - 1;
-  pairs.push(["measured", `${measured.last.toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
-  const apart = measured.lines.flat().map(({ item }, k, all) => ({ item, late: lateness(pane, all[k]) }));
-  const { item, late } = apart.reduce((a, b) => (Math.abs(b.late) > Math.abs(a.late) ? b : a));
-  return [...pairs, ["largest difference", `${itemText(item)}, ${lateText(late)}`]];
-}
-
-function lateText(late) {
-  return `${shortNumber(Math.abs(late))} ms ${late < 0 ? "earlier" : "later"} than simulated`;
+  return pairs;
 }

@@ -1,14 +1,12 @@
 // Read and write orders as CSV, with one line per rank and one operation per cell. The tutorial's
-// --csv option writes this format, and torch loads it (schedules/ops.py). Also read measured runs
-// from the tutorial's Chrome traces (simulate/trace.py).
+// --csv option writes this format, and torch loads it (schedules/ops.py).
 "use strict";
 
 const WRITTEN = /^(\d{1,9})([FBIW])(\d{1,9})$/;
 const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 
 // Line endings match Python's csv module.
-function toCsv({ orders, ops }) {
-  if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV file cannot contain recomputation");
+function toCsv({ orders }) {
   return orders.map((order) => order.map(itemText).join() + "\r\n").join("");
 }
 
@@ -53,85 +51,17 @@ function checkOnceAndWhole({ orders, numStages, ops }) {
   }
 }
 
-const FIRST_PID = { measured: 2000, predicted: 1000 }; // for rank 0, with at most 1000 microbatches
-
-// Return {group, schedule, lines, cells, last, durations}, with cells as in simulate() and mean
-// durations in ms.
-function readTrace(text) {
-  let document;
-  try {
-    document = JSON.parse(text);
-  } catch {
-    throw new RuleError("the file is not JSON; use a file that --trace wrote");
-  }
-  const slices = (document.traceEvents ?? []).filter((e) => e.ph === "X" && e.cat === "compute");
-  slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
-  for (const [group, first] of Object.entries(FIRST_PID)) {
-    const own = slices.filter(({ pid }) => pid >= first && pid < first + 1000);
-    if (!own.length) continue;
-    const ranks = range(1 + Math.max(...own.map(({ pid }) => pid - first)));
-    const lines = ranks.map((rank) => own.filter(({ pid }) => pid === first + rank).map(
-      ({ ts, dur, args }, index) => {
-        const ops = (args.parts ?? [args]).map(({ kind, stage, microbatch }) => buildOp(kind, stage, microbatch));
-        return { item: ops, rank, index, start: (ts - own[0].ts) / 1000, end: (ts + dur - own[0].ts) / 1000 };
-      },
-    ));
-    const cells = new Map(lines.flat().flatMap((cell) => cell.item.map((op) => [op.text, cell])));
-    const schedule = new Schedule(lines.map((line) => line.map(({ item }) => item)));
-    const run = { group, schedule, lines, cells, last: lastEnd(lines) };
-    return { ...run, durations: meanDurations(run) };
-  }
-  throw new RuleError("the file contains no pipeline run; use a file that --trace wrote");
-}
-
-// Return the mean durations for all layers of a rank and the communication time, in ms, and each
-// rank's factor. A whole backward pass counts as two equal halves, I and W.
-function meanDurations(run) {
-  const mean = (numbers) => sum(numbers) / numbers.length;
-  const rounded = (value) => Math.round(value * 100) / 100;
-  const positive = (value) => Math.max(0.01, rounded(value));
-  const lasts = (cells) => cells.map(({ start, end }) => end - start);
-  const share = (kind) => {
-    const own = run.lines.flat().filter(({ item }) => item.length === 1 && item[0].kind === kind);
-    return own.length ? mean(lasts(own)) * run.schedule.stagesPerRank : null;
-  };
-  const half = (share("B") ?? 0) / 2;
-  const busy = run.lines.map((line) => sum(lasts(line)));
-  return {
-    F: positive(share("F") ?? 1),
-    I: positive(share("I") ?? half),
-    W: positive(share("W") ?? half),
-    c: rounded(sendingTime(run)),
-    scale: busy.map((time) => positive(time / mean(busy))),
-  };
-}
-
-// Return the median time, in ms, from the end of an operation to the start of the operation on
-// another rank that uses its result. Only idle receivers count (runtime/record.py).
-function sendingTime(run) {
-  const waited = buildLinks(run).filter(([from, to]) => {
-    const before = run.lines[to.rank][to.index - 1];
-    return from.rank !== to.rank && (!before || before.end <= from.end);
-  });
-  const gaps = waited.map(([from, to]) => to.start - from.end).sort((a, b) => a - b);
-  const middle = gaps.length / 2;
-  const median = (gaps[Math.ceil(middle) - 1] + gaps[Math.floor(middle)]) / 2;
-  return gaps.length ? Math.max(0, median) : 0;
-}
-
 function attachFiles() {
   byId("save-csv").onclick = () => attempt(save);
-  const open = async ([file], load) => {
+  const open = async ([file]) => {
     if (!file) return;
     const text = await file.text();
-    attempt(() => (load ?? (file.name.endsWith(".json") ? loadTrace : loadCsv))(text, file.name));
+    attempt(() => loadCsv(text, file.name));
   };
-  for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
-    byId(id).onchange = async () => {
-      await open(byId(id).files, load);
-      byId(id).value = "";
-    };
-  }
+  byId("load-csv").onchange = async () => {
+    await open(byId("load-csv").files);
+    byId("load-csv").value = "";
+  };
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => {
     event.preventDefault();
@@ -162,22 +92,8 @@ function save() {
 
 function loadCsv(text, name) {
   const schedule = fromCsv(text);
-  measured = null;
   store.change(fixedBy(schedule));
   say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
-}
-
-// The simulation uses the trace's own orders and mean durations. One unit is a millisecond.
-function loadTrace(text, name) {
-  const trace = readTrace(text);
-  const { F, I, W, c, scale } = trace.durations;
-  const patch = fixedBy(trace.schedule);
-  for (const [key, time] of Object.entries({ F, I, W, c })) patch[key] = String(time);
-  patch.scale = scale.every((factor) => factor === 1) ? [] : scale.map(String);
-  measured = trace;
-  store.change(patch);
-  const what = `${name}: the ${trace.group} run is shown below its simulation, which uses the trace's orders`;
-  say(`${what} and mean durations, in ms.`, "same");
 }
 
 function fixedBy(schedule) {

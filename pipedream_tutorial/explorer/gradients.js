@@ -26,6 +26,17 @@ function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   return out;
 }
 
+// Mulberry32: a small random generator for [0, 1). Equal seeds give equal numbers in every browser.
+function generator(seed) {
+  let state = seed + 1;
+  return () => {
+    state = (state + 0x6d2b79f5) | 0;
+    let mixed = Math.imul(state ^ (state >>> 15), 1 | state);
+    mixed = (mixed + Math.imul(mixed ^ (mixed >>> 7), 61 | mixed)) ^ mixed;
+    return ((mixed ^ (mixed >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
 // Return random weights for a stage.
 function randomStage(chance) {
   const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
@@ -150,9 +161,6 @@ function relativeError(found, exact) {
 function train(run, chosen) {
   if (!chosen.gradients) return null;
   const { schedule } = run.timeline;
-  if (chosen.recompute && !run.policy.stashed) {
-    return { reason: "with recomputation, the forward pass would be repeated with newer weights." };
-  }
   if (schedule.ops.length > MOST_OPERATIONS) {
     return { reason: "there are too many operations. Use fewer ranks, microbatches or batches." };
   }

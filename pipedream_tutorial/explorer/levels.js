@@ -82,7 +82,7 @@ const LEVELS = [
     controls: [],
     goals: [timeAtMost(28), heldAtMost(3)],
     hint: "Moves that gain nothing also help, because they make other moves possible. On rank 0, move F3 before I1, which costs no time. Then move W1 and F4 before I2.",
-    learned: "A search works in the same way. It moves single operations, and keeps a move if the batch does not take longer. To search with other sizes, choose \"Search within the memory limit\" in Free play.",
+    learned: "A search works in the same way. It moves single operations, and keeps a move if the batch does not take longer. To search with other sizes, run python -m pipedream --set schedule=search --csv found.csv, and load the file in Free play.",
   },
 ];
 

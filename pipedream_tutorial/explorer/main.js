@@ -11,7 +11,6 @@ const store = {
     store.set(changed(store.chosen, patch));
   },
   restart(chosen) {
-    measured = null;
     player.reset();
     main.focus = main.drag = null;
     say("", "");
@@ -28,7 +27,6 @@ const store = {
   },
 };
 
-let measured = null;
 const main = new Pane(byId("panes"), "Timeline. Arrow keys select an operation. With Shift, they move the operation.");
 const beside = new Pane(byId("panes"), "Timeline of the schedule to compare with");
 const panes = [main, beside];
@@ -36,10 +34,10 @@ const player = new Player();
 
 function refresh() {
   const chosen = resolved(store.chosen);
-  main.show(chosen.schedule, chosen, chosen.moves, chosen.schedule === "csv" ? measured : null);
+  main.show(chosen.schedule, chosen, chosen.moves);
   beside.box.hidden = !chosen.other;
   beside.run = null;
-  if (chosen.other) beside.show(chosen.other, chosen, [], null);
+  if (chosen.other) beside.show(chosen.other, chosen, []);
   showControls(chosen, LEVELS[chosen.level - 1]);
   const trained = main.run && train(main.run, chosen);
   showTrained(trained, chosen);
@@ -53,12 +51,11 @@ function refresh() {
 
 function place() {
   player.setTimes(panes.flatMap((pane) => pane.times));
-  const longest = Math.max(player.longest, main.measured?.last ?? 0);
   // In a wide window, all timelines and the text about an operation are visible together.
   const top = byId("panes").getBoundingClientRect().top + scrollY;
   const shown = panes.filter((pane) => pane.run).length;
   const room = (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown) - 16;
-  panes.forEach((pane) => pane.place(longest, WIDE.matches ? room : Infinity));
+  panes.forEach((pane) => pane.place(player.longest, WIDE.matches ? room : Infinity));
 }
 
 function say(text, verdict) {
@@ -74,7 +71,7 @@ function showFocus(pane) {
   byId("detail").hidden = !pane.focus || !pane.run;
   if (byId("detail").hidden) return;
   byId("lines").replaceChildren(...describe(pane).map((line) => el("p", {}, line)));
-  byId("movers").hidden = pane !== main || Boolean(main.measured);
+  byId("movers").hidden = pane !== main;
 }
 
 // Show the URL in a field, so that it can be copied even if the browser denies clipboard access.
@@ -83,7 +80,7 @@ async function share() {
   const field = byId("link");
   field.hidden = false;
   field.value = location.href;
-  const what = "It contains everything that you see except a measured run.";
+  const what = "It contains everything that you see.";
   try {
     await navigator.clipboard.writeText(location.href);
     say(`The link was copied to the clipboard. ${what}`, "same");

@@ -39,18 +39,14 @@ function stepsByRank({ lines }, firstOf, pointsOf) {
 
 // Return the activations that each rank holds over time, in microbatches on all of its layers. A
 // forward pass adds activations when it starts. They are freed when the backward pass ends or, if
-// it is split, when W ends. With R, only the share `kept` remains when the forward pass ends, and R
-// adds the rest.
+// it is split, when W ends.
 function heldActivations(timeline) {
-  const { kept, stagesPerRank, rankOf, orders } = timeline.schedule;
-  const gone = 1 - kept;
+  const { stagesPerRank, orders } = timeline.schedule;
   const held = orders.map(() => 0);
+  const share = (item, wanted) => item.filter(wanted).length / stagesPerRank;
   return stepsByRank(timeline, () => 0, ({ item, start, end, rank }) => {
-    const again = ({ stage, microbatch }) => rankOf.has(keyOf("R", stage, microbatch));
-    const begin = item.map((op) => ({ F: 1, R: gone })[op.kind] ?? 0);
-    const after = item.map((op) => ({ F: again(op) ? -gone : 0, B: -1, W: -1 })[op.kind] ?? 0);
-    const during = held[rank] + sum(begin) / stagesPerRank;
-    held[rank] = during + sum(after) / stagesPerRank;
+    const during = held[rank] + share(item, ({ kind }) => kind === "F");
+    held[rank] = during - share(item, isUpdate);
     return [[start, during], [end, held[rank]]];
   });
 }

@@ -109,10 +109,9 @@ function changedOps(orders, change) {
   return orders.map((order) => order.map((item) => item.map(change)));
 }
 
-// kept: the share of a microbatch's activations on a stage that is kept from its F to its R.
 class Schedule {
-  constructor(orders, kept = 1) {
-    Object.assign(this, { orders, kept });
+  constructor(orders) {
+    this.orders = orders;
     this.ops = orders.flat(2);
     this.numRanks = orders.length;
     this.numStages = 1 + Math.max(...this.ops.map((op) => op.stage));
@@ -122,22 +121,16 @@ class Schedule {
   }
 
   // Return the operations whose results an item uses. F needs the previous stage's F. B and I need
-  // the next stage and their own stage's R or F. R needs its own F, and W its own I.
+  // the next stage and their own stage's F. W needs its own I.
   needs(item) {
     return item.flatMap(({ kind, stage, microbatch }) => {
       const key = (wanted, at) => keyOf(wanted, at, microbatch);
-      const either = (first, second, at) => key(this.rankOf.has(key(first, at)) ? first : second, at);
       if (kind === "F") return stage ? [key("F", stage - 1)] : [];
       if (kind === "W") return [key("I", stage)];
-      if (kind === "R") return [key("F", stage)];
-      const own = either("R", "F", stage);
-      return stage === this.numStages - 1 ? [own] : [own, either("I", "B", stage + 1)];
+      if (stage === this.numStages - 1) return [key("F", stage)];
+      const next = this.rankOf.has(key("I", stage + 1)) ? "I" : "B";
+      return [key("F", stage), key(next, stage + 1)];
     });
-  }
-
-  // Return the same stages with other orders.
-  withOrders(orders) {
-    return new Schedule(orders, this.kept);
   }
 }
 
@@ -146,25 +139,16 @@ function repeat(schedule, numBatches) {
   const batches = range(numBatches).map((batch) => changedOps(schedule.orders, ({ kind, stage, microbatch }) =>
     buildOp(kind, stage, microbatch + batch * schedule.numMicrobatches),
   ));
-  return schedule.withOrders(schedule.orders.map((_, rank) => batches.flatMap((orders) => orders[rank])));
+  return new Schedule(schedule.orders.map((_, rank) => batches.flatMap((orders) => orders[rank])));
 }
 
 // Replace every whole backward pass with its two consecutive halves. The times do not change.
 function cutBackwards(schedule) {
-  return schedule.withOrders(schedule.orders.map((order) => order.flatMap((item) => {
+  return new Schedule(schedule.orders.map((order) => order.flatMap((item) => {
     const [{ kind, stage, microbatch }] = item;
     if (kind !== "B") return [item]; // pairs are not split: their first operation is an F
     return [..."IW"].map((half) => [buildOp(half, stage, microbatch)]);
   })));
-}
-
-// Return the same orders with R, a second forward pass, before every backward pass.
-function recomputed({ orders }, kept) {
-  const again = orders.map((order) => order.flatMap((item) => {
-    const { kind, stage, microbatch } = item.at(-1);
-    return kind === "B" || kind === "I" ? [[buildOp("R", stage, microbatch)], item] : [item];
-  }));
-  return new Schedule(again, Fraction.parse(kept).toNumber());
 }
 
 // Durations as fractions, by a stage's position in the model. `scale` has a factor for each equal
@@ -183,7 +167,7 @@ function buildCosts({ numStages, stagesPerRank }, { F, I, W, c, saving = 0, scal
   const each = (value) => factors.map((factor) => value.times(factor));
   const [f, i, w] = [F, I, W].map(Fraction.parse);
   return {
-    F: each(f), R: each(f), I: each(i), W: each(w), B: each(i.plus(w)),
+    F: each(f), I: each(i), W: each(w), B: each(i.plus(w)),
     c: Fraction.parse(c), saving: Fraction.parse(saving),
   };
 }
@@ -272,7 +256,7 @@ function moved(schedule, { rank, from, to }) {
   if (from >= length || to >= length) throw new RuleError("a move names a position that does not exist");
   const orders = [...schedule.orders];
   orders[rank] = orders[rank].toSpliced(from, 1).toSpliced(to, 0, orders[rank][from]);
-  return schedule.withOrders(orders);
+  return new Schedule(orders);
 }
 
 // Return the effect of a move: {verdict: "illegal" | "same" | "longer" | "shorter", text}.

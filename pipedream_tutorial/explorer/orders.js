@@ -1,5 +1,5 @@
-// Define the schedules (schedules/orders.py and building_blocks.py, which name the papers): an
-// order per rank for p ranks and m microbatches, a description of each schedule, and the idle time
+// Define the schedules (schedules/orders.py, which names the papers; V-Half and V-Min can be loaded
+// from CSV files): an order per rank for p ranks and m microbatches, a description of each schedule, and the idle time
 // of its ranks.
 //
 // A rank's order is a word, as in pipedream_simple.py, with one letter per operation and two per
@@ -81,125 +81,6 @@ function zbV(r, p, m) {
     word += "IWfiw";
   }
   return word + "Ii".repeat(r) + "IW".repeat(p - r) + "w".repeat(r) + "W".repeat(r);
-}
-
-// Neighbors are one slot apart. The pause prevents two operations of a rank in the same slot.
-function vMin(p, m) {
-  const pause = p % 3 ? 0 : 2;
-  return repeatedBlock(p, m, (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r]);
-}
-
-// Neighbors are two slots apart on the way down the V.
-function vHalf(p, m) {
-  const pause = p % 2 ? 0 : 3;
-  return repeatedBlock(p, m, (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r]);
-}
-
-// A line has a rank's letters by slot. block(r): the slots of microbatch 0's F, f, i and I. Other
-// microbatches follow every 6 slots. Two passes then move operations to earlier slots at both ends,
-// as schedules/building_blocks.py explains. W has no slots in the second pass.
-function repeatedBlock(p, m, block) {
-  const repeated = range(p).map((r) => {
-    const line = [];
-    for (const [k, slot] of block(r).entries()) {
-      for (let i = 0; i < m; i++) line[slot + 6 * i] = "FfiI"[k];
-    }
-    return line;
-  });
-  const withW = repeated.map((line) => withWeights(line).map((letter) => (letter === "w" ? "W" : letter)));
-  pullForward(withW, true);
-  const lines = squeezed(withW).map((line) => Array.from(line, (letter) => (letter === "W" ? null : letter)));
-  pullForward(lines, false);
-  return fromWords(lines.map((line) => withWeights(line).filter(Boolean)));
-}
-
-// Return the line with a W for each I in a later free slot, those on the way up first.
-function withWeights(line) {
-  const full = [];
-  const waiting = [];
-  while (full.length < line.length || waiting.length) {
-    const letter = line[full.length];
-    if (letter === "i") waiting.unshift("w");
-    if (letter === "I") waiting.push("W");
-    full.push(letter ?? waiting.shift());
-  }
-  return full;
-}
-
-// Move operations to earlier free slots in time order, if data and memory allow. Operations do not
-// move while the pipeline is full. If W has no slots, earlier operations do not move either.
-function pullForward(lines, hasWeights) {
-  const limit = Math.max(...lines.map((line) => mostHeld(line, hasWeights)));
-  const m = lines[0].filter((letter) => letter === "F").length;
-  let [filling, draining] = [true, false];
-  placeByTime(lines, ({ slot, rank, letter, i, earliest }) => {
-    if (filling && rank === 0 && letter === "I") filling = false;
-    if (!filling && !draining) {
-      draining = letter === "F" && i === m - 1;
-      return slot;
-    }
-    const line = lines[rank];
-    const last = draining || hasWeights ? slot : earliest;
-    for (let free = earliest; free < last; free++) {
-      if (line[free]) continue;
-      [line[free], line[slot]] = [letter, null];
-      if (mostHeld(line, hasWeights) <= limit) return free;
-      [line[free], line[slot]] = [null, letter];
-    }
-    return slot;
-  });
-}
-
-// Return the peak activations of a rank, counted per stage. If W has no slots, it uses free ones.
-function mostHeld(line, hasWeights) {
-  let [held, waiting, most] = [0, 0, 0];
-  for (const letter of line) {
-    if (letter === "F" || letter === "f") held += 1;
-    else if (letter === "W") held -= 1;
-    else if (letter) waiting += 1;
-    else if (waiting && !hasWeights) [held, waiting] = [held - 1, waiting - 1];
-    most = Math.max(most, held);
-  }
-  return most;
-}
-
-// Return the same orders, with every operation in the first slot at which its rank and data are
-// ready.
-function squeezed(lines) {
-  const found = lines.map(() => []);
-  placeByTime(lines, ({ rank, letter, earliest }) => {
-    const slot = Math.max(earliest, found[rank].length);
-    found[rank][slot] = letter;
-    return slot;
-  });
-  return found;
-}
-
-// By letter: the previous rank on the way of the data, and the previous operation of its own rank.
-const SOURCES = { F: [-1], f: [1, "F"], i: [-1, "f"], I: [1, "i"] };
-
-// Call `place` for each operation in time order, and use the slot that it returns.
-// `earliest`: the slot after its data and the previous microbatch.
-function placeByTime(lines, place) {
-  const before = lines.map((line) => [...line]);
-  const done = lines.map(() => ({ F: [], f: [], i: [], I: [], W: [] }));
-  for (const slot of range(Math.max(...before.map((line) => line.length)))) {
-    for (const [rank, line] of before.entries()) {
-      const letter = line[slot];
-      if (!letter) continue;
-      const own = done[rank];
-      const i = own[letter].length;
-      const needed = [own[letter].at(-1)];
-      if (letter === "W") {
-        needed.push([...own.i, ...own.I].sort((a, b) => a - b)[i]);
-      } else {
-        const [way, source] = SOURCES[letter];
-        needed.push(done[rank + way]?.[letter][i], own[source]?.[i]);
-      }
-      const earliest = 1 + Math.max(-1, ...needed.filter((one) => one !== undefined));
-      own[letter].push(place({ slot, rank, letter, i, earliest }));
-    }
-  }
 }
 
 function dualpipeV(p, m) {
@@ -288,32 +169,18 @@ const SCHEDULES = {
     idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
     says: "Each rank has two stages, placed in a V. The memory is that of 1F1B.",
   },
-  "v-half": {
-    build: vHalf, title: "V-Half",
-    idle: "(3 * ceil(p / 2) - 3.5) * F", when: "F === I && I === W && m >= p + 2 && p >= 3",
-    says: "Each rank has two stages, as under ZB-V. Each microbatch ends sooner, so the memory is about half of 1F1B's.",
-  },
-  "v-min": {
-    build: vMin, title: "V-Min",
-    idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
-    says: "Each microbatch ends as early as possible with two stages per rank. The memory is about a third of 1F1B's, but ranks pause.",
-  },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",
     idle: "(p - 1) * (2 * F + I - min(I, W)) / 2", when: "F >= I",
     says: "Each rank has two stages. A forward and a backward pass run as a pair to hide messages.",
   },
 };
-const OWN = {
-  search: {
-    title: "Search within the memory limit",
-    says: "The search moves single operations within the memory limit, and keeps a move if the batch does not take longer.",
-  },
-  csv: { title: "From a file", says: "The orders come from a file and are timed by the same rules." },
+const FROM_FILE = {
+  title: "From a file", says: "The orders come from a file and are timed by the same rules.",
 };
 
 function entryOf(name) {
-  return SCHEDULES[name] ?? OWN[name];
+  return SCHEDULES[name] ?? FROM_FILE;
 }
 
 function policyOf(name) {
@@ -323,7 +190,7 @@ function policyOf(name) {
 // Return the value of an expression of `idle` or `when` for these choices.
 function evaluate(expression, { p, m, v, F, I, W }) {
   const [f, i, w] = [F, I, W].map((value) => Fraction.parse(value).toNumber());
-  const known = { p, m, v, F: f, I: i, W: w, B: i + w, min: Math.min, max: Math.max, abs: Math.abs, ceil: Math.ceil };
+  const known = { p, m, v, F: f, I: i, W: w, B: i + w, min: Math.min, max: Math.max };
   return new Function(...Object.keys(known), `return ${expression};`)(...Object.values(known));
 }
 
@@ -332,15 +199,9 @@ function evaluate(expression, { p, m, v, F, I, W }) {
 function aboutOf(name, chosen) {
   const { says, idle = IDLE, when = "" } = entryOf(name);
   if (name === "csv") return says;
-  if (name === "search") {
-    const { length, bound, tried, unit } = searchedFor(chosen);
-    const [found, least] = [length, bound].map((ticks) => shortNumber(ticks * unit));
-    const proved = length === bound ? "no order is shorter" : `no order takes less than ${least}`;
-    return `${says} After ${tried} tries, the best order takes ${found}. With one stage per rank, ${proved}.`;
-  }
   const { flushes } = policyOf(name);
   const even = !chosen.scale.length && [chosen.c, chosen.saving].every((value) => Number(value) === 0);
-  const own = !chosen.cut && !chosen.recompute && !chosen.moves.length && chosen.n === 1 && flushes;
+  const own = !chosen.cut && !chosen.moves.length && chosen.n === 1 && flushes;
   const text = `${says} A rank idles for ${idle.replaceAll(" * ", " ")}`;
   if (even && own && evaluate(when || "true", chosen)) return `${text} = ${shortNumber(evaluate(idle, chosen))}.`;
   const ranges = when.split(" && ").map((range) => range.replace("===", "=").replace(" * ", " "));

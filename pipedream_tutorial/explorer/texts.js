@@ -3,7 +3,6 @@
 
 const KINDS = {
   F: ["forward", "forward pass"],
-  R: ["forward again", "forward pass, repeated because its activations were not kept,"],
   B: ["backward", "backward pass"],
   I: ["input gradient", "input gradient, the first half of the backward pass"],
   W: ["weight gradient", "weight gradient, the second half of the backward pass"],
@@ -21,7 +20,6 @@ function describe(pane) {
     waitText(timeline, cell, at),
     ...item.filter((op) => op.kind !== "W").map((op) => weightText(use, op)),
     slackText(item, pane.slack.get(cell), at),
-    ...measuredText(pane, cell),
   ];
 }
 
@@ -40,7 +38,6 @@ function waitText({ schedule, lines, cells, c }, { item, rank, index, bound }, a
 
 function weightText(use, op) {
   const { version, behind } = use.get(op.text);
-  if (op.kind === "R") return `It runs with weights of version ${version}, as the backward pass will.`;
   if (op.kind === "F") return `It runs with weights of version ${version}.`;
   const [own, update] = ["F", "W"].map((kind) => use.get(keyOf(kind, op.stage, op.microbatch)));
   let same = "like its forward pass";
@@ -62,26 +59,15 @@ function slackText(item, slack, at) {
     : "On a critical path: if the operation starts earlier or becomes shorter, the last rank may end earlier.";
 }
 
-function measuredText(pane, cell) {
-  const real = pane.measured?.cells.get(cell.item[0].text);
-  if (!real) return [];
-  const took = shortNumber(real.end - real.start);
-  const wanted = shortNumber((cell.end - cell.start) * pane.run.timeline.tick);
-  return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
-}
-
 // Return the legend for the visible frames, arrows and strips: a swatch color, if any, and text.
 function showLegend(panes, chosen) {
   const shown = panes.filter((pane) => pane.run);
   const schedules = shown.map((pane) => pane.run.timeline.schedule);
   const used = new Set(schedules.flatMap((schedule) => schedule.ops.map((op) => op.kind)));
-  const measured = shown.some((pane) => pane.measured);
   const entries = [
     ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
     [schedules.some(({ stagesPerRank }) => stagesPerRank > 1), "", "paler: a rank's later stages"],
     [chosen.byVersion, "", "below: the kind of operation; above: the version of the weights that it uses (W uses none)"],
-    [measured, "bad", "under a measured operation: it ended later than simulated"],
-    [measured, "good", "under a measured operation: it ended earlier than simulated"],
     [chosen.held, "held", "held: microbatches whose activations the rank keeps"],
     [chosen.held && chosen.K, "bad", "above the memory limit (dashed line)"],
     [chosen.versions, "versions", "versions: copies of the weights that the rank keeps"],

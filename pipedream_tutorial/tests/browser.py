@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from urllib.parse import urlencode
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -18,7 +20,7 @@ FLAGS = [
     "--remote-debugging-pipe", "--hide-scrollbars", "--disable-dev-shm-usage",
 ]  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SCREENSHOT_HASH = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
+TUTORIAL = Path(__file__).resolve().parent.parent
 
 
 def find_browser():
@@ -129,11 +131,27 @@ class Browser:
         self.process.communicate()
 
 
+def screenshot_hash():
+    """Return a link to an order from records/frontier.json, with ZB-H1 below it."""
+    rows = json.loads((TUTORIAL / "records/frontier.json").read_text())["rows"]
+    (row,) = (row for row in rows if (row["memory"], row["communication"]) == (5, 1))
+    lines = []
+    for rank, word in enumerate(row["words"]):
+        counts = Counter()
+        cells = []
+        for kind in word:
+            cells.append(f"{rank}{kind}{counts[kind]}")
+            counts[kind] += 1
+        lines.append(",".join(cells))
+    csv = "\n".join(lines)
+    keys = {"schedule": "csv", "csv": csv, "K": 5, "c": 1, "other": "zb-h1", "arrows": 1}
+    return f"#{urlencode(keys)}"
+
+
 def main():
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(profile)
-        page = Path(__file__).resolve().parent.parent / "explorer.html"
-        browser.open(page, SCREENSHOT_HASH, width=1280, height=760)
+        browser.open(TUTORIAL / "explorer.html", screenshot_hash(), width=1280, height=760)
         browser.js("explorer.main.focus = explorer.main.run.timeline.cells.get('1I3')")
         browser.js("explorer.store.change({})")
         browser.js("document.querySelector('footer').remove()")

@@ -42,12 +42,6 @@ const answer = {
     };
   },
 
-  search({ chosen }) {
-    const { words, bound, unit } = searchedFor(chosen);
-    const { timeline, numbers } = run("search", chosen);
-    return { words, bound: bound * unit, makespan: timeline.last * timeline.tick, held: numbers.peakActivations };
-  },
-
   csv({ text }) {
     const schedule = fromCsv(text);
     return { again: toCsv(schedule), stagesPerRank: schedule.stagesPerRank };
@@ -59,12 +53,6 @@ const answer = {
 
   hash({ hash }) {
     return fromHash(hash).refused;
-  },
-
-  trace({ text }) {
-    const { group, schedule, lines, durations } = readTrace(text);
-    const [starts, ends] = ["start", "end"].map((at) => lines.map((line) => line.map((cell) => cell[at])));
-    return { group, csv: toCsv(schedule), starts, ends, durations };
   },
 
   exact({ numStages, microbatch, batchSize }) {

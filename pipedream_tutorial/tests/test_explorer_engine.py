@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import slices_of, write_trace
 from pipedream.config import FOLDER
 from pipedream.errors import UserError
-from pipedream.schedules.ops import build_from_orders, save_csv
+from pipedream.schedules.ops import save_csv
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import measure
 from pipedream.simulate.measures import peak_activations
-from pipedream.simulate.search import build_problem, lower_bound
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
-from pipedream_simple import from_words
+
+# V-Half and V-Min reach the explorer as CSV files.
+NAMES = [name for name in SCHEDULES if name not in ("v-half", "v-min")]
 
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None and "CI" not in os.environ,
@@ -53,7 +53,7 @@ def grid():
     rng = random.Random(0)
     durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
     found = []
-    for name in SCHEDULES:
+    for name in NAMES:
         for p, m in [(1, 1), (1, 5), (2, 8), (3, 6), (4, 8), (4, 12), (5, 3), (8, 16)]:
             for even in (True, False):
                 given = [1, 1, 1, 0] if even else rng.choices(durations, k=4)
@@ -134,7 +134,7 @@ def test_idle_time_formulas_match_the_simulator():
     durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
     cases = [
         {"ask": "idle", "name": name, "chosen": explorer_settings(p, m, durations=d)}
-        for name in SCHEDULES
+        for name in NAMES
         for p, m in sizes
         for d in durations
     ]
@@ -144,7 +144,7 @@ def test_idle_time_formulas_match_the_simulator():
             formula, simulated = answer
             assert simulated == [pytest.approx(formula)] * len(simulated), case
             held.add(case["name"])
-    assert held == {*SCHEDULES}
+    assert held == {*NAMES}
 
 
 def test_explorer_links_in_the_readme_are_accepted():
@@ -153,29 +153,11 @@ def test_explorer_links_in_the_readme_are_accepted():
     assert run_explorer([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
 
 
-def test_search_finds_the_proved_optimum_within_its_memory():
-    cases = [(4, 8, k, (1, 1, 1, 1), ()) for k in (4, 5, 6, 7)]
-    cases += [(3, 5, 2, ("1/2", 1, "3/2", "1/3"), (1, 2, 1)), (6, 13, 9, (1, 2, 1, "1/2"), ())]
-    questions = [
-        explorer_settings(p, m, durations=d, scale=s) | {"K": k} for p, m, k, d, s in cases
-    ]
-    answers = run_explorer([{"ask": "search", "chosen": question} for question in questions])
-    for (p, m, memory, (f, i, w, c), scale), found in zip(cases, answers, strict=True):
-        costs = build_costs(
-            build_schedule("1f1b", p, 1), forward=f, input_gradient=i, weight_gradient=w,
-            communication=c, stage_scale=scale or None,
-        )  # fmt: skip
-        problem = build_problem(costs, m, memory)
-        bound = float(lower_bound(problem) * problem.tick)
-        assert found["bound"] == pytest.approx(bound, abs=1e-12)
-        schedule = build_from_orders("search", from_words(found["words"]))
-        assert float(simulate(schedule, costs).makespan) == pytest.approx(found["makespan"])
-        assert max(found["held"]) == max(peak_activations(schedule)) <= memory
-    assert [found["makespan"] for found in answers[:4]] == [39, 36, 33, 30]
-
-
 def test_csv_round_trips_and_errors_are_reported(tmp_path):
-    good = [build_schedule(name, 4, 8) for name in ("1f1b", "zb-v", "dualpipe-v", "interleaved")]
+    good = [
+        build_schedule(name, 4, 8)
+        for name in ("1f1b", "zb-v", "dualpipe-v", "interleaved", "v-half")
+    ]
     texts = []
     for schedule in good:
         save_csv(schedule, tmp_path / "it.csv")
@@ -219,27 +201,6 @@ def test_verdicts_on_moved_operations_match_the_simulator():
         assert answer["verdict"] == expected, (move, answer)
         verdicts.add(expected)
     assert verdicts >= {"illegal", "same", "longer"}
-
-
-def test_a_trace_is_read_as_it_was_written(tmp_path):
-    schedule = build_schedule("zb-h1", 2, 3)
-    timeline = simulate(schedule, build_costs(schedule, communication="1/2"))
-    slices = slices_of(timeline, 10**6, start_ns=5)
-    write_trace(tmp_path / "measured.json", timeline, predicted=timeline, measured=slices)
-    write_trace(tmp_path / "predicted.json", timeline, predicted=timeline, unit_s=1e-3)
-    save_csv(schedule, tmp_path / "it.csv")
-    groups = ("measured", "predicted")
-    texts = [*((tmp_path / f"{group}.json").read_text() for group in groups), "{}"]
-    *both, refused = run_explorer([{"ask": "trace", "text": text} for text in texts])
-    assert refused.keys() == {"error"}
-    for group, found in zip(groups, both, strict=True):
-        assert found["group"] == group
-        assert found["csv"] == (tmp_path / "it.csv").read_bytes().decode()
-        for rank in range(2):
-            line = [e for e in timeline.events if e.rank == rank]
-            assert found["starts"][rank] == pytest.approx([float(e.start) for e in line])
-            assert found["ends"][rank] == pytest.approx([float(e.end) for e in line])
-        assert found["durations"] == {"F": 1, "I": 1, "W": 1, "c": 0.5, "scale": [1, 1]}
 
 
 def test_gradients_match_autograd():

@@ -9,7 +9,7 @@ import torch
 from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.trace import transfers
-from pipedream.train.models import GPT2_SIZES, GPT2Size, gpt2_layers
+from pipedream.train.models import GPT2Size, gpt2_blocks
 
 from results.lab.tutorial.traffic import (
     MODELS,
@@ -27,17 +27,14 @@ MEDIUM = MODELS["gpt2-medium"]
 
 
 def test_parameter_counts_match_the_modules() -> None:
-    for name, model in (("gpt2-medium", MEDIUM), ("gpt2-xl", MODELS["gpt2-xl"])):
-        size = GPT2_SIZES.get(name) or GPT2Size(
-            num_layers=model.layers, hidden=model.hidden, heads=model.heads
-        )
+    for model in (MEDIUM, MODELS["gpt2-xl"]):
+        size = GPT2Size(num_layers=model.layers, hidden=model.hidden, heads=model.heads)
         with torch.device("meta"):
-            layers = gpt2_layers(size).values()
-        counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        untied = model.vocabulary * model.hidden  # our output layer has separate weights
-        assert model.parameters == sum(counts) - untied
-        assert model.embedding_parameters == counts[0]
-        assert model.block_parameters == counts[1] == counts[-2]
+            blocks = gpt2_blocks(size)
+        counts = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        assert {model.block_parameters} == set(counts)
+        norm = 2 * model.hidden  # before the output layer, which shares the embedding's weights
+        assert model.parameters == model.embedding_parameters + sum(counts) + norm
     assert MEDIUM.parameters == 354_823_168  # as published
     assert MODELS["gpt2-xl"].parameters == 1_557_611_200
 

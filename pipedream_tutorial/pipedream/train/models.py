@@ -1,4 +1,4 @@
-"""Define a small model that can be split into stages, its data, and GPT-2's layers.
+"""Define a small model that can be split into stages, its data, and GPT-2's blocks.
 
 Weights are initialized layer by layer, so they are the same however the model is split.
 """
@@ -76,38 +76,19 @@ def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
 
 
 class GPT2Size(NamedTuple):
-    """Sizes that determine the shape of every weight. `hidden` must be divisible by `heads`."""
+    """Sizes of a stack of GPT-2 blocks. `hidden` must be divisible by `heads`."""
 
     num_layers: int
     hidden: int
     heads: int
-    vocabulary: int = 50257
     seq_len: int = 1024
 
 
 GPT2_SIZES: dict[str, GPT2Size] = {
     "gpt2": GPT2Size(num_layers=12, hidden=768, heads=12),
     "gpt2-medium": GPT2Size(num_layers=24, hidden=1024, heads=16),
+    "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, seq_len=32),
 }
-
-# The vocabulary has one token, because the embedding and the head are not used.
-BLOCKS: dict[str, GPT2Size] = {
-    "gpt2-medium": GPT2_SIZES["gpt2-medium"]._replace(vocabulary=1),
-    "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, vocabulary=1, seq_len=32),
-}
-
-
-class Embedding(nn.Module):
-    """Sum of token and position embeddings: [B, S] int64 -> [B, S, H]."""
-
-    def __init__(self, size: GPT2Size) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(size.vocabulary, size.hidden)
-        self.positions = nn.Embedding(size.seq_len, size.hidden)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.tokens(tokens) + self.positions(positions)
 
 
 class Block(nn.Module):
@@ -133,35 +114,20 @@ class Block(nn.Module):
         return x + self.mlp_out(expanded)
 
 
-class Head(nn.Module):
-    """Final norm, output projection and mean cross-entropy in nats: [B, S, H] -> a scalar."""
-
-    def __init__(self, size: GPT2Size) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(size.hidden)
-        self.project = nn.Linear(size.hidden, size.vocabulary, bias=False)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # [B, S] int64
-        logits = self.project(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
-    """Build the embedding, the blocks and the head. Initialize their weights as GPT-2 does, from
-    torch's global generator."""
-    blocks = {f"block {i}": Block(size) for i in range(size.num_layers)}
-    layers = {"embedding": Embedding(size), **blocks, "head": Head(size)}
-    for module in nn.ModuleList(layers.values()).modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+def gpt2_blocks(size: GPT2Size) -> list[nn.Module]:
+    """Build the blocks of a GPT-2 without its embedding and head. Initialize their weights as GPT-2
+    does, from torch's global generator."""
+    blocks = [Block(size) for _ in range(size.num_layers)]
+    for module in nn.ModuleList(blocks).modules():
+        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     # Each block adds twice to the residual stream. This factor keeps the variance of the sum close
     # to the variance of one addition.
-    for block in blocks.values():
+    for block in blocks:
         for last in (block.attention_out, block.mlp_out):
             nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
-    return layers
+    return list(blocks)
 
 
 class Workload:
@@ -176,7 +142,7 @@ class Workload:
         name = config.get("model", "mlp")
         self.config = config
         self.device = device or torch.device("cpu")
-        self.blocks = BLOCKS.get(name)
+        self.blocks = GPT2_SIZES.get(name)
         p = config["num_stages"]
         total = 2 * p if self.blocks is None else self.blocks.num_layers
         if not config["layers_per_stage"] and total % p:
@@ -224,7 +190,7 @@ class Workload:
         size = self.blocks._replace(num_layers=num_stages * layers)
         torch.manual_seed(seed)
         with self.device:
-            blocks = list(gpt2_layers(size).values())[1:-1]
+            blocks = gpt2_blocks(size)
         cuts = range(0, len(blocks), layers)
         return [nn.Sequential(*blocks[cut : cut + layers]).to(self.dtype) for cut in cuts]
 

@@ -18,7 +18,7 @@ from typing import Any
 import checkout  # noqa: F401
 import torch
 from pipedream.runtime.record import device_name
-from pipedream.train.models import GPT2_SIZES, gpt2_layers
+from pipedream.train.models import GPT2_SIZES, gpt2_blocks
 from torch import nn
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -46,9 +46,9 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
     settings = SETTINGS[device.type]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    size = GPT2_SIZES[settings["model"]]._replace(num_layers=1, vocabulary=1)
+    size = GPT2_SIZES[settings["model"]]._replace(num_layers=1)
     dtype = getattr(torch, settings["dtype"])
-    block = list(gpt2_layers(size).values())[1].to(device, dtype)
+    block = gpt2_blocks(size)[0].to(device, dtype)
     shape = settings["tokens"], size.hidden
     inputs = {
         n: torch.randn(n, *shape, device=device, dtype=dtype, requires_grad=True) for n in SIZES
@@ -74,8 +74,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     rows = measure(device)
     record = {
-        "command": "python results/lab/tutorial/block_curve.py "
-        f"--device {device.type} {arguments.record}",
+        "command": f"python results/lab/tutorial/block_curve.py --device {device.type} OUT.json",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": device_name(device),
         "settings": SETTINGS[device.type] | {"repeats": REPEATS, "passes": PASSES},

@@ -25,7 +25,7 @@ from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.ops import Op
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
-from pipedream.train.models import GPT2_SIZES, Task, gpt2_layers
+from pipedream.train.models import GPT2_SIZES, Task, gpt2_blocks
 from pipedream.train.trainer import StageTrainer
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -109,8 +109,8 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     the whole pass, "ms" is [F, B, 0]."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)
-    module = nn.Sequential(*list(gpt2_layers(size).values())[1:-1])
+    size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"])
+    module = nn.Sequential(*gpt2_blocks(size))
     x, dy = torch.randn(2, SETTINGS["sequences"], SETTINGS["tokens"], size.hidden)
     times: dict[str, list[PassTimes]] = {name: [] for name in METHODS}
     for turn in range(2 + repeats):
