@@ -292,7 +292,7 @@ def draw_microbatch_size(records: Sequence[Record], path: Path) -> Figure:
     """Plot the measured speed of a block against the micro-batch size, and below it the time of one
     batch on RANKS ranks, with its losses. There is one column per record."""
     figure, axes = new_figure(
-        f"Small micro-batches are slow, and large ones leave too few to fill {RANKS} ranks",
+        f"Small microbatches are slow, and large ones leave too few to fill {RANKS} ranks",
         [2.6, 3.4], columns=len(records), left=1.0,
         legend=[Patch(color=color, label=text) for text, color in LOSSES.items()],
         notes=[
@@ -331,7 +331,7 @@ def draw_microbatch_size(records: Sequence[Record], path: Path) -> Figure:
         time_axes.set_ylim(0, 1.15 * max(totals))
         time_axes.set_ylabel("ms per batch", fontsize=TEXT)
         time_axes.set_xticks(places, [f"{n}\n{CURVE_BATCH // n}" for n in sizes])
-        time_axes.set_xlabel("sequences per micro-batch (above), m (below)", fontsize=TEXT)
+        time_axes.set_xlabel("sequences per microbatch (above), m (below)", fontsize=TEXT)
         for ax in (speed_axes, time_axes):
             ax.set_xlim(-0.6, len(sizes) - 0.4)
             ax.grid(axis="y", color="#E6E6E6")
