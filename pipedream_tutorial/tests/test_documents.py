@@ -85,7 +85,7 @@ ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "V-Half takes 26.5": ("v-half", ""),
     "DualPipeV takes 27": ("dualpipe-v", ""),
     "DualPipeV takes 24.5": ("dualpipe-v", "overlap_saving=1/2"),
-    "The fastest order takes 31": ("search", "memory=3"),
+    "`schedule=search memory=3` takes 31": ("search", "memory=3"),
     "33.28 + 3.06 = 36.34": ("zb-h1", "input_gradient=1.02 weight_gradient=2.14"),
     "DualPipeV then takes 25.33": ("dualpipe-v", "overlap_saving=1/3"),
     "quarter (it takes 25.75": ("dualpipe-v", "overlap_saving=1/4"),
