@@ -22,7 +22,7 @@ CONFIG = {
     "grad_accum_steps": 1,  # accumulation steps per optimizer step; multiplies batch_size
     "epochs": 2,  # passes over the training samples
     "max_length": 512,  # tokens per sample
-    "num_samples": "auto",  # training samples per epoch; auto: up to 1000, -1: all
+    "num_samples": -1,  # training samples per epoch; -1: all
     "seed": 42,  # for initial weights, data order and dropout
     "dataset": "auto",  # a .txt, .md, .jsonl, .csv or .parquet file, a folder, user/name on the Hub
     "precision": "auto",  # bf16, fp16, fp32; master weights are always fp32

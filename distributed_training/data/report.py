@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
-from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
-from distributed_training.data.samples import Samples, count_targets, find_parts, will_pack
+from distributed_training.data.pieces import ANSWERS, MESSAGES, RUNNING, TEXT
+from distributed_training.data.samples import (
+    Samples,
+    count_targets,
+    find_parts,
+    num_held_out,
+    will_pack,
+)
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import shown
 
@@ -24,6 +30,8 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     - `records`, `used`: number of records read, and number of records used;
     - `left_out`: number of records left out, by reason;
     - `samples`, `cut`: number of samples, and number of samples cut at max_length;
+    - `held_out`: number of samples that are kept for validation;
+    - `trained`, `unit`: number of samples that an epoch trains on, and their name;
     - `ends_cut`: number of cut samples that lose the end of an answer;
     - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and total number of
       tokens;
@@ -62,13 +70,27 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     # token of the next.
     is_shared = meta["form"] == RUNNING and packs
     num_sample_tokens = (part_lengths[num_targets > 0] + (0 if is_shared else 1)).sum()
+    num_used = counts["records"] - sum(left_out.values())
+    num_samples = int((num_targets > 0).sum())
+    held_out = 0
+    if "validation" not in meta["splits"]:
+        held_out = min(num_samples, num_held_out(num_samples))
+    num_trained = num_samples - held_out
+    if config.num_samples != -1:
+        num_trained = min(num_trained, config.num_samples)
+    unit = "records" if num_samples == num_used else "samples"
+    if meta["form"] == MESSAGES and unit == "records":
+        unit = "chats"
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
     return {
         "form": meta["form"],
         "records": counts["records"],
-        "used": counts["records"] - sum(left_out.values()),
+        "used": num_used,
         "left_out": left_out,
-        "samples": int((num_targets > 0).sum()),
+        "samples": num_samples,
+        "held_out": held_out,
+        "trained": num_trained,
+        "unit": "blocks" if is_shared else unit,
         "cut": int(is_cut.sum()),
         "ends_cut": num_answers_cut,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
@@ -83,16 +105,21 @@ def headline(counts: dict[str, Any]) -> list[str]:
     running text."""
     if counts["form"] == RUNNING:
         documents = _format_count(counts["records"], "document")
-        return [
-            f"the dataset has {documents} with {counts['num_tokens']:,} tokens, all in the loss"
-        ]
+        text = f"the dataset has {documents} with {counts['num_tokens']:,} tokens, all in the loss"
+        return [f"{text}: {describe_split(counts)}"]
     left_out = sum(counts["left_out"].values())
-    lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
+    lines = [f"{counts['records']:,} records read, {left_out:,} left out: {describe_split(counts)}"]
     lines.append(f"tokens per record: {lengths_in_words(counts)}")
     if counts["form"] in ANSWERS:
         share = f"{100 * counts['loss_share']:.1f}% of the tokens"
         lines[1] += f"; the loss covers only the answers ({share})"
     return lines
+
+
+def describe_split(counts: dict[str, Any]) -> str:
+    """Return the numbers of samples that are trained on and held out."""
+    text = f"{counts['trained']:,} {counts['unit']} trained on per epoch"
+    return f"{text}, {counts['held_out']:,} held out for validation"
 
 
 def lengths_in_words(counts: dict[str, Any]) -> str:

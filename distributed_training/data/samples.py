@@ -19,7 +19,7 @@ from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
 NO_SAMPLE = -1  # index of "no sample", which pads the last step of an epoch
-AUTO_NUM_SAMPLES = 1000
+CAPPED_NUM_SAMPLES = 1000  # default of num_samples for comparisons, and for first runs on a CPU
 _CHUNK_TOKENS = 2**20  # tokens whose bytes are counted at a time
 # Fraction of samples kept for validation if the dataset has no validation split
 VALIDATION_SHARE = 0.05
@@ -177,7 +177,7 @@ def cut_samples(
 
     `can_pack` is True if the model and the engine can keep packed records separate. Raises
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
-    training samples, no validation samples, or fewer training samples than `num_samples`."""
+    training samples or no validation samples."""
     form, splits = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     as_blocks = packs and form == RUNNING
@@ -202,16 +202,8 @@ def cut_samples(
         if form in ANSWERS:
             fix = "use more records, or set a larger max_length if prompts fill it"
         raise UserError(f"{what} is too short", why, fix)
-    num_samples = min(AUTO_NUM_SAMPLES, len(train))
-    if config.num_samples != "auto":
-        num_samples = config.num_samples
-    if num_samples > len(train):
-        what = f"num_samples={num_samples} is more than the number of samples in the dataset"
-        why = f"the dataset has {len(train)} training samples of {seq_len} tokens"
-        fix = f"set num_samples to at most {len(train)}, to auto, or to -1 for all"
-        raise UserError(what, why, fix)
-    if num_samples != -1:
-        train = train.take(0, num_samples)
+    if config.num_samples != -1:
+        train = train.take(0, config.num_samples)
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
     identity = f"{read_tokens_digest(folder)} {packs} {seq_len} {len(train)}"

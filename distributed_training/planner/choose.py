@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
@@ -102,8 +103,8 @@ def _choose_for_cpu(
 ) -> tuple[str, Settings]:
     """Return the name of the model to train on a CPU, and settings for keys that the user did not
     set. If the dataset is a local path, the settings come from the preset WORDS_PRESET, which is
-    for small datasets. Otherwise, only `eval_samples` is returned, to shorten the evaluation. If
-    CONFIG names a preset, no settings are returned."""
+    for small datasets. Otherwise, training and evaluation use few samples. If CONFIG names a
+    preset, no settings are returned."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
@@ -123,8 +124,14 @@ def _choose_for_cpu(
         values = ", ".join(f"{key} {value}" for key, value in settings.items())
         source = f"--preset {WORDS_PRESET}, which is for small datasets"
         notes.append(f"settings that you did not set come from {source}: {values}")
-    elif config.preset is None and "eval_samples" not in excluded_keys:
-        settings = {"eval_samples": CPU_EVAL_SAMPLES}
+    elif config.preset is None:
+        defaults = {"eval_samples": CPU_EVAL_SAMPLES, "num_samples": CAPPED_NUM_SAMPLES}
+        settings = {key: value for key, value in defaults.items() if key not in config.set_by}
+        if "num_samples" in settings:
+            notes.append(
+                f"without a GPU, a first run trains on at most {CAPPED_NUM_SAMPLES:,} samples "
+                "(num_samples)"
+            )
     return model, settings
 
 

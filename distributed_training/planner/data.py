@@ -19,7 +19,7 @@ from distributed_training.data.corpus import (
     find_unread,
     is_hub_name,
 )
-from distributed_training.data.samples import AUTO_NUM_SAMPLES, Data, Sampler, cut_samples
+from distributed_training.data.samples import Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import base_folder, is_adapter
@@ -157,10 +157,8 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
     config = draft.config
     train = data.train
     num_samples = len(train.starts)
-    if config.num_samples == AUTO and num_samples < AUTO_NUM_SAMPLES:
-        notes.append(
-            f"the dataset has only {num_samples} training samples, and the run uses all of them"
-        )
+    if num_samples < config.num_samples and draft.requested.is_set("num_samples"):
+        notes.append(f"the dataset has only {plural(num_samples, 'training sample')}")
     if not data.packs and config.pack == AUTO:
         limiting_part = (
             f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
@@ -199,8 +197,6 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
             f"because the run has only {plural(num_steps, 'step')}"
         )
     config_values = {"warmup_steps": warmup_steps, "pack": data.packs}
-    if config.num_samples == AUTO:
-        config_values["num_samples"] = num_samples
     packing = None
     if train.firsts is not None:
         batch = draft.batch.model_dump()

@@ -66,9 +66,10 @@ class RunConfig(Options):
     """Initial weights: pretrained, random, or a folder in Hugging Face format. auto: the
     published weights. If they are not available, the run starts from random weights, or is rejected
     if you named the model."""
-    num_samples: CountOrAll | Auto = data_key(AUTO)
-    """Number of samples to train on, from the start of the data. A sample is a block of running
-    text or a record. -1: all. auto: at most 1000."""
+    num_samples: CountOrAll = data_key(-1)
+    """Train on at most this many samples, from the start of the data. A sample is a block of
+    running text or a record. -1: all. The default is 1000 if model is auto and there is no GPU, and
+    in compare and parity."""
     max_length: Annotated[int, Field(ge=2)] = data_key(512,
         aliases=("seq_len", "max_seq_length", "block_size"))
     """Tokens per sample, up to the model's context length (1024 for GPT-2)."""

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
+from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
@@ -166,6 +167,12 @@ def build_runs(
         defaults | resolve_aliases(plan.common) | resolve_aliases(values) for values in plan.runs
     ]
     typed_overrides = parse_overrides(arguments.overrides)
+    uncapped = [values for values in layouts if "num_samples" not in {*values, *typed_overrides}]
+    if uncapped and not build([]).is_set("num_samples"):
+        for values in uncapped:
+            values["num_samples"] = CAPPED_NUM_SAMPLES
+        text = f"An epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
+        print(f"{text}. To train on all samples, add --num_samples -1.")
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]

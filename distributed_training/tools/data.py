@@ -13,7 +13,7 @@ from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import all_samples, num_held_out
+from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -59,9 +59,6 @@ def run(
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["tokenizer_name"] = tokenizer_name
-    counts["held_out"] = 0
-    if "validation" not in corpus:
-        counts["held_out"] = min(counts["samples"], num_held_out(counts["samples"]))
     counts["special_tokens"] = tokenizer.facts.special
     records = all_samples(folder, config, can_pack=can_pack, in_blocks=False)
     shown_samples = list(report.read_samples(records, arguments.show))
@@ -108,15 +105,11 @@ def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str
 
 
 def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    num_train, num_held_out = counts["samples"] - counts["held_out"], counts["held_out"]
-    samples = f"{num_train:,} training"
-    if num_held_out:
-        samples += f" and {num_held_out:,} validation"
-    samples += " samples"
+    samples = report.describe_split(counts)
     if counts["form"] == RUNNING:
         noun = "document" if counts["records"] == 1 else "documents"
         text = f"{counts['records']:,} {noun} with {counts['num_tokens']:,} tokens"
-        rows = [("text", text), ("samples", f"{samples} of {config.max_length:,} tokens")]
+        rows = [("text", text), ("samples", f"{samples}, of {config.max_length:,} tokens")]
     else:
         left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
         rows = [

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.corpus import BUILT_IN
-from distributed_training.data.samples import AUTO_NUM_SAMPLES
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import (
@@ -19,7 +18,7 @@ from distributed_training.planner.data import (
 )
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
-from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB
@@ -83,7 +82,7 @@ def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
             return config.max_steps
         notes.append(f"the number of steps is unknown, because {reason}")
         return None
-    samples = AUTO_NUM_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
+    samples = config.num_samples
     if is_open and config.dataset not in BUILT_IN:
         notes.append(f"the number of steps is for {samples:,} training samples, because {reason}")
     return count_steps(plan, samples)

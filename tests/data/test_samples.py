@@ -153,14 +153,7 @@ def test_num_samples_takes_the_first_samples_up_to_all_available(tokenizer, tmp_
     )
     count = len(all_data.train)
     assert len(prepare(tmp_path, tokenizer, num_samples=count).train) == count
-    expected = (
-        f"num_samples={count + 1}",
-        f"has {count} training samples",
-        f"at most {count}",
-        "-1",
-    )
-    with refused(*expected):
-        prepare(tmp_path, tokenizer, num_samples=count + 1)
+    assert len(prepare(tmp_path, tokenizer, num_samples=count + 1).train) == count
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ def test_samples_are_counted_like_in_a_run(tmp_path):
     text.write_text("one more word " * 800)
     options = ["--model", "gpt2-tiny", "--dataset", text, "--max_length", 64]
     printed = heavy_pool().script(["data", *options]).stdout
-    num_train = re.search(r"samples +(\d+) training and \d+ validation samples", printed)[1]
+    num_train = re.search(r"samples +(\d+) blocks", printed)[1]
     run = heavy_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
-    assert f" {num_train} training samples" in run
+    assert f" {num_train} blocks" in run
 
 
 def test_control_characters_in_texts_are_escaped():

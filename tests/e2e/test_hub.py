@@ -140,7 +140,7 @@ def test_auto_falls_back_within_seconds_with_a_note(is_running, wikitext, run):
 def test_a_hub_dataset_is_trained_on_by_name(own_dataset, run, tmp_path):
     """Only rank 0 sends requests to the Hub. A second run uses the cache of the datasets
     library."""
-    values = {"dataset": "me/chats", "max_steps": 2, "num_samples": "auto", "pack": False}
+    values = {"dataset": "me/chats", "max_steps": 2, "num_samples": -1, "pack": False}
     with serve(own_dataset) as hub:
         result = run(hub.endpoint, values, start=TRAIN_2)
         assert_ok(result)

@@ -21,7 +21,7 @@ def test_a_model_trained_on_chats_answers(tmp_path):
     validation.write_text(VALIDATION_SHARE // 2 * rows)
     values = {
         "dataset": training, "validation_dataset": validation,
-        "strategy": "dp", "num_samples": "auto", "pack": False, "max_length": 48, "epochs": 12,
+        "strategy": "dp", "num_samples": -1, "pack": False, "max_length": 48, "epochs": 12,
         "batch_size": 8, "learning_rate": 0.01, "eval_samples": -1, "generate": "And of Italy?",
         "output_dir": tmp_path / "runs",
     }  # fmt: skip

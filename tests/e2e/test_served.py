@@ -28,7 +28,7 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
     rows = [json.dumps({"messages": SAID[:2]})] * 30
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     values = {"model": tmp_path / "base", "weights": tmp_path / "base", "tokenizer": "auto"}
-    values |= {"dataset": tmp_path / "a.jsonl", "max_length": 64, "num_samples": "auto"}
+    values |= {"dataset": tmp_path / "a.jsonl", "max_length": 64, "num_samples": -1}
     values |= {"learning_rate": 0, "max_steps": 1, "checkpoint_every": 0, "output_dir": tmp_path}
     assert_ok(train(values))
     exported = Path(only_record(tmp_path)["run_dir"], "hf")

@@ -31,16 +31,17 @@ def test_a_short_text_is_used_completely(tmp_path):
     plan = plan_for(tmp_path, 2000, epochs=3)
     num_samples = len(load_planned_data(plan).train)
     assert 8 < num_samples < 1000
-    assert plan.config.num_samples == plan.work["num_samples"] == num_samples
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
-    note = f"the dataset has only {num_samples} training samples, and the run uses all of them"
-    assert note in plan.notes
+    assert any(f": {num_samples} blocks trained on per epoch" in note for note in plan.notes)
+    capped = plan_for(tmp_path, 2000, num_samples=num_samples + 1)
+    assert f"the dataset has only {num_samples} training samples" in capped.notes
+    assert capped.num_steps * 3 == plan.num_steps * 2
     assert plan.config.warmup_steps == 10 < plan.num_steps
 
 
 def test_two_samples_are_enough(tmp_path):
     plan = plan_for(tmp_path, 32)  # 2 x 64 + 1 tokens
-    assert (plan.config.num_samples, plan.num_steps) == (1, 2)
+    assert (len(load_planned_data(plan).train), plan.num_steps) == (1, 2)
     assert plan.config.warmup_steps == 1
     assert "the warm-up lasts 1 step instead of 10, because the run has only 2 steps" in plan.notes
     with refused("is too short", "more text"):

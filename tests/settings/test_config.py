@@ -119,7 +119,7 @@ def test_unknown_and_duplicate_names_are_refused(config, messages):
 # key -> (values that are not accepted, words in the error)
 BAD = {
     "batch_size": (["4", 4.5, None, True], "'auto'"),
-    "num_samples": ([0, -2], "1 or be -1 or be 'auto'"),
+    "num_samples": ([0, -2], "1 or be -1"),
     "learning_rate": (["fast", math.nan, -1e-9], "'auto'"),
     "dropout": ([2.0], "0.99"),
     "max_grad_norm": ([0.0, math.inf], ""),

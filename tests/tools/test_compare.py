@@ -99,7 +99,7 @@ def test_a_typed_option_of_an_engine_reaches_only_its_strategy():
     words = "--strategies", "dp,local_sgd", "--local_steps", "4", "--fsdp_prefetch", "2"
     shown = light_pool().script(["compare", *words, "--num_gpus", "2", "--dry-run"])
     assert_ok(shown)
-    _, *runs = shown.stdout.splitlines()
+    _, _, *runs = shown.stdout.splitlines()
     assert ["local_steps=4" in run for run in runs] == [False, True]
     assert ["fsdp_prefetch=2" in run for run in runs] == [True, True]
 
