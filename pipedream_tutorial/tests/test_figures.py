@@ -189,8 +189,8 @@ def test_held_strips_and_batch_times_match_the_simulator_and_the_record(tmp_path
             by_rank.setdefault(round(text.get_position()[1]), []).append(int(text.get_text()))
         assert [max(by_rank[rank]) for rank in sorted(by_rank)] == held
     rows = [{"sequences": n, "seconds": 1 + n} for n in (1, 4, 16)]
-    settings = {"model": "gpt2", "tokens": 1}
-    record = {"rows": rows, "device": "CPU", "settings": settings}
+    settings = {"model": "gpt2-medium", "tokens": 1024}
+    record = {"rows": rows, "device": "NVIDIA H100 80GB HBM3", "settings": settings}
     gpipe = (
         simulate(
             schedule, build_costs(schedule, forward=1 + n, input_gradient=0, weight_gradient=0)

@@ -307,7 +307,7 @@ def draw_microbatch_size(records: Sequence[Record], path: Path) -> Figure:
         speeds = [row["sequences"] / row["seconds"] for row in rows]
         places = range(len(sizes))
         machine = record["device"].partition(",")[0].replace("NVIDIA ", "")
-        block = f"{settings['model']}, {settings['tokens']} tokens per sequence"
+        block = f"{settings['model']}, {settings['tokens']} tokens each"
         panel_title(speed_axes, f"{machine}: {block}")
         speed_axes.plot(places, speeds, color="black", marker="o")
         speed_axes.set_ylim(0, 1.15 * max(speeds))
