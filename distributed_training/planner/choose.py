@@ -191,7 +191,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
-    averages_gradients = not strategy.traits.rounds_weights and batch.num_replicas > 1
+    averages_gradients = not strategy.traits.takes_json and batch.num_replicas > 1
     draft = Draft(
         requested=request,
         config=resolved_config,
@@ -324,7 +324,7 @@ def _compile_obstacle(candidate: Candidate) -> str:
         return ""
     if num_processes > 1:
         return f"{num_processes} processes, which communicate before each block"
-    if strategy.traits.hooks_between_blocks:
+    if strategy.traits.takes_json:
         return f"{strategy_setting}, which runs hooks between blocks"
     if config.activation_checkpointing != "none":
         return f"activation_checkpointing={config.activation_checkpointing!r}"
@@ -352,7 +352,7 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
     may_skip_update = config.on_nonfinite == "skip" or config.precision == "fp16"
-    if not candidate.strategy.traits.replays_steps:
+    if not candidate.strategy.traits.averages_with_torch:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
     if config.optimizer == "adamw-8bit" and may_skip_update:
         return "optimizer='adamw-8bit', which needs the host to skip an update"

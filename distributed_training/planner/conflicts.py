@@ -91,7 +91,7 @@ def _check_strategy(candidate: Candidate) -> None:
         other = f"{strategy_setting} and precision='fp32'"
         why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
-    if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
+    if config.optimizer != "adamw" and not strategy.traits.builds_on_device:
         fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
         why = "the strategy's engine keeps the optimizer state in fp32"
         _refuse(candidate, "optimizer", strategy_setting, why, fix)
@@ -99,7 +99,7 @@ def _check_strategy(candidate: Candidate) -> None:
         why = "this layout does not use PyTorch's DDP, whose communication hook the key selects"
         fix = "set strategy to dp, or gradient_compression to none"
         _refuse(candidate, "gradient_compression", strategy_setting, why, fix)
-    if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
+    if config.on_nonfinite == "skip" and not strategy.traits.averages_with_torch:
         why = "the strategy's engine updates the weights before it reports the gradient norm"
         _refuse(
             candidate, "on_nonfinite", strategy_setting, why, "set on_nonfinite to rollback or stop"

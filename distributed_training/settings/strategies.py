@@ -41,18 +41,19 @@ class Traits:
     axes: tuple[str, ...] = MESH_AXES  # mesh axes that may be larger than 1
     schedules: tuple[str, ...] = ("1f1b",)  # pipeline schedules; the first is the default
     package: str | None = None  # package that the engine requires in addition to torch
-    leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
-    replays_steps: bool = False  # whether it can launch a step as one CUDA graph
     packs_records: bool = False  # whether it passes the boundaries of packed records to the model
-    compacts_moments: bool = False  # whether it can store Adam moments in fewer bits
-    averages_with_torch: bool = False  # whether PyTorch's DDP and FSDP settings apply
-    builds_on_device: bool = False  # whether the model's parameters may already be on the device
+    # Whether PyTorch's DDP and FSDP settings apply, a step can be launched as one CUDA graph, and
+    # on_nonfinite=skip is possible
+    averages_with_torch: bool = False
+    # Whether the model's parameters may already be on the device, and Adam moments may have fewer
+    # bits
+    builds_on_device: bool = False
     sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
-    hooks_between_blocks: bool = False  # whether each parameter of a block runs Python hooks
-    takes_json: bool = False  # whether a DeepSpeed configuration replaces the mesh
-    # True: weights and gradients are in the compute dtype, master weights and Adam moments in fp32
-    # (2 + 2 + 12 bytes per parameter). False: everything is in fp32 (4 + 4 + 8).
-    rounds_weights: bool = False
+    # Whether DeepSpeed trains the model. A DeepSpeed configuration then replaces the mesh, and each
+    # parameter of a block runs Python hooks. Weights and gradients are in the compute dtype, master
+    # weights and Adam moments in fp32 (2 + 2 + 12 bytes per parameter). With other engines,
+    # everything is in fp32 (4 + 4 + 8).
+    takes_json: bool = False
 
     def load(self) -> Any:
         """Import torch and return the engine's class."""
@@ -66,21 +67,16 @@ ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
         schedules=PIPELINE_SCHEDULES,
-        leaves_out_updates=True,
-        replays_steps=True,
         packs_records=True,
         averages_with_torch=True,
         builds_on_device=True,
-        compacts_moments=True,
     ),
     "deepspeed": Traits(
         build="distributed_training.engines.deepspeed:DeepSpeedEngine",
         axes=("dp_shard",),
         package="deepspeed",
         packs_records=True,
-        hooks_between_blocks=True,
         takes_json=True,
-        rounds_weights=True,
     ),
 }
 

@@ -14,7 +14,6 @@ TRAITS = Traits(
     build="compressed.py:Compressed",
     axes=("dp_replicate",),
     packs_records=True,
-    compacts_moments=True,
     builds_on_device=True,
     sends_all_to_all=True,
 )

@@ -28,7 +28,6 @@ MECHANISMS = (
     dp.DP,
     fsdp.FSDP,
     zero.MASTER_COPY,
-    zero.HOOKS,
     zero.ZERO,
     pp.PP,
     tp.TP,

@@ -173,6 +173,6 @@ BLOCK = Mechanism(
 # If there are several ranks, an engine without hooks runs Python code for each tensor once per
 # step.
 TENSOR_OVERHEAD = Mechanism(
-    is_used=lambda plan: not plan.strategy.traits.hooks_between_blocks,
+    is_used=lambda plan: not plan.strategy.traits.takes_json,
     hook_costs=lambda rank, rates: (rank.plan.num_processes > 1, 0.0),
 )

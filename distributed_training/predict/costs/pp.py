@@ -23,7 +23,7 @@ def stage_traffic(rank: PipelineRank) -> Traffic:
     )
     traffic: Traffic = Counter({("pp", "send"): sent_bytes})
     if rank.has_first_stage != rank.has_last_stage and rank.size.tied and rank.trained_share:
-        if rank.strategy.traits.rounds_weights:
+        if rank.strategy.traits.takes_json:
             traffic["pp", "all_reduce"] = rank.dtype_bytes * rank.embedding_parameters
         else:
             traffic["pp", "send"] += 4 * rank.embedding_parameters // rank.shards
@@ -45,7 +45,7 @@ def message_s(timing: Timing) -> float:
 def stage_state(rank: PipelineRank) -> ComponentBytes:
     """Return the number of additional bytes per parameter that stages with fp32 weights keep
     throughout a step. These bytes hold gathered or rounded parameters, and unsharded gradients."""
-    if rank.strategy.traits.rounds_weights:
+    if rank.strategy.traits.takes_json:
         return {}
     keeps_copy = rank.mesh["dp_replicate"] * rank.shards > 1 or rank.dtype_bytes < 4
     return {"parameters": keeps_copy * rank.dtype_bytes, "gradients": 4 - 4 / rank.shards}
@@ -56,7 +56,7 @@ def stage_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> 
     is one buffer per message in a step. Gathered parameters are moved from the component
     "parameters" to the component "copies"."""
     component_bytes = {}
-    if not rank.strategy.traits.rounds_weights:
+    if not rank.strategy.traits.takes_json:
         shard_bytes = (
             (4 if rank.trained_share else rank.dtype_bytes) * rank.parameters / rank.shards
         )

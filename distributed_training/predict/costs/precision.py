@@ -50,7 +50,7 @@ def uses_autocast(plan: Draft) -> bool:
     weights without autocast."""
     is_unsharded = plan.mesh["pp"] == 1 and not plan.uses_fsdp
     return (
-        is_unsharded and plan.config.precision != "fp32" and not plan.strategy.traits.rounds_weights
+        is_unsharded and plan.config.precision != "fp32" and not plan.strategy.traits.takes_json
     )
 
 
@@ -59,7 +59,7 @@ AUTOCAST = Mechanism(
     is_used=uses_autocast, additional_bytes=rounded_weight_bytes, moved_bytes=lambda rank: 12
 )
 FP32 = Mechanism(
-    is_used=lambda plan: not plan.strategy.traits.rounds_weights,
+    is_used=lambda plan: not plan.strategy.traits.takes_json,
     state=state_bytes,
     update_bytes=update_bytes,
 )

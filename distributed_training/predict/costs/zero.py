@@ -145,13 +145,11 @@ ZERO = Mechanism(
     gradient_share=lambda rank, point: rank.zero.stage == 3 and point == "passes",
     data_parallel_traffic=zero_traffic,
     num_launches=num_launches,
+    hook_costs=hook_costs,
 )
 MASTER_COPY = Mechanism(
-    is_used=lambda plan: plan.strategy.traits.rounds_weights,
+    is_used=lambda plan: plan.strategy.traits.takes_json,
     state=state_bytes,
     additional_bytes=fp32_gradient_bytes,
     update_bytes=update_bytes,
-)
-HOOKS = Mechanism(
-    is_used=lambda plan: plan.strategy.traits.hooks_between_blocks, hook_costs=hook_costs
 )
