@@ -100,13 +100,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, _parse(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
-                if line.endswith("\n") and not line[error.pos :].strip():
-                    what = f"{where} contains only part of a JSON value"
-                    fix = "write each record on one line, as jq --compact-output does, or give the "
-                    fix += "file the suffix .json if it is one list"
-                    raise UserError(what, "each line must be a whole record", fix) from None
                 what = f"{where} is not valid JSON at column {error.colno}"
-                raise UserError(what, error.msg) from None
+                fix = "write each record on one line, or name a file with one list .json"
+                raise UserError(what, error.msg, fix) from None
             except ValueError as error:
                 raise UserError(f"{where} cannot be read", str(error)) from None
 

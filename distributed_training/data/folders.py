@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from distributed_training.data.files import COMPRESSIONS, RECORD_SUFFIXES, TEXT_SUFFIXES, suffix_of
 from distributed_training.settings.errors import UserError, describe
@@ -52,7 +53,9 @@ def find_splits(path: Path, what: str) -> Splits:
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]
-    if not (path / CARD).exists() and not any(map(_MAY_BE_SPLIT.search, names)):
+    card = path / CARD
+    has_configs = card.is_file() and "configs:" in card.read_text(errors="replace")
+    if not has_configs and not any(map(_MAY_BE_SPLIT.search, names)):
         return {"train": files}
     return _find_splits_by_convention(path, what)
 
@@ -69,33 +72,10 @@ def _has_samples(file: Path, folder: Path) -> bool:
 def _find_splits_by_convention(folder: Path, what: str) -> Splits:
     """Return the files of each split as `datasets.load_dataset(folder)` would find them. Raises
     UserError if the search fails, or if a file is outside the folder."""
-    from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
-    from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
+    import datasets
 
-    patterns = None
-    base = folder.resolve()
-    card = folder / CARD
     try:
-        if card.is_file():
-            configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
-            if configs:
-                name = configs.get_default_config_name()
-                if name is None:
-                    what = f"{what} has several configurations: {', '.join(configs)}"
-                    fix = (
-                        "set dataset to the files of one configuration, "
-                        f"or mark a configuration in {CARD} with "
-                    )
-                    raise UserError(what, "none of them is the default", f"{fix}default: true")
-                chosen_config = configs[name]
-                base = (base / (chosen_config.get("data_dir") or "")).resolve()
-                if chosen_config.get("data_files"):
-                    patterns = sanitize_patterns(chosen_config["data_files"])
-        patterns = patterns or get_data_patterns(str(base))
-        files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
-    except UserError:
-        raise
+        files_by_split: Any = datasets.load_dataset_builder(str(folder)).config.data_files
     except Exception as error:  # errors from datasets, YAML or the file system
         raise UserError(f"{what} cannot be divided into splits", describe(error)) from None
     splits: Splits = {}

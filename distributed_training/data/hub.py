@@ -53,9 +53,8 @@ def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[P
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
         except (EntryNotFoundError, RepositoryNotFoundError):
             pass  # The Hub answered, so the library reports below why it fails.
-        except Exception as error:  # The Hub did not answer, so only the cache can be used.
+        except Exception as error:  # The Hub did not answer, so this process uses only the cache.
             connection_error = error
-            offline = constants.HF_HUB_OFFLINE
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
@@ -74,9 +73,6 @@ def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[P
         command = f'python -c "import datasets; datasets.load_dataset({arguments})"'
         fix = f"if the dataset exists, {_DOWNLOAD_ADVICE}: {command}"
         raise UserError(what, describe(error), fix) from None
-    finally:
-        if connection_error:  # The run may upload its model to the Hub when it ends.
-            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
 def is_repo_id(name: str) -> bool:

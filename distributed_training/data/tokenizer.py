@@ -43,23 +43,21 @@ class Facts:
     eos_id: int
     has_template: bool  # whether the tokenizer has its own chat template
     special: dict[str, str]  # special tokens by name, such as bos_token
-    beyond: list[str]  # the three tokens with the largest ids, largest id first
 
     def check_rows(self, rows: int, model: str) -> None:
         """Raise UserError if the tokenizer has more tokens than `rows`, the number of rows in the
         embedding of `model`."""
         if self.num_tokens > rows:
-            tokens = ", ".join(map(repr, self.beyond[: min(3, self.num_tokens - rows)]))
             what = (
                 f"the tokenizer has {self.num_tokens:,} tokens, but the "
                 f"embedding of {model} has only {rows:,} rows"
             )
-            fix = "remove these tokens, or add rows in transformers: call "
+            fix = "remove the last tokens, or add rows in transformers: call "
             fix += (
                 "model.resize_token_embeddings(len(tokenizer)), "
                 "and save the model and the tokenizer"
             )
-            raise UserError(what, f"the embedding has no row for {tokens}", fix)
+            raise UserError(what, fix=fix)
 
 
 class Tokenizer:
@@ -182,7 +180,6 @@ class Tokenizer:
             eos_id=eos_id,
             has_template=self._templates is not None,
             special=special,
-            beyond=sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)[:3],
         )
 
     # Ids

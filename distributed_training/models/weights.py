@@ -12,19 +12,18 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import load_json, parse_as, plural, shown
+from distributed_training.settings.files import load_json, plural, shown
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +53,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Index(BaseModel, strict=True):
-    """Index of weights that are split into several files."""
-
-    weight_map: Annotated[dict[str, str], Field(min_length=1)]  # name of a tensor -> its file
-
-
 class StoredTensor(NamedTuple):
     """Tensor in a weight file."""
 
@@ -80,12 +73,13 @@ def convert_command(folder: Path) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return a folder's weight files, or [] if the folder has no weights in a known format. Raises
-    UserError if an index cannot be read."""
+    UserError if an index is not JSON."""
     for single, index in WEIGHT_FORMATS:
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
-            return [folder / name for name in indexed_files(folder / index)]
+            weight_map = load_json(folder / index, "weights")["weight_map"]
+            return [folder / name for name in sorted({*weight_map.values()})]
     return []
 
 
@@ -101,14 +95,6 @@ def fetch_weights(repo_id: str) -> Path:
         else:
             return hub.fetch_folder(repo_id, tuple(file.name for file in weight_files(folder)))
     raise errors[0]
-
-
-def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index lists. Raises UserError if the index is
-    invalid."""
-    values = load_json(index, "weights")
-    document = parse_as(_Index, values, str(index), "download it again")
-    return sorted(set(document.weight_map.values()))
 
 
 def require_weights(folder: Path) -> list[Path]:
@@ -237,23 +223,17 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     checksum = 0
-    sync_future = Future[None]()
-    sync_future.set_result(None)
     # A process may have mapped the old file into memory, so do not overwrite it.
     file.unlink(missing_ok=True)
-    # The checksum and fdatasync take as long as writing, so they run in other threads.
-    with open(file, "wb") as output, ThreadPoolExecutor(2) as pool:
+    # The checksum takes as long as writing, so it runs in another thread.
+    with open(file, "wb") as output, ThreadPoolExecutor(1) as pool:
         for data in chain([memoryview(head)], map(_view_bytes, tensors, meta_tensors.values())):
             checksum_future = pool.submit(zlib.crc32, data, checksum)
             output.write(data)
-            if sync and sync_future.done():
-                sync_future.result()
-                sync_future = pool.submit(os.fdatasync, output.fileno())
             checksum = checksum_future.result()
             # Otherwise, this tensor would stay in memory while the next tensor is read.
             del data, checksum_future
         assert output.tell() == len(head) + ends[-1], "tensors are missing"
-        sync_future.result()
         if sync:
             output.flush()
             os.fsync(output.fileno())

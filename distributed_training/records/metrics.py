@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from distributed_training.settings.machine import GIB, find_gpu
@@ -109,17 +108,6 @@ class PeakMemory:
         """Return this rank's peak memory in bytes. The GPU memory values are None on a CPU."""
         host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {**self._peaks, "peak_host_bytes": host_bytes}
-
-
-def disk_bytes() -> dict[str, int]:
-    """Return the number of bytes that this process has read from storage and the number that it has
-    written. Both numbers include direct I/O (libaio) and exclude page cache hits. Return {} if the
-    system does not count these bytes."""
-    try:
-        counters = psutil.Process().io_counters()
-    except (AttributeError, psutil.Error):
-        return {}
-    return {"read_bytes": counters.read_bytes, "write_bytes": counters.write_bytes}
 
 
 @dataclass(frozen=True)

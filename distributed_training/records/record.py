@@ -121,8 +121,8 @@ class Record(History):
     # Peak memory during training: the maxima over all ranks, and by_rank. Values that were not
     # measured are None.
     memory: dict[str, Any] = {}
-    # Keys: read_bytes and write_bytes, summed over all ranks, and num_steps, the number of measured
-    # steps
+    # Keys in older records: read_bytes and write_bytes, summed over all ranks, and num_steps, the
+    # number of measured steps
     disk: dict[str, int] | None = None
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, averaged over ranks
 

@@ -4,7 +4,6 @@ does not import torch."""
 import json
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,17 +31,9 @@ def resolve_user_path(text: str | Path) -> Path:
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
-def require_writable(folder: Path, fix: str, *replaced: str) -> None:
-    """Raise UserError unless a file can be created in `folder` or, if it does not exist, in its
-    nearest existing parent. Also raise UserError if this program did not write one of the existing
-    files in `folder` that are to be replaced. Commands call this function before long-running work
-    so that no results are lost."""
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise UserError(f"{existing} cannot be written", error.strerror or "", fix) from None
+def check_replaced(folder: Path, fix: str, *replaced: str) -> None:
+    """Raise UserError if this program did not write one of the existing files in `folder` that are
+    to be replaced."""
     for path in (folder / name for name in replaced):
         is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
         if os.path.lexists(path) and not is_own:

@@ -17,7 +17,6 @@ from torch.utils.benchmark import Timer
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
 from distributed_training.settings.config import RENDEZVOUS_S
-from distributed_training.settings.files import plural
 from distributed_training.start import launch, worker
 from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process
@@ -25,9 +24,6 @@ from distributed_training.supervise.process import Process
 BUDGET_S = 0.15  # seconds per measurement
 ROUNDS = 3  # the fastest round counts, because other programs can only slow a link down
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
-# A link is marked as slow if it is worse than the best of its type by more than this factor.
-SLOW_LATENCY = 3.0
-SLOW_RATE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,22 +106,11 @@ def time_group(
     return entries
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """Measured connection between two processes."""
-
-    ends: dict[int, str]  # rank -> host of the two processes
-    latency_s: float
-    gbit_per_s: float
-
-    def __str__(self) -> str:
-        return f"{1e6 * self.latency_s:,.0f} us, {self.gbit_per_s:.3g} Gbit/s"
-
-
 def check_nodes() -> int:
-    """Measure the link between each process and the next, for `doctor --nodes`. Rank 0 prints the
-    results. Return the exit code. All ranks must call this function."""
-    links = []
+    """Measure the link between each process and the next, for `doctor --nodes`. Rank 0 prints one
+    line per link. Return the exit code. All ranks must call this function."""
+    lines = []
+    network = []  # Gbit/s of the links between nodes
     with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
         small, large = SIZES[group.device.type]
@@ -135,39 +120,15 @@ def check_nodes() -> int:
                 min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
                 for size in (small, large)
             )
-            host_by_rank = {rank: hosts[rank] for rank in ends}
             gbit_per_s = 8 * large / seconds / 1e9
-            links.append(Link(ends=host_by_rank, latency_s=latency, gbit_per_s=gbit_per_s))
+            first, second = (f"{rank} ({hosts[rank]})" for rank in ends)
+            speed = f"{1e6 * latency:,.0f} us, {gbit_per_s:.3g} Gbit/s"
+            lines.append(f"rank {first} to {second}: {speed}")
+            if len({hosts[rank] for rank in ends}) > 1:
+                network.append(gbit_per_s)
     if group.process.rank == 0:
-        print(describe(links))
-        # The processes of a node may share its network connection.
-        if network := [link.gbit_per_s for link in links if len({*link.ends.values()}) > 1]:
+        print("\n".join(lines))
+        if network:  # The processes of a node may share its network connection.
             per_process = min(network) / max(Counter(hosts).values())
             print(f"For plan and --dry-run: --network_gbit {per_process:.3g}")
     return 0
-
-
-def describe(links: Sequence[Link]) -> str:
-    """Return a report with one line per link. Links within a node and links between nodes are
-    listed separately. A link that is much worse than the best link in the same list is marked as
-    slow."""
-    by_location: dict[str, list[Link]] = {}
-    for link in links:
-        location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"
-        by_location.setdefault(location, []).append(link)
-    lines = []
-    for location, similar_links in by_location.items():
-        latency = min(link.latency_s for link in similar_links)
-        rate = max(link.gbit_per_s for link in similar_links)
-        best = Link(ends={}, latency_s=latency, gbit_per_s=rate)
-        lines.append(
-            f"{plural(len(similar_links), 'link')} {location}. "
-            f"The best latency and bandwidth are {best}."
-        )
-        for link in similar_links:
-            ends = " to ".join(f"{rank} ({host})" for rank, host in link.ends.items())
-            text = f"  rank {ends}: {link}"
-            if SLOW_RATE * link.gbit_per_s < rate or link.latency_s > SLOW_LATENCY * latency:
-                text += ", slow"
-            lines.append(text)
-    return "\n".join(lines)

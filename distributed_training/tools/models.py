@@ -41,7 +41,7 @@ from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.files import require_writable, resolve_user_path
+from distributed_training.settings.files import resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
@@ -341,11 +341,9 @@ def merge_adapters(exported: Path, to: str | None) -> int:
 
 
 def _require_new(folder: Path) -> None:
-    """Raise UserError if the folder exists or cannot be created."""
-    fix = "name another folder with --to"
+    """Raise UserError if the folder exists."""
     if folder.exists():
-        raise UserError(f"{folder} already exists", fix=fix)
-    require_writable(folder, fix)
+        raise UserError(f"{folder} already exists", fix="name another folder with --to")
 
 
 def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, SavedWeights]:

@@ -31,7 +31,7 @@ from distributed_training.records.results import (
 )
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import MARK, plural, require_writable
+from distributed_training.settings.files import MARK, check_replaced, plural
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies
 from distributed_training.tools import compare
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="FOLDER",
-        help="folder for parity.html and parity.json (default: in output_dir)",
+        help="folder for the runs and parity.json (default: in output_dir)",
     )
     parser.set_defaults(seeds=1)
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.dry_run:
         compare.print_settings(trials)
         return 0
-    require_writable(out, compare.OTHER_OUT_FIX, "parity.html", "parity.json")
+    check_replaced(out, compare.OTHER_OUT_FIX, "parity.json")
 
     def conclude(trial: Trial) -> str:
         judge(trial, *references)
@@ -265,7 +265,7 @@ def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
 
 
 def write_page(out: Path, trials: Sequence[Trial]) -> None:
-    """Write parity.json and parity.html, and print the table. The first two entries in `trials` are
+    """Write parity.json, and print the table. The first two entries in `trials` are
     the single-process reference runs."""
     reference, layouts = trials[0].record, trials[2:]
     assert reference is not None
@@ -294,8 +294,6 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
     }  # fmt: skip
     notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
     section = Section(heading=settings["model"], settings=settings, notes=notes, tables=[table])
-    page = ("Layout parity", heading, [section])
-    (out / "parity.html").write_text(render("html", *page), encoding="utf-8")
     rows = [
         {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
          "mesh": trial.record and trial.record.mesh, "seconds": trial.seconds,
@@ -306,5 +304,5 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
     origin |= {"rule": explanation, "runs": rows}
     origin |= {"heading": heading, "config": reference.config, "machine": reference.machine}
     write_json(out / "parity.json", origin)
-    print(f"\n{render('txt', *page)}\n{textwrap.fill(explanation, WIDTH)}")
-    print(f"Wrote {short_path(out)}/parity.html and parity.json.")
+    print(f"\n{render('txt', '', heading, [section])}\n{textwrap.fill(explanation, WIDTH)}")
+    print(f"Wrote {short_path(out)}/parity.json.")

@@ -22,10 +22,9 @@ from distributed_training.planner.rank import choose_batch_size, rank
 from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
-from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import plural, require_writable, shown
+from distributed_training.settings.files import check_replaced, plural, shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
@@ -69,7 +68,7 @@ def run(
     job_file = None
     if arguments.write:
         job_file = Path(arguments.write).expanduser()
-        require_writable(job_file.parent, "name another file with --write", job_file.name)
+        check_replaced(job_file.parent, "name another file with --write", job_file.name)
 
     cluster = _cluster(arguments)
     if job_file is not None and not cluster.machine.num_gpus:
@@ -80,7 +79,6 @@ def run(
             what = "--calibrate measures this machine's GPUs"
             raise UserError(what, fix="run it on a machine with GPUs, without --cluster")
         file = calibration_file(cluster.machine.gpu_name)
-        require_writable(file.parent, f"set {CACHE_VARIABLE} to another folder")
         # Measure in separate processes, because measuring imports torch. Use as many processes as
         # the plan does.
         outcome = run_ranks([str(script), "calibrate", str(file)], cluster.num_processes)

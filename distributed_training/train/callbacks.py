@@ -62,11 +62,6 @@ class Recorder(Callback):
         self.slowed_steps = range(traced_steps.start - 1, traced_steps.stop + 1)
         # (step, seconds) of each step that this process ran
         self.step_times: list[tuple[int, float]] = []
-        # Bytes read and written during training; empty if they are not counted
-        self.disk_traffic: dict[str, int] = {}
-
-    def before_training(self, trainer: Trainer) -> None:
-        self.disk_traffic = metrics.disk_bytes()
 
     def on_metrics(self, trainer: Trainer, rows: list[Row]) -> None:
         for row in rows:
@@ -84,15 +79,9 @@ class Recorder(Callback):
         if self.record is not None:
             self.record.update(**vars(trainer.history))
 
-    def after_training(self, trainer: Trainer) -> None:
-        self.disk_traffic = {
-            name: total - self.disk_traffic[name] for name, total in metrics.disk_bytes().items()
-        }
-
     def collect_results(self, trainer: Trainer) -> dict[str, Any]:
         """Return the values that are added to a record at the end of a run: history, performance,
-        memory per rank, disk traffic including checkpoints, and sample. All ranks must
-        call this method."""
+        memory per rank, and sample. All ranks must call this method."""
         plan = trainer.plan
         config = plan.config
         sampler = trainer.sampler
@@ -114,18 +103,16 @@ class Recorder(Callback):
             device_name=plan.machine.gpu_name,
         )
         peaks = trainer.peak_memory.as_dict()
-        ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": self.disk_traffic})
+        ranks = agree.gather({"rank": trainer.topology.rank, **peaks})
         memory: dict[str, Any] = {
             name: None if mine is None else max(rank[name] for rank in ranks)
             for name, mine in peaks.items()
         }
-        total = {name: sum(rank["disk"][name] for rank in ranks) for name in self.disk_traffic}
         return {
             **vars(trainer.history),
             "startup_s": trainer.startup.seconds,
             "performance": performance,
             "memory": memory | {"by_rank": ranks},
-            "disk": total | {"num_steps": max(1, len(self.step_times))} if total else None,
             "sample": trainer.sample,
         }
 

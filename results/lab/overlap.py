@@ -25,7 +25,7 @@ from tabulate import tabulate
 from distributed_training.records.display import short_path
 from distributed_training.records.record import TRACE_FILE
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural, require_writable, resolve_user_path
+from distributed_training.settings.files import plural, resolve_user_path
 from distributed_training.settings.keys import Parser
 
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
@@ -240,7 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python results/lab/overlap.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --profile STEPS")
     folder = resolve_user_path(parser.parse_args(argv).run)
-    require_writable(folder, "copy the run's folder to a folder that you own")
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")

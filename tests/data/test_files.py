@@ -95,7 +95,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
         ("a.parquet", b"PAR1 cut off", "parquet"),
         ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2"),
         ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1"),
-        ("a.jsonl", b'[\n{"text": "a"}\n]', "suffix .json"),
+        ("a.jsonl", b'[\n{"text": "a"}\n]', "line 1"),
         ("a.jsonl", b'{"text": "a"}\n{"text":', "line 2"),  # cut off
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
     ],

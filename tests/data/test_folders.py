@@ -75,7 +75,7 @@ def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
         write(tmp_path / f"{name}.jsonl", name)
         card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
     (tmp_path / "README.md").write_text(f"{card}---\n")
-    with refused("one, two", "default: true"):
+    with refused(str(tmp_path), "'one', 'two'"):
         find_corpus(str(tmp_path))
     (tmp_path / "README.md").write_text(f"{card}  default: true\n---\n")
     assert splits_of(tmp_path) == {"train": ["two"]}

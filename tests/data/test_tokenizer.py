@@ -183,7 +183,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
     corpus = find_corpus("embedded-prose")
     config = build_config({"model": "gpt2-tiny"})
-    with refused("2,049", "gpt2-tiny", "2,048", "'extra'"):
+    with refused("2,049", "gpt2-tiny", "2,048"):
         tokenize(corpus, Tokenizer(tmp_path / "big"), config, tmp_path, embedding_rows=2048)
 
 

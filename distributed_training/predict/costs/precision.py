@@ -49,9 +49,7 @@ def uses_autocast(plan: Draft) -> bool:
     """Return whether autocast rounds fp32 weights in each forward pass. FSDP and pipelines round
     weights without autocast."""
     is_unsharded = plan.mesh["pp"] == 1 and not plan.uses_fsdp
-    return (
-        is_unsharded and plan.config.precision != "fp32" and not plan.strategy.traits.takes_json
-    )
+    return is_unsharded and plan.config.precision != "fp32" and not plan.strategy.traits.takes_json
 
 
 # Weights are rounded and gradients are widened in every micro-batch.
