@@ -59,6 +59,11 @@ def parallelize(
         tp_partial_names = apply_tp(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
         tp_partial_names = apply_lora(stage, plan.model, config, topology.device, weights.adapters)
+        if tp_mesh is None and topology.device.type == "cuda":
+            # Imports Triton, which only GPUs have
+            from distributed_training.parallel.lora_mlp import apply_fused_mlp
+
+            apply_fused_mlp(stage, config)
     mode, compiled = config.activation_checkpointing, bool(config.compile)
     blocks.apply_checkpointing(stage, mode, compiled=compiled)
     stage.loss = blocks.build_loss(config)

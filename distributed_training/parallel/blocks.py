@@ -71,7 +71,8 @@ class _SelectivePolicy:
             return True
         if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return False
-        return self.lora_ranks.isdisjoint(args[-1].shape)
+        # The products with A are as small as they are slow to compute again.
+        return args[-1].shape[0] not in self.lora_ranks
 
 
 def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
@@ -99,6 +100,9 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
     if not config.compile:
         return
     keep_headers_private()
+    if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
+        # Fraction of the saved activations. The rest, mostly outputs of norms, is computed again.
+        torch._functorch.config.activation_memory_budget = 0.9
     has_chunked_loss = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
         model.hidden = _compile(model.hidden)  # type: ignore[method-assign]

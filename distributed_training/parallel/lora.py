@@ -123,15 +123,20 @@ class Adapter(nn.Module):
             inputs = self._apply_dropout(inputs)
         else:
             inputs = call_with_rank_dropout(self._apply_dropout, self.mask_rank, inputs)
-        hidden = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
+        delta = F.linear(*self.factors(inputs))
+        if isinstance(y, DTensor):
+            delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
+        return y + delta
+
+    def factors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scaled output of A, [.., k lora_rank], for the input x [.., in] after dropout,
+        and the expanded B, [out, k lora_rank]. Their product is the adapters' output."""
+        hidden = F.linear(x, local_part(self.a).to(x.dtype)) * self.scale
         b = local_part(self.b).to(x.dtype)
         if self.positions is not None:
             blocks = b.new_zeros(self.num_blocks, b.shape[1])
             b = blocks.index_copy(0, self.positions, b).view(-1, hidden.shape[-1])
-        delta = F.linear(hidden, b)
-        if isinstance(y, DTensor):
-            delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
-        return y + delta
+        return hidden, b
 
     def _apply_dropout(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, self.dropout, self.training)

@@ -17,7 +17,7 @@ from distributed_training.parallel.blocks import apply_compile
 
 block = torch.nn.Linear(2, 2)
 model = SimpleNamespace(blocks={0: block}, is_last=False)
-config = SimpleNamespace(compile=True, loss_chunk_tokens=1)
+config = SimpleNamespace(compile=True, loss_chunk_tokens=1, lora_rank=0)
 apply_compile(model, config, compile_outer_layers=False)
 block.forward(torch.ones(1, 2)).sum().backward()
 """

@@ -6,7 +6,7 @@ that share keys and values. The sources are Touvron et al. (arXiv 2302.13971) fo
 (arXiv 2002.05202) for SwiGLU."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,10 @@ class LlamaBlock(Block):
     rows first, then its up-projection rows. If tp splits the rows, each rank therefore gets whole
     groups or units."""
 
+    # Function of (block, x) that replaces `mlp` (parallel/lora_mlp.py). All blocks have the same
+    # function, so that torch.compile can share their graph.
+    mlp_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
         d = config.hidden_size
@@ -115,6 +119,8 @@ class LlamaBlock(Block):
         return [heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v)]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mlp_override is not None:
+            return self.mlp_override(self, x)
         gate, up = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size)).unbind(-2)
         return self.mlp_out((F.silu(gate) * up).flatten(-2))
 

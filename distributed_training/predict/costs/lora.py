@@ -15,12 +15,45 @@ from distributed_training.predict.mechanism import (
 
 
 def adapter_costs(timing: Timing) -> PassCosts:
-    """Return the costs of a block's adapters, which are bound by memory bandwidth."""
+    """Return the costs of a block's adapters, which are bound by memory bandwidth. If the MLP is
+    fused, the adapters' output of its first matrix is neither written, read again nor added, and
+    the same holds for the gradient of the second matrix's input."""
     size = timing.size
     adapted = size.adapted_parts(timing.config.lora_targets)
     matrices = zip(size.matrix_names, size.block_matrices, strict=True)
-    outputs = sum(rows for name, (rows, _) in matrices if name in adapted) / timing.tp
-    return np.outer((4, 7, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs))
+    outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
+    passes = np.outer(
+        (4, 7, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * sum(outputs.values()))
+    )
+    if _fuses_mlp(timing):
+        passes -= np.outer(
+            (3, 2, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs["mlp_in"])
+        )
+    return passes
+
+
+def unsaved_bytes(rank: PipelineRank) -> float:
+    """Return the size in bytes, as a negative number, of the activations of a block that are
+    computed again although no activation checkpointing is set: the outputs of two norms
+    (parallel/blocks.py) and the input of a fused MLP's second matrix (parallel/lora_mlp.py)."""
+    config = rank.config
+    is_kept = config.activation_checkpointing != "none" or rank.tp > 1
+    if is_kept or rank.plan.strategy.traits.takes_json or rank.size.traced is not None:
+        return 0
+    values = 2 * rank.size.hidden_size if config.compile else 0
+    if _fuses_mlp(rank):
+        values += mlp_values(rank)[1]
+    return -rank.tokens * rank.dtype_bytes * values
+
+
+def _fuses_mlp(rank: PipelineRank) -> bool:
+    """Return whether parallel/lora_mlp.py computes the MLPs of a model."""
+    config = rank.config
+    parts = rank.size.adapted_parts(config.lora_targets)
+    has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
+    on_gpu = rank.plan.machine.num_gpus > 0 and rank.dtype_bytes == 2
+    is_supported = on_gpu and rank.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
+    return has_all and is_supported and not rank.plan.strategy.traits.takes_json
 
 
 def base_bytes(rank: PipelineRank) -> int:
@@ -48,11 +81,12 @@ def adapter_backward_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that adapters add to the peak memory of a block's backward pass.
     The peak occurs in the MLP. Two gradients of the second matrix's input exist there at the same
     time, one through the adapter and one through the base weights. With recomputation, the output
-    of the first matrix is also in memory."""
+    of the first matrix is also in memory. A fused MLP adds neither to a recomputed block."""
     first_outputs, second_inputs = mlp_values(rank)
-    return (
-        rank.tokens * rank.dtype_bytes * (second_inputs + rank.recomputes * first_outputs) / rank.tp
-    )
+    values = second_inputs + rank.recomputes * first_outputs
+    if rank.recomputes and _fuses_mlp(rank):
+        values = 0
+    return rank.tokens * rank.dtype_bytes * values / rank.tp
 
 
 def dequantized_matrix_bytes(rank: PipelineRank) -> float:
@@ -77,6 +111,7 @@ def _num_block_values(rank: PipelineRank) -> int:
 
 LORA = Mechanism(
     is_used=lambda plan: plan.config.lora_rank > 0,
+    activation_bytes=unsaved_bytes,
     backward_bytes=adapter_backward_bytes,
     block_costs=adapter_costs,
 )
