@@ -22,7 +22,7 @@ from distributed_training.models.decoder import KVCache
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, Record
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, publish
 
 LENGTH_MULTIPLE = 64  # inputs are padded to a multiple of this many tokens
@@ -144,10 +144,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)  # raises if a link has this name
-    try:
-        yield unfinished
-    except RunError as error:
-        raise RunError(f"{folder.name}/ was not written: {error}") from None
+    yield unfinished
     publish(unfinished, folder)
 
 

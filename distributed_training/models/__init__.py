@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from distributed_training.data.hub import fetch_error, fetch_folder, is_repo_id
-from distributed_training.models.config_file import CONFIG_FILE, load_object, read_generation_config
+from distributed_training.models.config_file import CONFIG_FILE, load_object
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import (
     FLOATS,
@@ -39,7 +39,7 @@ from distributed_training.models.weights import (
     require_weights,
     write_tensors,
 )
-from distributed_training.settings.errors import RunError, UserError, nearest
+from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.own_code import load_code
 
@@ -262,7 +262,6 @@ class ModelSpec:
                 what = f"weights {folder} have {name}={stored_value}, but the model has {own_value}"
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
-        read_generation_config(folder)  # An export keeps the values, so check them.
         self._match_tensors(dict(self.build_meta_model().named_parameters()), folder)
 
 
@@ -311,19 +310,15 @@ def find_model(name: str) -> ModelSpec:
         raise UserError(what, "adapters need a base model", fix)
     path, _, chosen_size = name.partition(":")
     folder = Path(path).resolve()
-    full_name = name
     if (folder / "__init__.py").is_file():
         sizes = _load(str(folder)).sizes()
         label = chosen_size or next(iter(sizes))
         if label in sizes:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
-        full_name = f"{folder}:{label}"
     why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
-    close = nearest(full_name, names)
-    fix = f"did you mean {close!r}?" if close else ""
-    raise UserError(f"model={shown(name)} is not accepted", why, fix)
+    raise UserError(f"model={shown(name)} is not accepted", why)
 
 
 def folder_label(folder: Path) -> str:
