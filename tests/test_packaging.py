@@ -21,9 +21,9 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# matplotlib always installs Pillow, pydantic installs the matching pydantic-core, and DeepSpeed
+# CUDA builds of torch install Triton, matplotlib installs Pillow, pydantic installs the matching pydantic-core, and DeepSpeed
 # installs py-cpuinfo.
-TRANSITIVE = {"pillow", "pydantic-core", "py-cpuinfo"}
+TRANSITIVE = {"triton", "pillow", "pydantic-core", "py-cpuinfo"}
 
 
 def requirements(lines: Iterable[str]) -> list[Requirement]:
