@@ -21,8 +21,8 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# CUDA builds of torch install Triton, matplotlib installs Pillow, pydantic installs the matching pydantic-core, and DeepSpeed
-# installs py-cpuinfo.
+# CUDA builds of torch install Triton, matplotlib installs Pillow, pydantic installs the matching
+# pydantic-core, and DeepSpeed installs py-cpuinfo.
 TRANSITIVE = {"triton", "pillow", "pydantic-core", "py-cpuinfo"}
 
 
