@@ -99,11 +99,11 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
         fix = f"{suggest_settings(plan, cluster)}, or add --force to try anyway"
         raise UserError(what, why, fix)
     needed = memory.host_bytes * plan.processes_here
-    if needed > machine.ram_bytes:
+    if needed > machine.ram_bytes and (cluster.is_local or not plan.requested.force):
         what = f"the run needs about {needed / GIB:.1f} GiB of RAM for "
         what += plural(plan.processes_here, "process")
-        why = f"only {machine.ram_bytes / GIB:.1f} GiB is available"
-        raise UserError(what, why, "use a smaller model or fewer processes")
+        why = cluster.assumption or f"only {machine.ram_bytes / GIB:.1f} GiB is available"
+        raise UserError(what, why, suggest_settings(plan, cluster))
 
 
 def check_disk(plan: Draft, notes: list[str]) -> None:

@@ -85,9 +85,7 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
     checked later."""
     notes = [] if notes is None else notes
-    config = request
-    if config.batch_size == AUTO:
-        config = choose_batch_size(config, cluster, notes)
+    config = choose_batch_size(request, cluster, notes)
     candidate = choose_candidate(config, cluster, notes)
     if request.checkpoint_every == 0:
         notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")

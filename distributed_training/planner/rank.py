@@ -23,6 +23,7 @@ from distributed_training.predict.predict import MEMORY_FITS, Cluster, Predictio
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
+from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import (
     list_strategies,
     load_strategy,
@@ -36,9 +37,10 @@ TOLERANCE_ON_CPU = 0.2
 TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
 MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated
 MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
-FIRST_BATCH_SIZE = 8  # batch size for which the strategy is chosen, if both are open
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
+SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits
+LORA_RANK = 16  # rank of the adapters that are suggested if training all weights does not fit
 MAX_MICROBATCH_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
 
 
@@ -46,41 +48,56 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
     """Return what `request`, which must have a batch size, asks for: a model, a strategy and its
     mesh. With strategy=auto, they are those of the first choice. Raises UserError if the model is
     unknown or no layout is valid."""
-    if request.strategy == AUTO:
-        first = rank(request, cluster)[0]
-        name, settings = first.plan.strategy.name, layout_settings(first.plan)
-        text = f"the planner chose {name} {format_settings(settings)}".rstrip()
-        step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
-        notes.append(text + step)
-        request = request.model_copy(update={"strategy": name, **settings})
-    strategy = load_strategy(request)
-    config, model = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
-    return Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    if request.strategy != AUTO:
+        strategy = load_strategy(request)
+        config, model = choose_model(
+            request, cluster.machine, cluster.num_processes, strategy, notes
+        )
+        return Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+    first = rank(request, cluster)[0]
+    settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
+    step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
+    notes.append(f"the planner chose {format_settings(settings)}{step}")
+    if first.plan.strategy.offloads and not request.lora_rank:
+        draft = replace(first.plan, requested=request)
+        notes.append(f"without offload, the run does not fit: {suggest_settings(draft, cluster)}")
+    choose_model(request, cluster.machine, cluster.num_processes, first.plan.strategy, notes)
+    return _candidate(first.plan)
 
 
-def rank(request: Request, cluster: Cluster) -> list[Prediction]:
+def _candidate(plan: Draft) -> Candidate:
+    return Candidate(
+        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
+    )
+
+
+def rank(
+    request: Request, cluster: Cluster, names: Sequence[str] | None = None
+) -> list[Prediction]:
     """Return predictions for all valid layouts: the first choice, then the others from best to
-    worst. If no layout fits, the first choice is the layout that needs the least memory. If the
-    user did not set activation_checkpointing, layouts that would not fit use as much of it as
-    necessary. `request` must have a batch size. Raises UserError if no layout is valid."""
-    choices = rank_layouts(request, cluster)
+    worst. If the user did not set activation_checkpointing, layouts that would not fit use as much
+    of it as necessary. `request` must have a batch size. `names` restricts strategy=auto to these
+    strategies. Raises UserError if no layout is valid."""
+    choices = rank_layouts(request, cluster, names)
     if not choices:
         raise _explain_no_layout(request, cluster)
     if cluster.machine.num_gpus and not request.is_set("activation_checkpointing"):
         choices = [_with_checkpointing(choice, cluster) for choice in choices]
         choices.sort(key=lambda choice: choice.sort_key)
     first = _first_choice(choices)
-    if not first.fits:
-        first = min(choices, key=lambda choice: choice.memory.needed_bytes)
     return [first, *(choice for choice in choices if choice is not first)]
 
 
-def rank_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
+def rank_layouts(
+    request: Request, cluster: Cluster, names: Sequence[str] | None = None
+) -> list[Prediction]:
     """Return predictions for all valid layouts, sorted from best to worst. With strategy=auto,
-    strategies whose algorithm changes the training results are left out, and on CPUs also the
-    strategies with CPU offload, unless CONFIG names a DeepSpeed configuration."""
+    strategies whose algorithm changes the training results are left out. On CPUs, strategies with
+    CPU offload are left out, and with one process the other DeepSpeed strategies, unless CONFIG
+    names a DeepSpeed configuration."""
     choices: dict[object, Prediction] = {}
-    names = tuple(list_strategies()) if request.strategy == AUTO else (request.strategy,)
+    names = names or tuple(list_strategies())
+    names = names if request.strategy == AUTO else (request.strategy,)
     for name in with_progress(names, "strategies"):
         if request.strategy == AUTO and any(
             key.work for key in read_keys(strategy_options(name)).values()
@@ -91,7 +108,9 @@ def rank_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
                 # Two strategies that give the same layout have the same key.
                 strategy = plan.strategy
                 is_requested = name == request.strategy or plan.config.deepspeed_config
-                if strategy.steps_on_host and not is_requested and not cluster.machine.num_gpus:
+                offloads = strategy.steps_on_host and cluster.machine.num_gpus > 0
+                is_useful = offloads or (cluster.num_processes > 1 and not strategy.steps_on_host)
+                if strategy.traits.takes_json and not is_requested and not is_useful:
                     continue
                 engine = name if strategy.traits.takes_json else strategy.engine
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
@@ -120,9 +139,7 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
 def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
-    candidate = Candidate(
-        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
-    )
+    candidate = _candidate(plan)
     for mode in MODES[1:]:
         if choice.memory_fit == "yes":
             break
@@ -228,21 +245,41 @@ def layout_name(plan: Draft) -> str:
     return " ".join(words)
 
 
-def suggest_settings(plan: Draft, cluster: Cluster) -> str:
-    """Suggest the planner's first choice for a plan that does not fit into the cluster's memory."""
-    changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
-    changes |= {"strategy": AUTO, "model": plan.config.model, "batch_size": plan.config.batch_size}
-    with contextlib.suppress(UserError):
-        best = rank(plan.requested.model_copy(update=changes), cluster)[0]
-        if best.fits:
-            settings = {"strategy": best.plan.strategy.name, **layout_settings(best.plan)}
-            return f"set {format_settings(settings)}"
-    return "use more GPUs, a smaller model, optimizer=adamw-bf16, or LoRA with base_dtype=nf4"
-
-
 def _first_choice(choices: Sequence[Prediction]) -> Prediction:
-    """Return the simplest of the layouts that are as fast as the best layout, within the prediction
-    error."""
+    """Return the simplest layout that a practitioner would accept: dp or fsdp, unless another
+    layout is faster by more than the typical errors of both predictions. If neither fits, return
+    another layout that fits, with offload only if nothing else fits. If nothing fits, return the
+    layout without offload that needs the least GPU memory."""
+    if not any(choice.fits for choice in choices):
+        return min(
+            choices, key=lambda choice: (choice.plan.strategy.offloads, choice.memory.needed_bytes)
+        )
+    best_tier = min(map(_tier, choices))
+    first = _simplest([choice for choice in choices if _tier(choice) == best_tier])
+    faster = [choice for choice in choices if _is_surely_faster(choice, first)]
+    return _simplest(faster) if faster else first
+
+
+def _tier(choice: Prediction) -> tuple[int, ...]:
+    """Return a key that is smaller for layouts that fit better and are simpler to use."""
+    mesh = choice.plan.mesh
+    averages_with_torch = choice.plan.strategy.traits.averages_with_torch
+    is_simple = averages_with_torch and mesh["pp"] * mesh["tp"] == 1
+    memory_fit = MEMORY_FITS.index(choice.memory_fit)
+    return memory_fit > 1, choice.plan.strategy.offloads, memory_fit, not is_simple
+
+
+def _is_surely_faster(choice: Prediction, first: Prediction) -> bool:
+    """Return whether a layout fits as well as `first` and is faster by more than the typical errors
+    of both predictions. Sizes that were not measured never count as faster."""
+    if choice.likely_s is None or first.likely_s is None or not choice.has_measured_size:
+        return False
+    return choice.memory_fit == first.memory_fit and choice.likely_s[1] < first.likely_s[0]
+
+
+def _simplest(choices: Sequence[Prediction]) -> Prediction:
+    """Return the simplest of the layouts that are as fast as the first, within the prediction
+    error. `choices` are sorted."""
     best = choices[0]
     tolerance, simple_tolerance = (
         (TOLERANCE, TOLERANCE) if best.validated else (TOLERANCE_UNVALIDATED, MAX_SLOWDOWN)
@@ -270,20 +307,34 @@ def within(choices: Sequence[Prediction], best: Prediction, tolerance: float) ->
     ]
 
 
+def as_typed(request: Request, **values: Any) -> Request:
+    """Return CONFIG with values that count as set by the user."""
+    set_by = request.set_by | dict.fromkeys(values, "command line")
+    return request.model_copy(update={**values, "set_by": set_by})
+
+
 def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> Request:
-    """Return CONFIG with a batch size. Choose the smallest power of two that fits into memory and
-    reaches the fraction NEAR_BEST of the best predicted tokens/s. If the GPU's rates are unknown,
-    choose the largest power of two that fits. If none fits, choose 1. With strategy=auto, use the
-    first choice for FIRST_BATCH_SIZE."""
-    config = request.model_copy(update={"batch_size": FIRST_BATCH_SIZE})
-    candidate = choose_candidate(config, cluster, [])
+    """Return CONFIG with a batch size. With batch_size=auto, choose the smallest power of two that
+    reaches the fraction NEAR_BEST of the best predicted tokens/s among the sizes whose first choice
+    fits into memory. If the GPU's rates are unknown, choose the largest power of two that fits. If
+    none fits, choose 1."""
+    if request.batch_size != AUTO:
+        return request
     speeds: dict[int, float] = {}
-    for size in with_progress([2**power for power in range(MAX_BATCH_POWER + 1)], "batch sizes"):
-        with contextlib.suppress(UserError):
-            sized = candidate.config.model_copy(update={"batch_size": size})
-            prediction = predict(lay_out(replace(candidate, config=sized), cluster), cluster.rates)
-            if prediction.memory_fit == "yes":
-                speeds[size] = prediction.tokens_per_s or size
+    sizes = [2**power for power in range(MAX_BATCH_POWER + 1)]
+    for names in (SIMPLE, None) if request.strategy == AUTO else (None,):
+        for size in with_progress(sizes, "batch sizes"):
+            with contextlib.suppress(UserError):
+                sized = as_typed(request, batch_size=size)
+                if request.strategy == AUTO:
+                    first = rank(sized, cluster, names)[0]
+                else:
+                    draft = lay_out(choose_candidate(sized, cluster, []), cluster)
+                    first = predict(draft, cluster.rates)
+                if first.memory_fit == "yes":
+                    speeds[size] = first.tokens_per_s or size
+        if speeds:
+            break
     required_speed = NEAR_BEST * max(speeds.values(), default=0.0)
     size = next((size for size, speed in speeds.items() if speed >= required_speed), 1)
     if not speeds:
@@ -293,4 +344,50 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
     else:
         reason = f"the smallest value predicted to reach {NEAR_BEST:.0%} of the best tokens/s"
     notes.append(f"batch_size is {size}, {reason}")
-    return request.model_copy(update={"batch_size": size})
+    return as_typed(request, batch_size=size)
+
+
+def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
+    """Return settings with which the run of `plan` would fit, and their predictions: another layout
+    for the same training or, if there is none, LoRA, then LoRA with a 4-bit base, then offload."""
+    request = plan.requested
+    changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
+    changes |= {"strategy": AUTO, "model": plan.config.model, "batch_size": plan.config.batch_size}
+    request = as_typed(request, **changes)
+    request.set_by.pop("activation_checkpointing", None)
+    suggestions: list[tuple[Settings, Prediction]] = []
+    for base_dtype in (None, AUTO, "nf4"):  # None: all weights
+        settings: Settings = {}
+        if base_dtype is not None and not request.lora_rank:
+            settings["lora_rank"] = LORA_RANK
+        if base_dtype == "nf4" and request.base_dtype in (None, AUTO):
+            settings["base_dtype"] = base_dtype
+        if base_dtype is not None and not settings:
+            continue
+        with contextlib.suppress(UserError):
+            first = rank(as_typed(request, **settings), cluster)[0]
+            if not first.fits:
+                continue
+            if not settings or plan.requested.strategy != AUTO:
+                if first.plan.strategy.name != plan.strategy.name:
+                    settings["strategy"] = first.plan.strategy.name
+                settings |= layout_settings(first.plan)
+            suggestions.append((settings, first))
+            if base_dtype is None and not first.plan.strategy.offloads:
+                break
+    return sorted(suggestions, key=lambda suggestion: suggestion[1].plan.strategy.offloads)
+
+
+def describe_suggestion(settings: Settings, choice: Prediction) -> str:
+    """Return a text such as "lora_rank=16 (18.9 GiB per GPU, 0.4 s per step)"."""
+    step = "" if choice.step is None else f", {choice.step.seconds:.3g} s per step"
+    gib = choice.memory.needed_bytes / GIB
+    return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{step})"
+
+
+def suggest_settings(plan: Draft, cluster: Cluster) -> str:
+    """Describe the settings with which the run of `plan` would fit, best first."""
+    texts = [describe_suggestion(*suggestion) for suggestion in suggest(plan, cluster)]
+    if texts:
+        return f"set {', or '.join(texts)}"
+    return "use more GPUs, a smaller model, a smaller batch_size or optimizer=adamw-bf16"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,7 +29,6 @@ from distributed_training.settings.machine import (
 
 _CLUSTER_PATTERN = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MAX_PROCESSES = 2**16
-MEASURED_CAPABILITY = (9, 0)  # compute capability of the GPUs on which the records were measured
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
 # end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
 MemoryFit = Literal["yes", "tight", "unlikely", "no"]
@@ -47,6 +45,7 @@ class Cluster:
     rates: Rates | None  # None for an unknown GPU
     name: str
     is_local: bool  # whether this machine is one of the nodes
+    assumption: str = ""  # the source of a remote machine's RAM and disk space, for the user
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
@@ -72,7 +71,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         gpu_name=gpu_spec.name,
         gpu_memory_bytes=int(gpu_spec.memory_gib * GIB),
         compute_capability=gpu_spec.compute_capability,
-        ram_bytes=sys.maxsize,  # not known
+        ram_bytes=int(gpu_spec.ram_gib * gpus_per_node * GIB),
+        disk_bytes=int(gpu_spec.disk_gb * gpus_per_node * 1e9),
         num_cpus=8 * gpus_per_node,
         power_w=gpu_spec.power_w,
     )
@@ -84,6 +84,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         rates=gpu_rates(gpu_spec),
         name=f"{nodes} x {name}" if nodes > 1 else name,
         is_local=False,
+        assumption=f"Each GPU is assumed to have {gpu_spec.ram_gib:g} GiB of RAM and "
+        f"{gpu_spec.disk_gb:g} GB of disk, as in {gpu_spec.host}",
     )
 
 
@@ -125,10 +127,14 @@ class Prediction:
 
     @property
     def memory_fit(self) -> MemoryFit:
-        """Likelihood that the processes fit into GPU and host memory, as a value from
-        MEMORY_FITS."""
-        host_bytes = self.memory.host_bytes * self.plan.processes_here
-        return self.gpu_memory_fit if host_bytes <= self.plan.machine.ram_bytes else "no"
+        """Likelihood that the processes fit into GPU memory, host memory and the disk, as a value
+        from MEMORY_FITS."""
+        machine, processes_here = self.plan.machine, self.plan.processes_here
+        fits_host = (
+            self.memory.host_bytes * processes_here <= machine.ram_bytes
+            and self.memory.disk_bytes * processes_here <= machine.disk_bytes
+        )
+        return self.gpu_memory_fit if fits_host else "no"
 
     @property
     def gpu_memory_fit(self) -> MemoryFit:
@@ -166,15 +172,15 @@ class Prediction:
             return "other"
         if self.step.bound_by == "host":
             return "host"
-        if self.plan.machine.compute_capability != MEASURED_CAPABILITY:
+        if not self._is_gpu_measured:
             return "other"
         return "graph" if self.plan.config.cuda_graphs is True else "launched"
 
     @property
     def validated(self) -> bool:
         """True if measured runs cover the plan. The plan must use a single node. On GPUs, runs with
-        the same model and compute capability must have been measured, with at least as many
-        GPUs."""
+        the same model and GPU must have been measured, with at least as many GPUs and, under tp
+        and pp, with micro-batches that are as small."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -182,8 +188,22 @@ class Prediction:
         return (
             plan.num_processes == plan.processes_here <= measured_runs.num_gpus
             and plan.model.label in measured_runs.models
-            and plan.machine.compute_capability == MEASURED_CAPABILITY
+            and self._is_gpu_measured
+            and self.has_measured_size
         )
+
+    @property
+    def has_measured_size(self) -> bool:
+        """True unless tp or pp splits the model and the micro-batches are smaller than measured
+        micro-batches under tp and pp."""
+        tokens = self.plan.batch.micro_batch_size * self.plan.config.max_length
+        is_split = self.plan.mesh["tp"] * self.plan.mesh["pp"] > 1
+        return not is_split or tokens >= FITTED.validated.split_tokens
+
+    @property
+    def _is_gpu_measured(self) -> bool:
+        gpu = find_gpu(self.plan.machine.gpu_name)
+        return gpu is not None and gpu.name in FITTED.validated.gpus
 
     @property
     def likely_shares(self) -> tuple[float, float]:

@@ -1,14 +1,18 @@
 """Detect this machine's hardware without importing torch. Read the GPU data in gpus.json, from
 which rates are estimated.
 
-The values come from NVIDIA's datasheets, with two exceptions:
+The values come from NVIDIA's datasheets, with three exceptions:
 - RTX 3090, 4090 and 5090: the whitepapers for GA102, AD102 and GB202
+- RTX 3060: the rates follow from 3,584 cores at 1.78 GHz as in the whitepaper for GA102
 - A10G, an AWS variant of the A10: the values that CUDA reports
 
 Rates are for dense matrices, without sparsity. Memory sizes are as reported by nvidia-smi. Link
 bandwidths are in GB/s per direction:
 - NVLink: 900 for version 5, 450 for 4, 300 for 3, 150 for 2, and 200 for the H800 and A800
 - PCIe x16: about 63 for version 5, 31.5 for 4, and 15.75 for 3
+
+`host` names a typical machine with the GPU: a cloud instance, or a workstation. `ram_gib` and
+`disk_gb` are its RAM and local disks per GPU.
 
 An entry whose name contains another entry's name comes before that entry. A plain name such as V100
 denotes the model's first entry whose form factor is not PCIe or NVL."""
@@ -18,6 +22,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +54,7 @@ class Machine:
     compute_capability: tuple[int, int]  # lowest of the visible GPUs; (0, 0) without GPUs
     ram_bytes: int  # available bytes, limited by free RAM and by the cgroup
     num_cpus: int
+    disk_bytes: int = sys.maxsize  # free space in the current folder
     power_w: float | None = None  # lowest power limit of the visible GPUs; None if unknown
     cpu_has_bf16: bool = False  # whether the CPU has instructions for bf16 matrix multiplications
 
@@ -64,6 +70,7 @@ def detect_machine() -> Machine:
         power_w=min((gpu.power_w for gpu in gpus if gpu.power_w), default=None),
         ram_bytes=available_ram_bytes(),
         num_cpus=available_cpus(),
+        disk_bytes=shutil.disk_usage(".").free,
         cpu_has_bf16=has_bf16(_CPU_INFO),
     )
 
@@ -191,6 +198,9 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     num_sms: Annotated[int, Field(ge=1)] = 100
     compute_capability: Annotated[tuple[int, int], Field(strict=False)] = (8, 0)
     power_w: Positive = 1000  # power limit, which bounds the rate of long matrix multiplications
+    host: str = "a workstation"  # typical machine with this GPU
+    ram_gib: Positive = 64  # RAM of `host` per GPU
+    disk_gb: Positive = 1000  # local disk space of `host` per GPU
 
     @property
     def flops(self) -> float:
@@ -237,10 +247,14 @@ def parse_gpu(name: str) -> Gpu:
     if match := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return with_power_limit(parse_gpu(match[1]), float(match[2]))
     text = name.strip().replace(" ", "-").replace("_", "-")
+    text = re.sub(r"(?i)^(?:RTX-?)?(\d{4})", r"RTX-\1", text)
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu
-    fix = f"to describe another GPU, use --gpu '{GPU_EXAMPLE}'"
+    if re.match(r"(?i)MI\d|INSTINCT|RX-|GAUDI|TPU|TRN|ARC-", text):
+        what = f"GPU {shown(name)} is not supported"
+        raise UserError(what, "the suite needs CUDA", "name a GPU by NVIDIA, such as H100-80GB")
+    fix = f"to describe another GPU, write --cluster 1x8 --gpu '{GPU_EXAMPLE}', for example"
     raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
 
 

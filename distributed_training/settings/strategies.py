@@ -189,6 +189,11 @@ class Strategy:
         return self.offload["param"] != "none"
 
     @property
+    def offloads(self) -> bool:
+        """Return whether state is kept in host memory or on disk."""
+        return self.steps_on_host or self.fetches_parameters
+
+    @property
     def swaps_to_disk(self) -> bool:
         """Return whether DeepSpeed's libaio extension swaps state to disk."""
         return "nvme" in self.offload.values()

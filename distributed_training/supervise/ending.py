@@ -6,12 +6,15 @@ import shutil
 import signal
 import time
 import traceback
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
+from distributed_training.planner.rank import suggest_settings
+from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
@@ -29,8 +32,6 @@ LOST_CONNECTION_PHRASES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Good value of loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
-GOOD_CHUNK_TOKENS = 8192
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
@@ -92,25 +93,18 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
-    """Describe the memory use of this rank. Suggest settings that reduce it, in the order in which
-    to try them. `detail` is the first line of PyTorch's error message."""
-    config = plan.config
-    micro = plan.batch.micro_batch_size
+    """Describe the memory use of this rank, and suggest the planner's settings that reduce it.
+    `detail` is the first line of PyTorch's error message."""
     peak = format_bytes(torch.cuda.max_memory_allocated(topology.device))
     predicted = plan.prediction
     assert predicted is not None, "made with the plan"
-    fixes = [
-        f"micro_batch_size={max(micro // 2, 1)} num_microbatches=auto  # keeps the global batch",
-        "activation_checkpointing=full",
-        f"max_length={config.max_length // 2}",
-        f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}",
-        "strategy=zero3  # or fsdp; both shard the model state, not activations",
-        "strategy=offload",
-    ]
-    suggestions = "".join(f"\n    --set {fix}" for fix in fixes)
+    # Only settings that are predicted to need clearly less memory than this plan can help.
+    max_bytes = min(plan.machine.gpu_memory_bytes, predicted["likely_bytes"][0] - 1)
+    machine = replace(plan.machine, gpu_memory_bytes=max_bytes)
+    cluster = local_cluster(machine, plan.num_processes, plan.processes_here)
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
         f"  The peak was {peak}. The plan predicted "
         f"{format_bytes(predicted['peak_bytes'])} of GPU memory per process.\n"
-        f"  Try these options in this order:{suggestions}"
+        f"  To need less, {suggest_settings(plan, cluster)}."
     )

@@ -13,12 +13,20 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.rank import choose_batch_size, rank
+from distributed_training.planner.rank import (
+    SIMPLE,
+    as_typed,
+    choose_batch_size,
+    describe_suggestion,
+    rank,
+    suggest,
+)
 from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
@@ -96,16 +104,29 @@ def run(
     is_open = "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options
     strategy_text = ["strategy=auto"] if is_open else []
     request = configure([*arguments.overrides, *strategy_text])
-    if config.batch_size == AUTO or (machine.num_gpus and not config.is_set("batch_size")):
-        open_values = {"strategy": AUTO, "engine_options": {}, "batch_size": AUTO}
-        config = choose_batch_size(request.model_copy(update=open_values), cluster, [])
+    sized = choose_batch_size(request, cluster, [])
+    if sized is not request:
+        config = sized
         _override(arguments, batch_size=config.batch_size)
+    elif machine.num_gpus and not config.is_set("batch_size"):
+        notes.append(_describe_larger_batch(request, cluster))
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
     choices = rank(configure([*arguments.overrides, *strategy_text]), cluster)
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
+    first = choices[0]
+    if strategy_text and (not first.fits or first.plan.strategy.offloads):
+        suggestions = suggest(replace(first.plan, requested=request), cluster)
+        if suggestions:
+            print(f"Training {config.model} on {cluster.name} without offload does not fit.")
+            for settings, choice in suggestions:
+                print(f"  {describe_suggestion(settings, choice)}")
+            print()
+        if suggestions and not first.fits:
+            _override(arguments, **suggestions[0][0])
+            choices = rank(configure([*arguments.overrides, *strategy_text]), cluster)
     check_memory(choices[0], cluster)
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
@@ -146,6 +167,18 @@ def run(
         print(f"Wrote {job_file}. Check it, then submit it:")
         print(f"  bash {job_file}\n  sbatch {job_file}")
     return 0
+
+
+def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
+    """Return a note about the batch size that CONFIG sets and the size that "auto" chooses."""
+    note = f"batch_size is {request.batch_size}, from CONFIG"
+    best = choose_batch_size(as_typed(request, batch_size=AUTO), cluster, [])
+    now, then = (rank(each, cluster, SIMPLE)[0].tokens_per_s for each in (request, best))
+    if now is not None and then is not None and best.batch_size != request.batch_size:
+        note += (
+            f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
+        )
+    return note
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

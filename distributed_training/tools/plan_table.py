@@ -27,8 +27,7 @@ def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, all_colum
     """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
     column "pick". If `all_columns` is set, additional columns show whether a layout fits and how
     much memory each component needs."""
-    strategies = [choice.plan.strategy for choice in choices]
-    offloads = any(s.steps_on_host or s.fetches_parameters for s in strategies)
+    offloads = any(choice.plan.strategy.offloads for choice in choices)
     rows = [_row(choice, labels.get(id(choice), ""), all_columns, offloads) for choice in choices]
     sides = ["left", "left", *["right"] * (len(rows[0]) - 3), "left"]
     # The headings are a row of the table, because tabulate adds padding to its own headings.
@@ -88,6 +87,8 @@ def legend(cluster: Cluster, gbit: float | None) -> str:
         source = "Times are estimated from datasheets."
     if gbit is not None:
         source += f" The network is assumed to have {gbit:g} Gbit/s per GPU (--network_gbit)."
+    if cluster.assumption:
+        source += f" {cluster.assumption}."
     return f"""\
 first: the simplest of the fastest layouts
 m2, m4: micro-batches per replica; +full: activation_checkpointing=full

@@ -218,7 +218,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
     result = run_script(values, 1, "--force")  # without --force, the run is rejected
     assert result.returncode == 1
     assert "Out of GPU memory" in result.stderr
-    assert "batch_size=1024" in result.stderr
+    assert "num_microbatches=" in result.stderr
     assert "Traceback" not in result.stderr
     assert only_record(tmp_path)["status"] == "oom"
 

@@ -13,7 +13,7 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner import checks
-from distributed_training.planner.rank import suggest_settings
+from distributed_training.planner.rank import suggest
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import local_cluster, predict
 from tests.planner.helpers import plan_for
@@ -88,13 +88,34 @@ def test_suggestions_for_too_little_memory_fit(strategy, model, tmp_path):
     fits."""
     config = {"machine": SMALL, "num_processes": 4, "model": model, "batch_size": 16}
     large = draft(tmp_path, strategy, micro_batch_size=16, **config)
-    text = suggest_settings(large, local(large))
-    settings = dict(pair.split("=") for pair in text.removeprefix("set ").split())
-    check_fit(draft(tmp_path, **{**config, **{k: number(v) for k, v in settings.items()}}))
+    settings, choice = suggest(large, local(large))[0]
+    planned = draft(tmp_path, **{"strategy": strategy, **config, **settings})
+    check_fit(planned)
+    assert estimate_memory(planned) == choice.memory
+    assert not settings.keys() & {"lora_rank", "base_dtype"}
 
 
-def number(text):
-    return int(text) if text.isdecimal() else text
+def test_lora_is_suggested_before_offload(tmp_path):
+    """If all weights do not fit, the suggestions are LoRA, then LoRA with a 4-bit base, then
+    offload. RAM or a disk that is too small excludes offload."""
+    config = {
+        "strategy": "dp",
+        "model": "gpt2-xl",
+        "batch_size": 1,
+        "activation_checkpointing": "full",
+    }
+    for ram, disk, num_offloads in ((512, 512, 2), (16, 512, 1), (16, 16, 0)):
+        machine = with_gpus(
+            gpu_memory_bytes=16 * GIB, num_gpus=1, ram_bytes=ram * GIB, disk_bytes=disk * GIB
+        )
+        large = draft(tmp_path, machine=machine, num_processes=1, **config)
+        settings = [settings for settings, _ in suggest(large, local(large))]
+        assert settings[0]["lora_rank"] == settings[1]["lora_rank"] == 16
+        assert ("base_dtype" in settings[0], settings[1]["base_dtype"]) == (False, "nf4")
+        assert all("lora_rank" not in others for others in settings[2:])
+        assert len(settings) == 2 + (num_offloads > 0)
+        with refused("lora_rank=16", "base_dtype=nf4", "--force"):
+            check_fit(large)
 
 
 def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
