@@ -26,7 +26,7 @@ from distributed_training.settings.own_code import allow_families, require_allow
 from distributed_training.settings.request import build_config, parse_overrides, resolve_aliases
 from distributed_training.start import launch
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.start.streams import LastingStream, replace_unencodable
+from distributed_training.start.streams import open_lasting, replace_unencodable
 from distributed_training.supervise.process import Startup
 from distributed_training.tools.dry_run import print_plan
 
@@ -393,8 +393,8 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
     if name == "train":
-        sys.stdout = LastingStream(sys.stdout)  # type: ignore[assignment]
-        sys.stderr = LastingStream(sys.stderr)  # type: ignore[assignment]
+        sys.stdout = open_lasting(sys.stdout)
+        sys.stderr = open_lasting(sys.stderr)
 
     def act() -> int:
         if sys.platform != "linux":

@@ -19,6 +19,8 @@ from distributed_training.settings.files import shown
 
 _ERROR_CLASSES = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
 Gather = Callable[[Any], list[Any]]
+MAX_WAIT_S = 86400.0  # rank 0 may read and tokenize data for hours
+POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 
@@ -44,17 +46,19 @@ def broadcast_from_rank_0(value: Any) -> Any:
 def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
     """Return a function like `gather` that exchanges values through a store. The function can wait
     longer than a process group's timeout, for example for a rank that is still tokenizing. Waiting
-    ranks handle signals, and their launcher ends them if another rank fails."""
+    ranks handle signals, and their launcher ends them if another rank fails. The function raises
+    RunError after MAX_WAIT_S seconds."""
     call_indices = itertools.count()
 
     def gather_from_store(value: Any) -> list[Any]:
         call_index = next(call_indices)
         keys = [f"value {call_index} of rank {sender}" for sender in range(world_size)]
         store.set(keys[rank], json.dumps(value))
-        pause = 0.01
+        end = time.monotonic() + MAX_WAIT_S
         while not store.check(keys):
-            time.sleep(pause)
-            pause = min(1.0, 1.2 * pause)
+            if time.monotonic() > end:
+                raise RunError(f"rank {rank} waited {MAX_WAIT_S:.0f} s for the other ranks")
+            time.sleep(POLL_S)
         return [json.loads(text) for text in store.multi_get(keys)]
 
     return gather_from_store

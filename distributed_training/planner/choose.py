@@ -67,9 +67,11 @@ def choose_model(
     no folder, the machine determines the model. On a machine without GPUs, other keys that the user
     did not set may also change. If a run continues to train adapters, the adapters determine the
     LoRA keys. `strategy` is None if the planner still has to choose the strategy. Raises UserError
-    for an unknown model."""
+    for an unknown model and if `weights` names no folder."""
     folder = Path(config.weights)
-    names_folder = config.weights not in (AUTO, "pretrained", "random") and folder.is_dir()
+    names_folder = config.weights not in (AUTO, "pretrained", "random")
+    if names_folder and not folder.is_dir():
+        raise UserError(f"weights={config.weights!r} is not a folder", fix="set weights to auto")
     continues_adapters = names_folder and is_adapter(folder)
     settings: Settings = {}
     name = config.model

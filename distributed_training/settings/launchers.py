@@ -2,11 +2,10 @@
 LAUNCHERS describes one launcher. This module does not import torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(NamedTuple):
     """Environment variables of one launcher."""
 
     name: str
@@ -14,10 +13,6 @@ class Launcher:
     world_size: str
     local_rank: str
     local_world_size: str
-
-    @property
-    def variables(self) -> tuple[str, str, str, str]:
-        return self.rank, self.world_size, self.local_rank, self.local_world_size
 
 
 # The first row whose variables are all set is used.
@@ -37,7 +32,7 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     the launcher is not in LAUNCHERS. Also return None in an interactive shell of srun (--pty) and
     in a step with one task, because the command that a user types there has no launcher."""
     for launcher in LAUNCHERS:
-        if all(name in environment for name in launcher.variables):
+        if all(name in environment for name in launcher[1:]):
             is_shell = "SLURM_PTY_PORT" in environment or environment[launcher.world_size] == "1"
             return None if launcher.name == "srun" and is_shell else launcher
     return None

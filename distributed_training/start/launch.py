@@ -29,13 +29,7 @@ from distributed_training.settings.own_code import allow_code, allowed_code_fold
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
-from distributed_training.start.ranks import (
-    OUT_OF_MEMORY,
-    Command,
-    current_process,
-    run_ranks,
-    single_process,
-)
+from distributed_training.start.ranks import Command, current_process, run_ranks, single_process
 from distributed_training.supervise.process import Process, Startup
 
 PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
@@ -47,9 +41,14 @@ def launched_process(num_gpus: str | None) -> Process | None:
     launcher started this process. Raises
     UserError if `num_gpus`, the value of --num_gpus, contradicts the launcher."""
     process = current_process()
-    if process is not None and process.rank == 0 and "ACCELERATE_MIXED_PRECISION" in os.environ:
+    if process is None:
+        return None
+    if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
+        fix = "remove it from accelerate's settings, and add --deepspeed_config FILE"
+        raise UserError("accelerate's deepspeed_config_file is not used", fix=fix)
+    if process.rank == 0 and "ACCELERATE_MIXED_PRECISION" in os.environ:
         print_stderr("note: accelerate only starts the processes. CONFIG replaces its settings")
-    if process is not None and num_gpus not in (None, "all", str(process.world_size)):
+    if num_gpus not in (None, "all", str(process.world_size)):
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
     return process
@@ -59,9 +58,7 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     """Return a cluster that consists of this machine, with the number of processes requested by
     --num_gpus."""
     machine = detect_machine()
-    mesh: Mapping[str, int] = {}  # empty: the number of processes need not fit a mesh
-    if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
-        mesh = load_strategy(config).mesh
+    mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
     return local_cluster(machine, count, count)
 
@@ -90,16 +87,12 @@ def run_planned_rank(run_dir: str, *code_folders: str) -> int:
     `code_folders`. The launching process passes both on the command line."""
     process = current_process()
     assert process is not None
-    # Process name in `top`, at most 15 characters
-    Path("/proc/self/comm").write_text(f"rank {process.rank}")
     startup = Startup()
     worker = import_worker()
     startup.end("import")
     for folder in code_folders:
         allow_code(Path(folder))
     code = worker.run(load_plan(Path(run_dir)), process, startup)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 
@@ -141,7 +134,6 @@ def prepare_environment(processes_here: int) -> None:
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Without expandable segments, fragmentation wastes up to 10 GiB of GPU memory with an 8B model.
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # newer name of PYTORCH_CUDA_ALLOC_CONF
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -152,11 +144,10 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
     processes, up to `max_restarts` times. Return the run's exit code. If a process was killed or
     hangs, record the cause."""
     command = [*command, str(plan.run_dir), *allowed_code_folders()]
-    notes = plan.notes
     for restart in range(max_restarts + 1):
         if restart:
-            checkpoint, note = run_dir.plan_restart(plan, f" ({restart})")
-            plan = replace(plan, checkpoint=checkpoint, notes=(*notes, note))
+            checkpoint, note = run_dir.plan_restart(plan)
+            plan = replace(plan, checkpoint=checkpoint, notes=(*plan.notes, note))
             run_dir.write_plan(plan)
         count = plan.num_processes
         outcome = run_ranks(command, count, Monitor(plan.config, count))
@@ -183,7 +174,7 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
         print_stderr(f"{record.status}: {record.error}")
     # The run had finished, and there was no upload to the Hub that could fail.
     elif record.status == "ok" and code and plan.config.push is None:
-        reason = outcome.reason.removesuffix(OUT_OF_MEMORY) or "a process failed"
+        reason = outcome.reason or "a process failed"
         print_stderr(f"note: after the run had finished: {reason}")
         return 0
     return code

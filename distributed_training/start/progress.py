@@ -83,14 +83,9 @@ def find_limit(
     # A single process cannot hang in a collective, and a debugger may stop it.
     if timeout_s == 0 or (timeout_s is None and world_size == 1):
         return 0.0
-    limit_s = float(timeout_s or DEFAULT_LIMIT_S)
-    is_slow = bool(config.compile or config.profile)  # compilation and profiling delay some steps
-    if not name.startswith(STEP):
-        return limit_s
-    if not steps_s:
-        return max(limit_s, DEFAULT_LIMIT_S) if is_slow else limit_s
-    if timeout_s is not None:
-        return limit_s
+    if timeout_s is not None or not name.startswith(STEP) or not steps_s:
+        return float(timeout_s or DEFAULT_LIMIT_S)
+    is_slow = config.compile or config.profile  # compilation and profiling delay some steps
     return max(DEFAULT_LIMIT_S if is_slow else MIN_LIMIT_S, 20 * statistics.median(steps_s))
 
 

@@ -5,7 +5,6 @@ torchrun's agent is not used, because its store listens on every interface and u
 data. Instead, the ranks meet through a file. The file is in memory and has no name, so that nothing
 is left behind when the processes end."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -34,7 +33,6 @@ SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 10.0
 POLL_S = 0.2
-OUT_OF_MEMORY = ", usually because the host ran out of memory"  # after SIGKILL
 Command = Sequence[str]  # a script with its arguments
 
 
@@ -49,7 +47,7 @@ def current_process() -> Process | None:
             raise UserError(what, fix="start with torchrun, or unset RANK")
         return None
     # SLURM writes 4(x2) for two nodes with 4 tasks.
-    texts = [os.environ[name].partition("(")[0] for name in launcher.variables]
+    texts = [os.environ[name].partition("(")[0] for name in launcher[1:]]
     rank, world_size, local_rank, local_world_size = (
         int(text) if text.isdecimal() else -1 for text in texts
     )
@@ -59,7 +57,7 @@ def current_process() -> Process | None:
         or world_size % local_world_size
         or local_rank != rank % local_world_size
     ):
-        values = ", ".join(f"{name}={shown(os.environ[name])}" for name in launcher.variables)
+        values = ", ".join(f"{name}={shown(os.environ[name])}" for name in launcher[1:])
         why = "every machine needs the same number of ranks, numbered consecutively"
         raise UserError(f"{values} cannot be used", why, "start with torchrun")
     if world_size == 1:
@@ -106,10 +104,10 @@ class RanksOutcome:
         the ranks were terminated, or name a rank that was killed. Return "" if there is none."""
         if self.signum:
             return signal.Signals(self.signum).name
-        killed = [(code == -signal.SIGABRT, rank, code) for rank, code in self.codes.items()]
-        # Ranks may abort because a peer was killed.
-        for _, rank, code in sorted(entry for entry in killed if entry[2] < 0):
-            cause = OUT_OF_MEMORY if code == -signal.SIGKILL else ""
+        killed = [(code == -signal.SIGABRT, r, code) for r, code in self.codes.items() if code < 0]
+        for _, rank, code in sorted(killed):  # ranks may abort because a peer was killed
+            usual = ", usually because the host ran out of memory"
+            cause = usual if code == -signal.SIGKILL else ""
             return self.hang or f"rank {rank} was killed by {signal.Signals(-code).name}{cause}"
         return self.hang
 
@@ -128,12 +126,9 @@ def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> R
         signals.append(signum)
         _send_signal(ranks, signum)
 
-    with (
-        contextlib.ExitStack() as files,
-        handle_signals(dict.fromkeys(STOP_SIGNALS, forward_signal)),
-    ):
+    with handle_signals(dict.fromkeys(STOP_SIGNALS, forward_signal)):
         try:
-            _start(ranks, command, count, files)
+            _start(ranks, command, count)
             if signals:  # a signal came before all ranks had started
                 _send_signal(ranks, signals[-1])
             next_check_at = 0.0
@@ -155,15 +150,10 @@ def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> R
     return RanksOutcome(signum=signals[0] if signals else 0, codes=codes, hang=hang)
 
 
-def _start(ranks: list[Rank], command: Command, count: int, files: contextlib.ExitStack) -> None:
-    def create_file() -> int:
-        fd = os.memfd_create("ranks")
-        files.callback(os.close, fd)
-        return fd
-
-    store = create_file()
+def _start(ranks: list[Rank], command: Command, count: int) -> None:
+    store = os.memfd_create("store")
     for number in range(count):
-        fds = store, create_file()
+        fds = store, os.memfd_create("report")
         environment = {
             **os.environ,
             "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from distributed_training.checkpoint import resume
 from distributed_training.parallel import agree
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.planner import data as plan_data
-from distributed_training.planner.make_plan import keep_global_batch, make_plan
+from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records.record import code_checksums, has_finished, versions
 from distributed_training.settings.config import Request
@@ -34,7 +33,6 @@ from distributed_training.start.ranks import LOOPBACK
 from distributed_training.supervise import claims
 from distributed_training.supervise.process import Process
 
-SHARED_FOLDER_TIMEOUT_S = 10.0  # time until a network disk shows a new folder on other machines
 _RANK_0_ADDRESS_KEY = "address of rank 0"  # at which other machines reach rank 0
 
 
@@ -106,16 +104,16 @@ def agree_on_plan(config: Request, process: Process, gather_values: agree.Gather
     with agree.raise_on_all_ranks(gather_values):
         if process.rank == 0:
             cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-            continued_config, notes = continue_run(config, process.world_size)
+            continued_config, notes = continue_run(config)
             plan = make_plan(continued_config, cluster, plan_data.read_data)
             text = PLAN_AS_JSON.dump_json(run_dir.reserve_run_dir(plan, notes)).decode()
     return PLAN_AS_JSON.validate_json(gather_values(text)[0])
 
 
-def continue_run(config: Request, num_processes: int) -> tuple[Request, list[str]]:
+def continue_run(config: Request) -> tuple[Request, list[str]]:
     """If this torchrun has already started a run that has not finished, return a copy of `config`
-    that continues the run from its last checkpoint with `num_processes` processes. Also return a
-    list of notes. If there is no such run, return `config` unchanged and an empty list."""
+    that resumes the run's last checkpoint, and a list with a note. If there is no such run, or if
+    it starts from the beginning, return `config` unchanged."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     folders = []
     for file in sorted(Path(config.output_dir).glob(f"*/{PLAN_FILE}")):
@@ -124,53 +122,33 @@ def continue_run(config: Request, num_processes: int) -> tuple[Request, list[str
                 folders.append(file.parent.resolve())
     if not folders or has_finished(folders[-1]):
         return config, []
-    old_plan = load_plan(folders[-1])
-    checkpoint, note = run_dir.plan_restart(old_plan)
+    checkpoint, note = run_dir.plan_restart(load_plan(folders[-1]))
     if checkpoint:
         config = config.model_copy(update={"resume": str(checkpoint)})
-    notes = [note]
-    config = keep_global_batch(config, old_plan, num_processes, notes)
-    return config, ["; ".join(notes)]
+    return config, [note]
 
 
 def check_disks(plan: Plan, process: Process) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with
-    `shared_disk=False`, each node has its own folder. To resume, each node's own folder must
-    contain the checkpoint files of that node. Raises an error on every rank if a node lacks the
-    folder or a file. All ranks must call this function."""
+    `shared_disk=False`, each node claims its own folder and writes the plan into it. To resume,
+    each node's own folder must contain the checkpoint files of that node. Raises an error on every
+    rank if a node lacks the folder or a file. All ranks must call this function."""
     label = f"rank {process.rank} on {socket.gethostname()}"
     with agree.raise_on_all_ranks():
         if process.local_rank or not process.rank:  # rank 0 checked its node when it planned
             pass
         elif plan.has_node_local_files:
-            _create_own_folder(plan, process, label)
-        else:
-            _wait_for_shared_folder(plan, label)
-
-
-def _wait_for_shared_folder(plan: Plan, label: str) -> None:
-    """Wait until rank 0's plan in the run's shared folder is visible on this node. Raises UserError
-    after SHARED_FOLDER_TIMEOUT_S seconds."""
-    fix = "set output_dir to a folder on a disk that all nodes share, or set shared_disk to False"
-    end = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
-    while not (plan.run_dir / PLAN_FILE).is_file():
-        if time.monotonic() > end:
-            what = f"{label} does not see {plan.run_dir}, which rank 0 has created"
-            raise UserError(what, "with shared_disk=True, all nodes write to the same folder", fix)
-        time.sleep(0.2)
-
-
-def _create_own_folder(plan: Plan, process: Process, label: str) -> None:
-    """Claim this node's own folder for the run, write the plan into it, and check this node's
-    checkpoint files. Raises UserError if nodes share the disk."""
-    plan.run_dir.mkdir(parents=True, exist_ok=True)
-    owner = claims.read_owner(plan.run_dir)
-    if owner.get("run_id") == plan.run_id and owner.get("host") != platform.node():
-        what = f"{label} shares {plan.run_dir} with another node"
-        why = "shared_disk=False needs a separate folder on each node"
-        raise UserError(what, why, "set shared_disk to True")
-    claims.claim(plan.run_dir, plan.run_id)
-    run_dir.write_plan(plan)
-    if plan.checkpoint is not None:
-        meta = resume.read_meta(plan.checkpoint)
-        resume.check_files(plan.checkpoint, meta, plan, process.rank)
+            plan.run_dir.mkdir(parents=True, exist_ok=True)
+            owner = claims.read_owner(plan.run_dir)
+            if owner.get("run_id") == plan.run_id and owner.get("host") != platform.node():
+                what = f"{label} shares {plan.run_dir} with another node"
+                raise UserError(what, fix="set shared_disk to True")
+            claims.claim(plan.run_dir, plan.run_id)
+            run_dir.write_plan(plan)
+            if plan.checkpoint is not None:
+                meta = resume.read_meta(plan.checkpoint)
+                resume.check_files(plan.checkpoint, meta, plan, process.rank)
+        elif not (plan.run_dir / PLAN_FILE).is_file():
+            what = f"{label} does not see {plan.run_dir}"
+            fix = "set output_dir to a folder on a disk that all nodes share, or set shared_disk "
+            raise UserError(what, "rank 0 has created this folder", f"{fix}to False")

@@ -58,7 +58,7 @@ def write_plan(plan: Plan) -> None:
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
-def plan_restart(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
+def plan_restart(plan: Plan) -> tuple[Path | None, str]:
     """Return the checkpoint from which a restarted run continues, and a note that names the
     checkpoint. The checkpoint is the last one written since the run was planned. If there is none,
     it is the checkpoint from which the run resumed, or None if the run starts from the
@@ -68,4 +68,4 @@ def plan_restart(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first
         if checkpoint.stat().st_mtime >= planned_at:
             saved = checkpoint
-    return saved, f"the run was restarted{attempt} from {saved.name if saved else 'the beginning'}"
+    return saved, f"the run was restarted from {saved.name if saved else 'the beginning'}"

@@ -2,40 +2,38 @@
 
 import contextlib
 import io
-import os
 import sys
 from typing import Any
 
 
-class LastingStream:
-    """Output stream whose reader may disappear (`| head -1`, a closed terminal). The run continues
+class LastingFile(io.FileIO):
+    """Output file whose reader may disappear (`| head -1`, a closed terminal). The run continues
     without its output, because it may still have to save."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Any, *arguments: str) -> None:
+    def write(self, data: Any) -> int:
         try:
-            act(*arguments)
+            return super().write(data)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            return len(data)
+
+
+def open_lasting(stream: Any) -> Any:
+    """Return a text stream that writes to the file of `stream`, line by line. A stream without a
+    file is returned unchanged."""
+    try:
+        file = LastingFile(stream.fileno(), "w", closefd=False)
+    except io.UnsupportedOperation:
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
+    )
 
 
 def replace_unencodable() -> None:
     """Make the standard streams replace characters that they cannot encode, because an encoding
     error would end the run."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        if isinstance(stream, io.TextIOWrapper):
             # An input stream that has already been read cannot be reconfigured.
             with contextlib.suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="replace")

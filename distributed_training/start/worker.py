@@ -2,7 +2,6 @@
 and print its cause."""
 
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.files import plural
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
 from distributed_training.start.progress import Progress, find_limit
@@ -119,20 +117,16 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=silenced_modules)
     if not num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Without this level, DeepSpeed prints that there is a CUDA compiler but no GPU.
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
         raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
-    num_local = process.local_world_size
     num_visible = torch.cuda.device_count()
-    if num_local > num_visible:
-        visible = plural(num_visible, "GPU")
-        what = f"{num_local} processes run on this machine, but each process sees only {visible}"
-        fix = f"start {plural(num_visible, 'process')}. Under srun, use --gpus-per-node instead of "
-        raise UserError(what, fix=f"{fix}--gpus-per-task")
+    if process.local_world_size > num_visible:
+        what = f"{process.local_world_size} processes run here, but each sees {num_visible} GPUs"
+        fix = "start fewer. Under srun, use --gpus-per-node instead of --gpus-per-task"
+        raise UserError(what, fix=fix)
     # DeepSpeed's extension builder cannot parse architectures such as 9.0a. The architecture of
     # this process's GPU is enough.
     major, minor = torch.cuda.get_device_capability(process.local_rank)

@@ -7,16 +7,17 @@ import shlex
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import best_if_overfitted, short_path
 from distributed_training.records.record import LAST, Record
+from distributed_training.settings.errors import printable
 from distributed_training.supervise.process import LAUNCHER_VARIABLE
 
 
-def build_continue_command(plan: Plan) -> tuple[str, str]:
-    """Return an introductory sentence, and the command that continues this run. If an external
-    launcher started the run, return the option to add to the launcher's command instead."""
+def explain_continuing(plan: Plan) -> str:
+    """Return a sentence and the command that continues this run. If an external launcher started
+    the run, return the option to add to the launcher's command instead."""
     option = shlex.join(["--resume", short_path(plan.run_dir)])
     if plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ:
-        return "To continue, run the same command again and add:", option
-    return "To continue, run:", f"{plan.command} {option}"  # the last --resume counts
+        return f"To continue, run the same command again and add:\n  {printable(option)}"
+    return f"To continue, run:\n  {printable(plan.command)} {option}"  # the last --resume counts
 
 
 def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:

@@ -18,13 +18,7 @@ from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
-from distributed_training.settings.errors import (
-    RunError,
-    UserError,
-    first_line,
-    print_stderr,
-    printable,
-)
+from distributed_training.settings.errors import RunError, UserError, first_line, print_stderr
 from distributed_training.supervise import claims, commands
 
 # Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
@@ -41,8 +35,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-        # One process per disk removes unfinished files. Other processes may still be writing files.
-        if (topology.local_rank if plan.has_node_local_files else topology.rank) == 0:
+        if topology.local_rank == 0:
             remove_unfinished(plan.run_dir)
         what = f"{rank} could not write to {short_path(plan.run_dir)}"
         fix = "free some space or raise the limit (ulimit -f), then continue with --resume auto"
@@ -73,11 +66,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         code = 128 + signal.Signals[summary]
         message = "Stopped. Nothing was saved."
         if list_checkpoints(plan.run_dir):
-            sentence, command = commands.build_continue_command(plan)
-            message = f"Stopped. {sentence}\n  {printable(command)}"
+            message = f"Stopped. {commands.explain_continuing(plan)}"
     try:
-        if is_on_all_ranks and topology.rank:
-            time.sleep(2)  # rank 0 reports what all ranks raise
         is_first_cause = records.mark_stopped(
             plan.run_dir, status, reason, consequence=lost_connection
         )

@@ -29,7 +29,7 @@ from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, header_rows, short_path
 from distributed_training.records.results import summary_rows
-from distributed_training.settings.errors import UserError, print_stderr, printable
+from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims, commands
 from distributed_training.supervise.process import END_ACTIVITY, Process, Startup
 from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
@@ -117,8 +117,7 @@ def train(
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         if trainer.checkpoints.saved_step:
-            sentence, command = commands.build_continue_command(plan)
-            display.say(f"{what} {sentence}\n  {printable(command)}")
+            display.say(f"{what} {commands.explain_continuing(plan)}")
         else:
             display.say(f"{what} Nothing was saved.")
     engine.close()

@@ -9,7 +9,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from distributed_training.start import rendezvous
 from distributed_training.train.loop import Trainer
 from tests.e2e.nodes import Node, unplug
 from tests.pool import run_script
@@ -80,7 +79,6 @@ def _run_and_unplug() -> None:
 def on_each_node(job: dict[str, Any]) -> None:
     """Run the script on each node as srun would start it. If the job contains `ends_at`, the
     process on the first node receives SIGTERM in this step."""
-    rendezvous.SHARED_FOLDER_TIMEOUT_S = 1.0
     rank = int(os.environ["RANK"])
     enter_namespaces(job["nodes"][rank])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -135,7 +135,7 @@ TINY = {"model": "gpt2-tiny"}
         (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
          ("tokenizer='gpt2'", "hf download openai-community/gpt2")),
         (CPU_MACHINE, {}, ("gpt2", "hf download", "weights to random")),
-        (CPU_MACHINE, {"weights": "none/such"}, ("none/such/config.json",)),
+        (CPU_MACHINE, {"weights": "none/such"}, ("weights='none/such'",)),
         (CPU_MACHINE, {"tokenizer": "embedded"}, ("tokenizer", "'embedded'")),
         (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
          ("tokenizer", "'embedded'", "random")),

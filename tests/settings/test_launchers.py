@@ -7,6 +7,7 @@ import pytest
 
 from distributed_training.settings.errors import run_and_report_errors
 from distributed_training.settings.launchers import LAUNCHERS, find_launcher
+from distributed_training.start.launch import launched_process
 from distributed_training.start.ranks import current_process
 from distributed_training.supervise.process import Process
 from tests.support import refused
@@ -93,6 +94,12 @@ def test_invalid_launcher_variables_are_refused(variables, message, environment)
     environment(**variables)
     with refused(message):
         current_process()
+
+
+def test_a_deepspeed_configuration_of_accelerate_is_refused(environment):
+    environment(**TORCHRUN, **MASTER, ACCELERATE_DEEPSPEED_CONFIG_FILE="ds.json")
+    with refused("deepspeed_config_file", "--deepspeed_config"):
+        launched_process(None)
 
 
 def test_one_process_of_torchrun_is_a_single_process(environment):

@@ -93,7 +93,7 @@ def test_exit_code_of_processes_without_a_record(spawn):
         ("oom", {0: 1}, 1, "oom: "),
         ("interrupted", {0: 143, 1: 1}, 143, ""),
         ("ok", SUCCEEDED, 0, ""),
-        ("ok", KILLED, 0, "note: after the run had finished: rank 1 was killed by SIGKILL\n"),
+        ("ok", KILLED, 0, "note: after the run had finished: rank 1 was killed by SIGKILL"),
         ("ok", {0: 1}, 0, "note: after the run had finished: a process failed"),
     ],
 )

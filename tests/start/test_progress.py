@@ -53,8 +53,7 @@ def config(timeout_s=None, compile=False):
         (None, 1, False, "step 1", [], 0),  # nobody waits for it
         (7, 1, False, "the export", [], 7),
         (7, 2, False, "step 2", [5], 7),
-        (7, 2, True, "step 1", [], 600),  # the first step is compiled
-        (7, 2, True, "step 2", [5], 7),
+        (7, 2, True, "step 1", [], 7),
         (0, 2, True, "step 1", [], 0),
     ],
 )

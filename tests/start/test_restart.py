@@ -39,34 +39,11 @@ def start_run(tmp_path, monkeypatch):
     return begin
 
 
-@pytest.mark.parametrize("batch", [(4, 1), (3, 2)], ids=str)
-def test_restarting_keeps_the_global_batch(batch, start_run, tmp_path):
-    values = {"batch_size": batch[0], "grad_accum_steps": batch[1]}
-    first_plan = start_run(4, **values)
-    for count in (1, 2, 3, 4, 6):
-        requested = config_for(tmp_path, **values)
-        if first_plan.batch.global_batch_size % count:
-            with refused(f"{count} processes"):
-                continue_run(requested, count)
-            continue
-        config, (note,) = continue_run(requested, count)
-        assert build_plan(config, count).work == first_plan.work
-        assert config.batch_size <= batch[0]
-        assert ("global batch stays" in note) is (count != 4)
-        assert "from the beginning" in note
-
-
-def test_restarting_keeps_an_automatic_batch_size(start_run, tmp_path):
-    first_plan = start_run(2, batch_size="auto", strategy="auto")
-    config, _ = continue_run(config_for(tmp_path, batch_size="auto", strategy="auto"), 1)
-    assert build_plan(config, 1).work == first_plan.work
-
-
 def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(
     start_run, tmp_path, monkeypatch
 ):
     requested = config_for(tmp_path)
-    assert continue_run(requested, 2) == (requested, [])
+    assert continue_run(requested) == (requested, [])
     run_dir = start_run(2).run_dir.resolve()
     # Whatever lies in output_dir must not end the start.
     for number, text in enumerate(("", "[]", "null", "{", json.dumps({"run_id": ["job-7"]}))):
@@ -76,15 +53,15 @@ def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(
     os.mkfifo(tmp_path / "pipe" / "plan.json")
     saved = run_dir / "checkpoints/step-00000007"
     saved.mkdir(parents=True)
-    config, notes = continue_run(requested, 2)
+    config, notes = continue_run(requested)
     assert config == requested.model_copy(update={"resume": str(saved)})
     assert notes == ["the run was restarted from step-00000007"]
     for run_id in ("job-8", "none"):
         monkeypatch.setenv(RUN_ID, run_id)
-        assert continue_run(requested, 2) == (requested, [])
+        assert continue_run(requested) == (requested, [])
     monkeypatch.setenv(RUN_ID, "job-7")
     start_test_record(run_dir).update(status="ok")
-    assert continue_run(requested, 2) == (requested, [])
+    assert continue_run(requested) == (requested, [])
 
 
 def test_a_skipped_checkpoint_is_not_resumed(tmp_path):

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from distributed_training.start.streams import LastingStream
+from distributed_training.start.streams import open_lasting
 from tests.conftest import clean_environment
 from tests.pool import ROOT
 
@@ -12,7 +12,7 @@ from tests.pool import ROOT
 def test_a_closed_reader_does_not_end_the_run():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
-        lasting = LastingStream(stream)
+        lasting = open_lasting(stream)
         print("read", file=lasting, flush=True)
         assert os.read(reader, 100) == b"read\n"
         os.close(reader)

@@ -76,7 +76,7 @@ PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
             ("TORCH_CUDA_ARCH_LIST", "9.0"),
         ),  # compute capability of this machine's GPU
         (0, 0, torch.device("cpu"), ("DS_ACCELERATOR", "cpu")),
-        (5, 4, ("5 processes", "only 4 GPUs", "Start 4", "--gpus-per-node"), ()),
+        (5, 4, ("5 processes", "4 GPUs", "--gpus-per-node"), ()),
         (5, 0, ("torch", "GPU"), ()),
     ],
 )
