@@ -29,8 +29,8 @@ class ChunkedCrossEntropy:
     The logits are not kept for the backward pass. The forward pass therefore also computes the
     gradients of the hidden states [B, T, D] and of the output layer's weight [P, D]. Each gradient
     has the dtype of its tensor. Each chunk's matrix multiplication adds to the gradient of the
-    weight in place. The caller must not be compiled, because torch.compile would move the
-    computation of the gradients to the backward pass."""
+    weight in place, or in fp16, to a sum in fp32. The caller must not be compiled, because
+    torch.compile would move the computation of the gradients to the backward pass."""
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
@@ -77,7 +77,11 @@ class _Chunked(torch.autograd.Function):
             if grad_x is not None:
                 grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
                 torch.mm(grad_logits, weight, out=grad_chunk)
-            if grad_weight is not None:
+            if needs_weight and weight.dtype is torch.float16:
+                # The sum is not scaled yet, and could overflow in fp16.
+                product = (grad_logits.t() @ chunk).float()
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+            elif grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), chunk)
             elif needs_weight:
                 grad_weight = grad_logits.t() @ chunk

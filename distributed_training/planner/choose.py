@@ -255,7 +255,7 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
     config = candidate.config
     # Under gpipe, m gradients of the output layer would be kept until the backward pass.
     keeps_all_gradients = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
-    if machine.num_gpus == 0 or config.precision == "fp16" or keeps_all_gradients:
+    if machine.num_gpus == 0 or keeps_all_gradients:
         return 0
     size = candidate.model.size
     head_parameters = size.padded_vocab_size * size.hidden_size

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from distributed_training.planner.layouts import Candidate
-from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
 
@@ -53,7 +53,6 @@ def check_settings(
     _check_model(candidate)
     _check_strategy(candidate)
     _check_base(candidate)
-    _check_loss_chunks(candidate)
     _note_idle(request, candidate, options, notes)
     options.check(candidate.config.precision, candidate.model.size.hidden_size)
 
@@ -131,11 +130,3 @@ def _check_base(candidate: Candidate) -> None:
         why = f"each group of 64 values shares a scale, but a matrix has {odd_columns[0]} columns, "
         why += "which is not a multiple of 64"
         _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
-
-
-def _check_loss_chunks(candidate: Candidate) -> None:
-    config = candidate.config
-    if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
-        why = "gradients of chunks would be computed before the loss is scaled"
-        fix = "set precision to bf16, or loss_chunk_tokens to 0"
-        _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
