@@ -31,8 +31,8 @@ from distributed_training.supervise.process import Startup
 from distributed_training.tools.dry_run import print_plan
 
 NON_KEY_OPTIONS = (
-    "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
-    "help",
+    "preset", "set", "num_gpus", "max_restarts", "dry-run", "explain", "force", "strict",
+    "cluster", "gpu", "help",
 )  # fmt: skip
 PLANNED_MACHINES = ("cluster", "gpu")
 DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
@@ -93,6 +93,8 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the run and print its settings without training",
     )
+    explain_help = "with plan or --dry-run: also print tables and settings"
+    add("--explain", action="store_true", help=explain_help)
     cluster_help = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
     processes.add_argument("--cluster", metavar="NxMxGPU", help=cluster_help)
     gpu_help = "with plan or --dry-run: plan for this GPU, given by its name or as JSON"
@@ -184,7 +186,8 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
-        omitted_words = {*DRY_RUN_OPTIONS}  # the printed launch command does not repeat them
+        # The printed launch command does not repeat these words.
+        omitted_words = {*DRY_RUN_OPTIONS, "--explain"}
         if not arguments.dry_run:
             refuse_planned_machines(arguments)
         for option in PLANNED_MACHINES:

@@ -59,9 +59,7 @@ def tokenize(
     Raises UserError if the text cannot be read or the cache cannot be written. Also raises
     UserError if the tokenizer has more than `embedding_rows` tokens, the number of rows in the
     model's embedding."""
-    by_line = config.pack is False
-    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
-    folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
+    folder = cache_folder(corpus, tokenizer, config, cache_dir)
     if not is_intact(folder):  # A complete cache may be read-only, so do not lock it.
         tokenizer.facts.check_rows(embedding_rows, config.model)
         try:
@@ -77,6 +75,14 @@ def tokenize(
     tokenizer.restore_facts(read_meta(folder)["tokenizer"])
     tokenizer.facts.check_rows(embedding_rows, config.model)
     return folder
+
+
+def cache_folder(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Path:
+    """Return the folder in `cache_dir` for the ids of `corpus`, whether or not it exists. This
+    function reads all text."""
+    by_line = config.pack is False
+    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
+    return cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
 
 
 def token_cache_dir() -> Path:

@@ -2,13 +2,14 @@
 tokens in the loss. Also read the first samples of the set."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
-from distributed_training.data.pieces import ANSWERS, MESSAGES, RUNNING, TEXT
+from distributed_training.data.pieces import MESSAGES, RUNNING, TEXT
 from distributed_training.data.samples import (
     Samples,
     count_targets,
@@ -21,6 +22,36 @@ from distributed_training.settings.files import shown
 
 QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length, so set a larger max_length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """Amount of work in a run: samples, passes over them, and steps."""
+
+    num_samples: int  # samples that an epoch trains on; 0 if unknown
+    unit: str  # name of the samples, such as "chats" (see `summarize`)
+    epochs: float
+    num_steps: int
+    error: float = 0.0  # relative uncertainty of both numbers; 0 if the samples were counted
+
+    @property
+    def total(self) -> str:
+        """Text such as "8,550 chats in 270 steps"."""
+        steps = f"{self.num_steps:,} step{'' if self.num_steps == 1 else 's'}"
+        if not self.num_samples:
+            return steps
+        return f"{round(self.num_samples * self.epochs):,} {self.unit} in {steps}"
+
+    def describe(self) -> str:
+        """Return text such as "2,850 chats, 3 epochs" or "about 50,000 chats (±4%), 1 epoch"."""
+        if not self.num_samples:
+            return self.total
+        text = f"{self.num_samples:,} {self.unit}"
+        if self.num_samples == 1:
+            text = text.removesuffix("s")
+        if self.error:
+            text = f"about {text} (±{self.error:.0%})"
+        return f"{text}, {self.epochs:.3g} epoch{'' if self.epochs == 1 else 's'}"
 
 
 def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, Any]:
@@ -98,22 +129,6 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         "loss_share": float(num_targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
     }
-
-
-def headline(counts: dict[str, Any]) -> list[str]:
-    """Return the most important statistics as lines of text: two lines for records, or one line for
-    running text."""
-    if counts["form"] == RUNNING:
-        documents = _format_count(counts["records"], "document")
-        text = f"the dataset has {documents} with {counts['num_tokens']:,} tokens, all in the loss"
-        return [f"{text}: {describe_split(counts)}"]
-    left_out = sum(counts["left_out"].values())
-    lines = [f"{counts['records']:,} records read, {left_out:,} left out: {describe_split(counts)}"]
-    lines.append(f"tokens per record: {lengths_in_words(counts)}")
-    if counts["form"] in ANSWERS:
-        share = f"{100 * counts['loss_share']:.1f}% of the tokens"
-        lines[1] += f"; the loss covers only the answers ({share})"
-    return lines
 
 
 def describe_split(counts: dict[str, Any]) -> str:

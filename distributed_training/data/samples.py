@@ -146,6 +146,10 @@ class Data:
     form: str = RUNNING  # form of the training text (data/pieces.py)
     packs: bool = True  # True for full blocks and packed records, False for padded samples
     counts: dict[str, Any] = field(default_factory=dict)  # statistics (data/report.py)
+    # For data from a sample of the text: size of the text relative to the sample, and relative
+    # uncertainty of numbers that are scaled up
+    scale: float = 1.0
+    error: float = 0.0
     # Number of bytes of text that each token represents (data/text_bytes.py)
     bytes_per_token: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 

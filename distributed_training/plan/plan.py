@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from distributed_training.data.report import Amount
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
@@ -135,7 +136,8 @@ class Plan(Draft):
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: dict[str, Any] | None = None
-    # Number of optimizer steps; None if there are no samples yet
+    amount: Amount | None = None  # None if there are no samples yet
+    # Number of optimizer steps; None if the samples were not counted
     num_steps: int | None = None
     # Names the run in its folder's owner file. The attempts of one torchrun continue the run with
     # the same id. Set by `reserve_run_dir`.

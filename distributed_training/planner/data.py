@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed_training.data import hub, report
-from distributed_training.data.cache import read_meta, token_cache_dir, tokenize
+from distributed_training.data.cache import cache_folder, read_meta, token_cache_dir, tokenize
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
@@ -19,6 +19,8 @@ from distributed_training.data.corpus import (
     find_unread,
     is_hub_name,
 )
+from distributed_training.data.estimate import MIN_ERROR, sample_corpus
+from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
@@ -26,10 +28,12 @@ from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import plural
 
 MAX_DRY_RUN_BYTES = 4_000_000  # largest amount of text, in bytes, that a dry run tokenizes
+MAX_HASHED_BYTES = 10**9  # largest amount of text that a dry run looks up in the token cache
+MIN_STEPS = 50  # shorter runs get a note
 MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
 
 
@@ -42,21 +46,30 @@ class Sources:
     adapters_dir: Path | None
 
 
-def find_sources(draft: Draft, notes: list[str]) -> tuple[Draft, Sources]:
+def find_sources(
+    draft: Draft, notes: list[str], *, needs_weights: bool = True
+) -> tuple[Draft, Sources]:
     """Find the weights, tokenizer and dataset, and choose the learning rate. Return the draft with
     the values of the keys that depend on them, and the files. Raises UserError if a file or Hub
-    repository that CONFIG names is not available."""
+    repository that CONFIG names is not available. Unless `needs_weights` is set, missing weights
+    are only a note."""
     config = draft.config
     spec = draft.model
     request = draft.requested
-    source, weights_dir = _choose_weights(config, request, spec, notes)
+    source, weights_dir = config.weights, None
+    try:
+        source, weights_dir = _choose_weights(config, request, spec, notes)
+    except UserError as error:
+        if needs_weights or config.weights not in (AUTO, "pretrained"):
+            raise
+        notes.append(first_line(error))
     adapters_dir = Path(source).resolve() if is_adapter(Path(source)) else None
     if weights_dir is not None:
         spec.check_weights(weights_dir)
     tokenizer, tokenizer_dir = choose_tokenizer(config, request, spec, source, notes)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(weights_dir, spec)
-    if config.lora_rank and weights_dir is None:
+    if config.lora_rank and source == "random":
         note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
         notes.append(f"{note}weights")
     dataset = choose_dataset(config.dataset, notes, strict=request.strict)
@@ -65,7 +78,7 @@ def find_sources(draft: Draft, notes: list[str]) -> tuple[Draft, Sources]:
         learning_rate = 3e-4
         if config.lora_rank:
             learning_rate = 2e-4
-        elif weights_dir is not None:
+        elif source != "random":
             learning_rate = 5e-5
         elif config.model.startswith("gpt2-tiny"):
             learning_rate = 3e-3
@@ -89,8 +102,9 @@ def find_sources(draft: Draft, notes: list[str]) -> tuple[Draft, Sources]:
 
 
 def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
-    """Return a run's samples without writing to the token cache. Return None if a dataset is on the
-    Hub or if the text is larger than MAX_DRY_RUN_BYTES."""
+    """Return a run's samples without writing to the token cache. If the text is larger than
+    MAX_DRY_RUN_BYTES and not in the token cache, return samples from a part of it. Return None if a
+    dataset is on the Hub, or if a large file cannot be read in parts."""
     config = draft.config
     datasets = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in datasets.items() if name and is_hub_name(name)}
@@ -99,10 +113,21 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
     if on_hub:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-    if sum(source.num_bytes for source in corpus.values()) > MAX_DRY_RUN_BYTES:
-        return None
+    num_bytes = sum(source.num_bytes for source in corpus.values())
+    tokenizer = Tokenizer(tokenizer_dir)
     with TemporaryDirectory() as cache_dir:
-        return _tokenize(draft, tokenizer_dir, Path(cache_dir))
+        if num_bytes <= MAX_DRY_RUN_BYTES:
+            return _tokenize(draft, tokenizer_dir, Path(cache_dir))
+        if num_bytes <= MAX_HASHED_BYTES:
+            folder = cache_folder(corpus, tokenizer, config, token_cache_dir())
+            if folder.is_dir():
+                return _tokenize(draft, tokenizer_dir, token_cache_dir())
+        if (sampled := sample_corpus(corpus, Path(cache_dir))) is None:
+            return None
+        part, scale, error = sampled
+        folder = tokenize(part, tokenizer, config, Path(cache_dir))
+        uncapped = replace(draft, config=config.model_copy(update={"num_samples": -1}))
+        return replace(_build_data(folder, tokenizer, uncapped, []), scale=scale, error=error)
 
 
 def read_data(draft: Draft, tokenizer_dir: Path) -> Data:
@@ -138,6 +163,27 @@ def _build_data(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[s
     return replace(data, counts={**counts, "unread": unread})
 
 
+def count_work(draft: Draft, notes: list[str]) -> Amount | str:
+    """Return the amount of work that CONFIG requests, or the reason why it is unknown. This needs
+    the dataset and the tokenizer, but no weights. Notes about the dataset are added to `notes`."""
+    reason = "the dataset is not on this machine"
+    config = draft.config
+    try:
+        dataset = choose_dataset(config.dataset, notes)
+        draft = replace(draft, config=config.model_copy(update={"dataset": dataset}))
+        spec = draft.model
+        _, tokenizer_dir = choose_tokenizer(config, draft.requested, spec, config.weights, notes)
+        if data := peek_data(draft, tokenizer_dir):
+            return resolve_data_values(draft, data, notes)[1]
+        if not is_hub_name(dataset):
+            reason = "the dataset is large and not tokenized yet (the data command does this)"
+    except (UserError, OSError) as error:
+        reason = first_line(error)
+    if draft.requested.is_set("max_steps"):
+        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=config.max_steps)
+    return f"the number of steps is unknown, because {reason}"
+
+
 def count_steps(draft: Draft, num_samples: int) -> int:
     """Return the number of optimizer steps for this number of training samples or blocks."""
     config = draft.config
@@ -150,13 +196,19 @@ def count_steps(draft: Draft, num_samples: int) -> int:
     return min(num_steps, config.max_steps) if is_limit else config.max_steps
 
 
-def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, int]:
-    """Return the draft with the values that depend on the samples, and the number of steps. Shorten
+def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, Amount]:
+    """Return the draft with the values that depend on the samples, and the amount of work. Shorten
     the warm-up if it is too long for the run. Raises UserError if the run has too few steps for
     `profile`."""
     config = draft.config
     train = data.train
-    num_samples = len(train.starts)
+    num_samples = round(data.scale * len(train.starts))
+    num_sequences = round(data.scale * len(train))  # samples or, with packing, blocks
+    error = data.error
+    if error and 0 < config.num_samples < num_samples:
+        num_sequences = round(num_sequences * config.num_samples / num_samples)
+        num_samples = config.num_samples
+        error = MIN_ERROR if data.packs else 0.0
     if num_samples < config.num_samples and draft.requested.is_set("num_samples"):
         notes.append(f"the dataset has only {plural(num_samples, 'training sample')}")
     if not data.packs and config.pack == AUTO:
@@ -167,17 +219,17 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
             "records are padded instead of packed, because "
             f"{limiting_part} cannot keep packed records apart"
         )
-    notes += report.headline(data.counts)
-    notes += report.describe(data.counts, config.max_length)
+    if not data.error:
+        notes += report.describe(data.counts, config.max_length)
     batch_size = draft.batch.global_batch_size
-    if len(train) < batch_size:
+    if num_sequences < batch_size:
         unit = "sample" if train.firsts is None else "block"
         note = "each step trains on the whole dataset, because the batch of "
         note += f"{plural(batch_size, unit)} is larger than the dataset "
-        notes.append(f"{note}({plural(len(train), unit)}). Consider a smaller batch_size")
-    steps_per_epoch = math.ceil(len(train) / batch_size)
+        notes.append(f"{note}({plural(num_sequences, unit)}). Consider a smaller batch_size")
+    steps_per_epoch = math.ceil(num_sequences / batch_size)
     steps_in_epochs = config.epochs * steps_per_epoch
-    num_steps = count_steps(draft, len(train))
+    num_steps = count_steps(draft, num_sequences)
     if num_steps > steps_in_epochs:
         passes = math.ceil(num_steps / steps_per_epoch)
         note = f"max_steps={num_steps} makes {passes} passes over the data and overrides "
@@ -185,6 +237,11 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
     elif num_steps < steps_in_epochs and not draft.requested.is_set("max_steps"):
         epoch = math.ceil(num_steps / steps_per_epoch)
         notes.append(f"max_steps={num_steps} ends the run in epoch {epoch}")
+    if num_steps < MIN_STEPS and not draft.requested.is_set("max_steps"):
+        notes.append(
+            f"{plural(num_steps, 'step')} teach a model little. For more steps, use more data, "
+            "a smaller batch_size or more epochs"
+        )
     if config.profile >= num_steps:
         what = f"profile={config.profile} is too large for a run of {plural(num_steps, 'step')}"
         why = "the first step is never traced"
@@ -207,7 +264,11 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
     config = config.model_copy(update=config_values)
-    return replace(draft, config=config, packing=packing), num_steps
+    amount = Amount(
+        num_samples=num_samples, unit=data.counts["unit"], epochs=num_steps / steps_per_epoch,
+        num_steps=num_steps, error=error,
+    )  # fmt: skip
+    return replace(draft, config=config, packing=packing), amount
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:

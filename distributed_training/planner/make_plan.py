@@ -28,10 +28,13 @@ def make_plan(
     request: Request,
     cluster: Cluster,
     read: Callable[[Draft, Path], Data | None] = lambda draft, tokenizer_dir: None,
+    *,
+    needs_weights: bool = True,
 ) -> Plan:
     """Return the plan for a run, after checking that the run can start. Files are downloaded only
     after the machine has passed the checks. `read` returns the run's samples, or None if the plan
-    does not need them. Raises UserError for the first problem found."""
+    does not need them. Unless `needs_weights` is set, missing weights are only a note. Raises
+    UserError for the first problem found."""
     notes: list[str] = []
     typed_batch = {name: getattr(request, name) for name in BATCH_KEYS if request.is_set(name)}
     request = inherit_settings(request, cluster.num_processes, notes)
@@ -43,12 +46,12 @@ def make_plan(
     # If the run is resumed again, its typed batch is compared with the batch that was typed here.
     draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
     check_run(predict(draft, cluster.rates), cluster, notes)
-    draft, sources = find_sources(draft, notes)
+    draft, sources = find_sources(draft, notes, needs_weights=needs_weights)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
     data = read(draft, sources.tokenizer_dir)
-    num_steps = None
+    amount = None
     if data is not None:
-        draft, num_steps = resolve_data_values(draft, data, notes)
+        draft, amount = resolve_data_values(draft, data, notes)
     tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
     deepspeed_json = None
@@ -74,7 +77,8 @@ def make_plan(
         adapters_dir=sources.adapters_dir,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
-        num_steps=num_steps,
+        amount=amount,
+        num_steps=None if amount is None or amount.error else amount.num_steps,
         prediction=prediction.as_record(),
         notes=tuple(notes),
     )

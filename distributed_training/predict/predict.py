@@ -243,6 +243,7 @@ class Prediction:
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
             "memory_bytes": self.memory.peak_by_component,
+            "needed_bytes": self.memory.needed_bytes,
             "host_bytes": self.memory.host_bytes,
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,

@@ -7,12 +7,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from distributed_training.data.report import Amount
 from distributed_training.models import folder_label
 from distributed_training.plan.layout import format_axes
 from distributed_training.records.record import Record
@@ -184,6 +186,64 @@ def fill_template(template: str, **values: Any) -> str:
     return templates.get_template(template).render(values)
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Price of a GPU-hour, with its currency as typed."""
+
+    before: str
+    amount: float
+    after: str
+
+    def describe(self, gpu_hours: float) -> str:
+        """Format a cost, such as "17 USD" or "$0.85"."""
+        cost = self.amount * gpu_hours
+        return f"{self.before}{cost:,.2f}{self.after}"
+
+
+def verdict(
+    amount: Amount | str, machine: Mapping[str, Any], num_processes: int, layout: str,
+    prediction: Mapping[str, Any] | None, price: Price | None = None,
+) -> str:  # fmt: skip
+    """Return one sentence with a run's work, machine, layout, time, cost and memory. `amount` is a
+    sentence if the amount of work is unknown."""
+    num_gpus = machine["num_gpus"]
+    place = plural(num_processes, "CPU process")
+    if num_gpus:
+        sizes = [num_processes // num_gpus] if num_processes > num_gpus else []
+        sizes += [min(num_processes, num_gpus)] if num_processes > 1 else []
+        gpu = machine["gpu_name"].removeprefix("NVIDIA ")
+        place = " x ".join([*map(str, sizes), gpu])
+    prediction = prediction or {}
+    seconds = prediction.get("step_time_s")
+    work = "an unknown number of steps" if isinstance(amount, str) else amount.describe()
+    texts = [layout]
+    if seconds is None:
+        texts.append("time unknown")
+    elif isinstance(amount, str):
+        texts.append(f"{format_duration(seconds)} per step")
+    else:
+        seconds *= amount.num_steps
+        texts.append(f"about {format_duration(seconds)}")
+        if price is not None:
+            texts.append(price.describe(seconds * num_processes / 3600))
+    needed, host = prediction.get("needed_bytes"), prediction.get("host_bytes")
+    if needed and num_gpus:
+        texts.append(f"{needed / GIB:.3g} of {machine['gpu_memory_bytes'] / GIB:.3g} GiB")
+    elif host:
+        texts.append(f"{format_bytes(host)} of RAM per process")
+    return f"{work[0].upper()}{work[1:]} on {place}: {', '.join(texts)}"
+
+
+def amount_of(r: Record) -> Amount:
+    """Return the amount of work of a run."""
+    data = r.data
+    return Amount(
+        num_samples=data.get("num_train_records") or data["num_train_samples"],
+        unit=data.get("unit", "samples"), epochs=r.num_steps / data["steps_per_epoch"],
+        num_steps=r.num_steps,
+    )  # fmt: skip
+
+
 def header_rows(r: Record) -> dict[str, str]:
     """Return the header rows of a run. The rows use only entries that the record contains before
     the first step. If a row has nothing to show, its value is an empty string."""
@@ -197,10 +257,12 @@ def header_rows(r: Record) -> dict[str, str]:
         model += f"; {format_count(r.num_learning or 0)} adapter parameters are trained"
     device = r.machine["gpu_name"] or f"CPU ({plural(r.machine['num_cpus'], 'core')})"
     real_share = data["real_token_share"]
-    samples = f"{data['num_train_samples']:,} training and {data['num_validation_samples']:,} "
-    samples += f"validation samples of {length:,} tokens"
+    amount = amount_of(r)
+    samples = f"{amount.num_samples:,} {amount.unit} per epoch, {amount.total}"
     if records := data.get("num_train_records"):
-        samples += f", packed from {records:,} and {data['num_validation_records']:,} records"
+        samples += f", packed into {data['num_train_samples']:,} blocks"
+    held_out = data.get("num_validation_records") or data["num_validation_samples"]
+    samples += f" of {length:,} tokens; {held_out:,} for validation"
     if real_share < 1:
         samples += f" ({1 - real_share:.1%} padding)"
     if real_share < MIN_REAL_SHARE:
@@ -213,20 +275,14 @@ def header_rows(r: Record) -> dict[str, str]:
         pipeline += f"blocks per stage {blocks}"
         if entry["ideal_bubble"] is not None:
             pipeline += f"; {entry['ideal_bubble']:.0%} idle if all stages take the same time"
+    layout = [format_axes(r.mesh), device, pipeline, _options(r), _precision(r)]
     return {
         "model": model,
-        "strategy": f"{r.strategy['name']} x {r.world_size} on {device}, {format_axes(r.mesh)}",
-        "options": _options(r),
-        "pipeline": pipeline,
-        "predicted": describe_prediction(
-            r.prediction, r.num_steps, on_gpu=bool(r.machine["gpu_name"])
-        ),
-        "precision": _precision(r),
-        "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
+        "layout": "; ".join(filter(None, layout)),
         "data": f"{short_name(config['dataset'])}: {samples}",
-        "steps": f"{r.num_steps:,}, {data['steps_per_epoch']:,} per epoch; learning rate "
-                 f"{config['learning_rate']:g} ({config['lr_schedule']}, "
-                 f"{plural(config['warmup_steps'], 'warm-up step')})",
+        "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
+        "rate": f"{config['learning_rate']:g} ({config['lr_schedule']}, "
+                f"{plural(config['warmup_steps'], 'warm-up step')})",
         "run": short_path(r.run_dir),
     }  # fmt: skip
 
@@ -247,8 +303,11 @@ def describe_prediction(
     Return "" if there is no prediction."""
     if prediction is None:
         return ""
-    label = "GPU memory" if on_gpu else "tensors"
-    text = f"{format_bytes(prediction['peak_bytes'])} of {label} and "
+    allocated, needed = prediction["peak_bytes"], prediction["needed_bytes"]
+    text = f"{format_bytes(allocated)} of tensors and "
+    if on_gpu:
+        parts = f"{format_bytes(allocated)} allocated, {format_bytes(needed - allocated)} context"
+        text = f"{format_bytes(needed)} of GPU memory ({parts}) and "
     text += f"{format_bytes(prediction['host_bytes'])} of RAM per process"
     seconds = prediction["step_time_s"]
     if seconds is None:

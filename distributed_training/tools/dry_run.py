@@ -7,16 +7,18 @@ import os
 import secrets
 import shlex
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from distributed_training.checkpoint.resume import choose_checkpoint
+from distributed_training.data.report import Amount
 from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
+from distributed_training.planner.rank import layout_name
 from distributed_training.predict.predict import local_cluster, parse_cluster
-from distributed_training.records.display import describe_prediction
+from distributed_training.records.display import describe_prediction, fold, verdict
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import printable
 from distributed_training.settings.machine import detect_machine
@@ -24,6 +26,7 @@ from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
+UNKNOWN = "the number of steps is unknown until the data is tokenized (the data command does this)"
 FIRST_HOST_NOTE = f"Replace {FIRST_HOST} with the name of the first node."
 
 
@@ -45,12 +48,13 @@ def print_plan(
         cluster = requested_cluster(config, options.num_gpus)
     else:
         cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-    plan = make_plan(config, cluster, peek_data)
+    plan = make_plan(config, cluster, peek_data, needs_weights=False)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, os.path.relpath(script), arguments)
-    print(describe_plan(plan, "(the current command, without --dry-run)" if process else command))
+    command = "(the current command, without --dry-run)" if process else command
+    print(describe_plan(plan, command, explain=options.explain))
     return 0
 
 
@@ -72,35 +76,37 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
     return shlex.join([*launcher, *arguments])
 
 
-def describe_plan(plan: Plan, command: str) -> str:
-    """Describe a plan: the resolved CONFIG, batch, launch command, mesh and DeepSpeed
-    configuration."""
-    requested = plan.requested.to_key_values()
+def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
+    """Describe a plan: its verdict, batch, steps and notes, and the launch command. With `explain`,
+    add the resolved CONFIG, mesh and DeepSpeed configuration."""
     source = os.path.relpath(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0
-    predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
-    unknown = "unknown until the data is tokenized (the data command does this)"
-    num_steps = f"{plan.num_steps:,}" if plan.num_steps else unknown
-    lines = ["resolved CONFIG"]
+    amount: Amount | str = plan.amount or UNKNOWN
+    machine = asdict(plan.machine)
+    sentence = verdict(amount, machine, plan.num_processes, layout_name(plan), plan.prediction)
+    lines = [fold(sentence)]
+    if plan.amount is None:
+        lines += [f"  {UNKNOWN}"]
+    num_steps = plan.amount.num_steps if plan.amount else None
+    predicted = describe_prediction(plan.prediction, num_steps, on_gpu=on_gpu)
+    lines += [
+        f"  batch: {plan.batch.describe()}",
+        f"  work: {plan.amount.total}" if plan.amount else "",
+        f"  predicted: {predicted}",
+        f"  resumes from: {plan.checkpoint}" if plan.checkpoint else "",
+        f"launch command\n  {printable(command)}",
+        f"  Run this command on every node. {FIRST_HOST_NOTE}" if FIRST_HOST in command else "",
+        *(f"note: {printable(note)}" for note in plan.notes),
+    ]
+    if not explain:
+        return "\n".join([*filter(None, lines), "To show all settings, add --explain."])
+    lines.append("resolved CONFIG")
+    requested = plan.requested.to_key_values()
     for key, value in plan.settings.items():
         origin = "" if requested[key] == value else f"    (was {requested[key]!r})"
         lines.append(f"  {key:<24} {value!r}{origin}")
-    lines += [
-        f"  batch: {plan.batch.describe()}",
-        f"  steps: {num_steps}",
-        f"  predicted: {predicted}",
-        *(f"  note: {printable(note)}" for note in plan.notes),
-        *([f"  resumes from: {plan.checkpoint}"] if plan.checkpoint else []),
-        "launch command",
-        f"  {printable(command)}",
-        *(
-            [f"  Run this command on every node. {FIRST_HOST_NOTE}"]
-            if FIRST_HOST in command
-            else []
-        ),
-        f"mesh (from {source}): {format_axes(plan.mesh)}",
-    ]
+    lines.append(f"mesh (from {source}): {format_axes(plan.mesh)}")
     if plan.deepspeed_json is not None:
         text = json.dumps(plan.deepspeed_json, indent=2)
         lines += [f"DeepSpeed configuration (from {source})", textwrap.indent(text, "  ")]
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))

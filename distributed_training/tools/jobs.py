@@ -7,19 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.data.corpus import BUILT_IN
+from distributed_training.data.report import Amount
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
-from distributed_training.planner.data import (
-    count_steps,
-    find_sources,
-    peek_data,
-    resolve_data_values,
-)
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import Request
-from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import parse_overrides
@@ -62,34 +55,9 @@ def build_options(
     return options
 
 
-def num_steps(plan: Draft, notes: list[str] | None = None) -> int | None:
-    """Return the number of optimizer steps that CONFIG requests. If the dataset is a file or folder
-    on this machine, tokenize the dataset unless it is large, and add notes about it to `notes`.
-    Return None if the number depends on a dataset that was not tokenized."""
-    config = plan.config
-    notes = [] if notes is None else notes
-    is_open = config.max_steps == -1 or not plan.requested.is_set("max_steps")
-    reason = "plan did not read the dataset"
-    if is_open and Path(config.dataset).exists():
-        try:
-            draft, sources = find_sources(plan, [])
-            if data := peek_data(draft, sources.tokenizer_dir):
-                return resolve_data_values(draft, data, notes)[1]
-        except (UserError, OSError) as error:
-            reason = f"the dataset cannot be used here: {first_line(error)}"
-    if is_open and config.num_samples == -1:
-        if config.max_steps != -1:
-            return config.max_steps
-        notes.append(f"the number of steps is unknown, because {reason}")
-        return None
-    samples = config.num_samples
-    if is_open and config.dataset not in BUILT_IN:
-        notes.append(f"the number of steps is for {samples:,} training samples, because {reason}")
-    return count_steps(plan, samples)
-
-
 def build_batch_script(
     choice: Prediction,
+    amount: Amount | str,
     file: Path,
     script: Path,
     options: Sequence[str],
@@ -97,14 +65,14 @@ def build_batch_script(
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
-    """Return the contents of configs/train.slurm, filled in for a layout. `options` are the
+    """Return the contents of configs/train.slurm, filled in for a layout and an amount of work (or
+    the reason why it is unknown). `options` are the
     script's options, and `machine_options` are the options that describe the cluster.
     `plan_command` is the command that writes this job. The job requests 25% more RAM and time than
     predicted."""
     plan = choice.plan
     processes_here = plan.processes_here
     ram_bytes = choice.memory.host_bytes * processes_here
-    steps = num_steps(plan)
     name = shlex.quote(file.name)
     header = [
         f"# Submit:  sbatch {name}",
@@ -112,11 +80,11 @@ def build_batch_script(
         f"# {MARK}:  {plan_command}",
     ]
     time = "04:00:00"
-    if choice.step is None or steps is None:
-        header.append(
-            "# --time is a default, because the number of steps or the GPU's speed is unknown."
-        )
+    if isinstance(amount, str) or choice.step is None:
+        reason = amount if isinstance(amount, str) else "the GPU's speed is unknown"
+        header.append(f"# --time is a default: {reason}.")
     else:
+        steps = math.ceil(amount.num_steps * (1 + amount.error))
         min_step_s, max_step_s = choice.likely_s or (choice.step.seconds, choice.step.seconds)
         header.append(
             f"# Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each."

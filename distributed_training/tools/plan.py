@@ -5,13 +5,12 @@ This module does not import torch.
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
 import os
+import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
+from distributed_training.planner.data import count_work
 from distributed_training.planner.rank import (
     SIMPLE,
     as_typed,
@@ -29,10 +29,10 @@ from distributed_training.planner.rank import (
 )
 from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import calibration_file
-from distributed_training.records.display import WIDTH
+from distributed_training.records.display import Price
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import check_replaced, plural, shown
+from distributed_training.settings.files import check_replaced, shown
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
@@ -41,13 +41,15 @@ from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command
 from distributed_training.tools.jobs import build_batch_script, build_options
 from distributed_training.tools.plan_table import (
-    describe_requested_work,
+    describe_picks,
     legend,
+    print_folded,
     recommended_layouts,
     table,
+    verdict_of,
 )
 
-MAX_SHOWN = 10  # number of layouts that are listed without --all
+MAX_SHOWN = 10  # number of layouts that --explain lists
 _SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -62,9 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also print how long training on N tokens takes. N can be written as 300M or 1B",
     )
-    add("--price", type=float, metavar="P", help="also print the cost at this price per GPU-hour")
+    price_help = "also print the cost at this price per GPU-hour, such as 2.5 or '2.5 USD'"
+    add("--price", type=parse_price, metavar="P", help=price_help)
     add("--json", action="store_true", help="print all layouts as JSON")
-    add("--all", action="store_true", help=f"list all layouts instead of the best {MAX_SHOWN}")
+    add(
+        "--all", action="store_true", help=f"like --explain, with all layouts, not only {MAX_SHOWN}"
+    )
 
 
 def run(
@@ -130,25 +135,24 @@ def run(
     check_memory(choices[0], cluster)
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
-    labels = {id(choice): label for label, choice in picks}
-    listed = choices if arguments.all else fitting[:MAX_SHOWN]
-    batch = choices[0].plan.batch
-    tokens = f"{batch.global_batch_size} x {config.max_length} tokens per step"
-    print(f"{config.model} on {cluster.name}: {tokens}, {plural(len(choices), 'layout')}\n")
-    print(table(listed, labels, all_columns=arguments.all))
-    print()
-    if len(fitting) > len(listed):
-        print(f"--all lists all {len(choices)} layouts.")
-    gbit = None
-    if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
-        gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
     first = picks[0][1]
-    lines = [legend(cluster, gbit)]
-    price = arguments.price
-    lines += [describe_requested_work(label, choice, price, notes) for label, choice in picks]
+    amount = count_work(first.plan, notes)
+    lines = [verdict_of(first, amount, arguments.price)]
+    lines += describe_picks(picks, amount)
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
-    for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
-        print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
+    if not (arguments.explain or arguments.all):
+        lines.append(f"To see the {len(choices)} layouts and their bottlenecks, add --explain.")
+    print_folded(lines)
+    if arguments.explain or arguments.all:
+        listed = choices if arguments.all else fitting[:MAX_SHOWN]
+        labels = {id(choice): label for label, choice in picks}
+        print(f"\n{table(listed, labels, all_columns=arguments.all)}\n")
+        if len(fitting) > len(listed):
+            print(f"--all lists all {len(choices)} layouts.")
+        gbit = None
+        if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
+            gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
+        print_folded(legend(cluster, gbit).splitlines())
     print()
     if cluster.num_processes > cluster.processes_per_node:
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
@@ -160,8 +164,14 @@ def run(
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
         job = build_batch_script(
-            first, job_file, script, options, machine_options=machine_options, plan_command=command
-        )
+            first,
+            amount,
+            job_file,
+            script,
+            options,
+            machine_options=machine_options,
+            plan_command=command,
+        )  # fmt: skip
         job_file.parent.mkdir(parents=True, exist_ok=True)
         job_file.write_text(job, encoding="utf-8")
         print(f"Wrote {job_file}. Check it, then submit it:")
@@ -179,6 +189,14 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
             f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
         )
     return note
+
+
+def parse_price(text: str) -> Price:
+    """Parse a price such as "2.5", "2.5 USD" or "$2.5"."""
+    match = re.fullmatch(r"([^\d.]*)(\d+\.?\d*|\.\d+)(\D*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a price. Write 2.5 or '2.5 USD'")
+    return Price(match[1], float(match[2]), match[3])
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -1,15 +1,16 @@
 """Format the table of `plan` and the sentences below it. This module does not import torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from tabulate import DataRow, TableFormat, tabulate
 
+from distributed_training.data.report import Amount
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.records.display import bottleneck_name, format_count, format_duration
+from distributed_training.records.display import Price, bottleneck_name, fold, format_count, verdict
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.jobs import num_steps
 
 _CELLS = DataRow("", " ", "")
 ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
@@ -97,26 +98,38 @@ MFU: share of the peak FLOP/s; error: measured times relative to predictions
 not validated: never measured. {source}"""
 
 
-def describe_requested_work(
-    label: str, choice: Prediction, price: float | None, notes: list[str]
-) -> str:
-    """Return a sentence that states the number of tokens, the time and the cost of the work that
-    CONFIG requests. Return "" if the amount of work or the speed is unknown. `price` is the cost of
-    a GPU-hour. Add notes about the dataset to `notes`."""
-    steps = num_steps(choice.plan, notes)
-    if choice.step is None or steps is None:
-        return ""
+def verdict_of(choice: Prediction, amount: Amount | str, price: Price | None) -> str:
+    """Return the verdict on a layout, as in a run's header."""
     plan = choice.plan
-    tokens = steps * plan.batch.global_batch_size * plan.config.max_length
-    seconds = steps * choice.step.seconds
-    gpu_hours = seconds * plan.num_processes / 3600
-    text = f"{label} ({layout_name(plan)}): {format_count(tokens)} tokens in {steps:,} steps take "
-    text += f"{format_duration(seconds)} of training"
-    if plan.machine.num_gpus:
-        text += f", {gpu_hours:,.3g} GPU-hours"
-        text += (
-            ""
-            if price is None
-            else f", and cost {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
-        )
-    return f"{text}."
+    layout, values = _layout_and_mode(choice), choice.as_record()
+    return verdict(amount, asdict(plan.machine), plan.num_processes, layout, values, price)
+
+
+def describe_picks(picks: Sequence[tuple[str, Prediction]], amount: Amount | str) -> list[str]:
+    """Return lines on the amount of work, if it is unknown, on the batch, on the uncertainty of the
+    first choice, and on the fastest layout."""
+    first, fastest = picks[0][1], picks[-1][1]
+    plan = first.plan
+    lines = [f"{amount}."] if isinstance(amount, str) else []
+    work = "steps" if isinstance(amount, str) else amount.total
+    size = f"{plan.batch.global_batch_size} x {plan.config.max_length:,} tokens"
+    text = f"{plan.config.model} trains on {work} of {size}"
+    if first.step is None or fastest.step is None or first.likely_s is None:
+        return [*lines, f"{text}."]
+    low, high = first.likely_s
+    text += f", {first.step.seconds:.3g} s each (typically {low:.3g} to {high:.3g} s"
+    text += ")" if first.validated else "; never measured)"
+    if plan.machine.num_gpus and not isinstance(amount, str):
+        hours = amount.num_steps * first.step.seconds * plan.num_processes / 3600
+        text += f", {hours:,.3g} GPU-hours"
+    lines.append(f"{text}.")
+    if fastest is not first:
+        gain = first.step.seconds / fastest.step.seconds - 1
+        lines.append(f"The fastest layout is {_layout_and_mode(fastest)}, by {gain:.0%}.")
+    return lines
+
+
+def print_folded(lines: Sequence[str]) -> None:
+    """Print lines, wrapped to the width of a terminal."""
+    for line in lines:
+        print(fold(line))

@@ -27,7 +27,14 @@ from distributed_training.planner.data import load_planned_data
 from distributed_training.predict.memory import estimate_state
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, header_rows, short_path
+from distributed_training.records.display import (
+    Display,
+    amount_of,
+    fold,
+    header_rows,
+    short_path,
+    verdict,
+)
 from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims, commands
@@ -47,8 +54,6 @@ def train(
     exit code. All ranks must call this function."""
     is_rank_0 = topology.rank == 0
     display = Display(enabled=is_rank_0)
-    for note in plan.notes:
-        display.note(note)
     data = load_planned_data(plan)
     # Machines may have different files under the same name. Machines may also have different
     # versions of Python, and the dataset "embedded" is Python's source code.
@@ -73,7 +78,14 @@ def train(
     history = records.History(**agree.broadcast_from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
-        display.table(header_rows(records.Record.model_validate(record.values)))
+        planned = records.Record.model_validate(record.values)
+        layout = planned.layout_name
+        amount = amount_of(planned)
+        sentence = verdict(amount, planned.machine, plan.num_processes, layout, plan.prediction)
+        display.say(fold(sentence))
+        display.table(header_rows(planned))
+    for note in plan.notes:
+        display.note(note)
     traced_steps = range(0)
     if plan.config.profile:
         from distributed_training.train.profiling import Profile, steps_to_trace
@@ -262,6 +274,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "batch": plan.batch.model_dump(),
         "data": {
             "form": data.form,
+            "unit": plan.amount.unit if plan.amount else "samples",
             "num_train_samples": len(data.train),
             "num_validation_samples": len(data.validation),
             "real_token_share": data.train.real_share,

@@ -88,7 +88,9 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, t
         fetched = [text for text in hub.requests if text.startswith("GET") and "resolve" in text]
         assert len(fetched) == len(WIKITEXT_FILES), hub.requests
     assert only_record(tmp_path / "runs")["config"]["dataset"] == "wikitext-2"
-    result = run(hub.endpoint, {"dataset": "auto"}, "--dry-run")  # the stub no longer runs
+    result = run(
+        hub.endpoint, {"dataset": "auto"}, "--dry-run", "--explain"
+    )  # the stub no longer runs
     assert_decided(result, dataset="'wikitext-2'")
 
 
@@ -104,9 +106,9 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
     gpt2 = {name: file.read_bytes() for name, file in gpt2.items()}
     auto = {"model": "me/tiny", "dataset": "auto", "learning_rate": "auto", "tokenizer": "gpt2"}
     with serve({**wikitext, **gpt2}) as hub:
-        result = run(hub.endpoint, auto, "--dry-run")
+        result = run(hub.endpoint, auto, "--dry-run", "--explain")
     assert_decided(result, tokenizer="'gpt2'", weights="'pretrained'", learning_rate="5e-05")
-    assert result.stdout.count("note:") == result.stdout.count("all in the loss") == 1
+    assert "note:" not in result.stdout
     assert not (tmp_path / "runs").exists()
 
 
@@ -130,7 +132,7 @@ def test_auto_falls_back_within_seconds_with_a_note(is_running, wikitext, run):
     begin = time.monotonic()
     with serve(wikitext, is_mute=True) as hub:
         endpoint = hub.endpoint if is_running else f"http://127.0.0.1:{free_port()}"
-        result = run(endpoint, {"dataset": "auto"}, "--dry-run")
+        result = run(endpoint, {"dataset": "auto"}, "--dry-run", "--explain")
     assert time.monotonic() - begin < AUTO_LIMIT_S
     assert_decided(result, dataset="'embedded'")
     assert "note: WikiText-2" in result.stdout
@@ -161,7 +163,7 @@ def test_one_config_of_a_hub_dataset_is_loaded(own_dataset, run, tmp_path):
     values = {"num_samples": -1, "pack": False}
 
     def ask(name):
-        return run(hub.endpoint, {**values, "dataset": name}, "--dry-run")
+        return run(hub.endpoint, {**values, "dataset": name}, "--dry-run", "--explain")
 
     with serve(own_dataset) as hub:
         assert_ok(ask("me/cards:b"))

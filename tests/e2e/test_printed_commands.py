@@ -140,7 +140,7 @@ def test_commands_are_found():
 def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
-    words = {"plan": "fastest", "doctor": "GPU", "parity": "strategy=local_sgd"}
+    words = {"plan": "--explain", "doctor": "GPU", "parity": "strategy=local_sgd"}
     name = next((name for name in words if f".py {name}" in command), None)
     assert words.get(name, "global") in dry_run(command, tmp_path)
 
@@ -151,7 +151,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     values = {**SMALL, "dataset": "embedded", "strategy": "zero3", "grad_accum_steps": 3}
     values |= {"output_dir": output_dir}
     command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *settings(values), "--dry-run"]
-    result = run_command([*command, "--num_gpus", "2"])
+    result = run_command([*command, "--num_gpus", "2", "--explain"])
     assert_ok(result)
     assert result.stderr == ""
     text, _, heavy = re.sub(" +", " ", result.stdout).rpartition("HEAVY ")

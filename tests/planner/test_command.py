@@ -34,9 +34,15 @@ def plan(monkeypatch, *arguments):
 def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, capsys):
     arguments = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
     assert plan(monkeypatch, *arguments) == 0
+    short = capsys.readouterr().out
+    assert plan(monkeypatch, *arguments, "--explain") == 0
     out = capsys.readouterr().out
-    title, _, heading, *rest = out.splitlines()
-    assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens per step")
+    text, _, table = out.partition("\n\n")
+    for line in ("on 2 x 8 x H100-80GB: ", "steps of 64 x 512 tokens"):
+        assert line in " ".join(text.split())
+        assert line in " ".join(short.split())
+    assert "s/step" not in short
+    heading, *rest = table.splitlines()
     assert heading.split() == [
         "pick",
         "layout",
@@ -64,8 +70,8 @@ def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, 
     names and explains."""
     arguments = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
     arguments += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
-    assert plan(monkeypatch, *arguments) == 0
-    rows = capsys.readouterr().out.splitlines()[3:]
+    assert plan(monkeypatch, *arguments, "--explain") == 0
+    rows = capsys.readouterr().out.partition("\npick ")[2].splitlines()[1:]
     assert rows[0].split("  ")[0] == "first"
     assert "first   dp m8 " in rows[0]
     assert rows[1].startswith("fastest pp pp=2 dp_shard=4 zb-v m16 ")
@@ -77,14 +83,14 @@ def test_open_values_are_searched_and_typed_values_are_kept(monkeypatch, capsys)
     arguments = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
     assert plan(monkeypatch, *arguments) == 0
     out = capsys.readouterr().out
-    assert "xl on 1 x H100-80GB: 4 x 1024" in out
+    assert " of 4 x 1,024 tokens" in " ".join(out.split())
     recommended = re.search(r"--batch_size auto uses (\d+)", " ".join(out.split()))[1]
     assert plan(monkeypatch, *arguments, "--batch_size", "auto") == 0
     out = capsys.readouterr().out
     assert re.search(rf"--batch_size {recommended} .*--strategy dp", out)
     assert plan(monkeypatch, *arguments, "--batch_size", "64", "--micro_batch_size", "64") == 0
-    out = capsys.readouterr().out
-    assert "64 x 1024 tokens per step" in out
+    out = " ".join(capsys.readouterr().out.split())
+    assert " of 64 x 1,024 tokens" in out
     assert re.search(r"dp \+(selective|full)", out)
     assert re.search(r"--activation_checkpointing (selective|full)", out)
 
@@ -103,11 +109,12 @@ def test_offload_on_cpus_is_ranked_only_when_asked_for(monkeypatch, capsys):
 
 
 def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
-    arguments = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2"
+    arguments = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2 CHF"
     assert plan(monkeypatch, *arguments, "--tokens", "1B") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "1B tokens in 122,071 steps take" in out
-    assert "at 2 per GPU-hour" in out
+    assert " 122,071 steps of 16 x 512 tokens" in out
+    hours, cost = (float(re.search(rf"([\d.]+) {unit}", out)[1]) for unit in ("GPU-hours", "CHF"))
+    assert cost == pytest.approx(2 * hours, rel=0.01)
     assert "--max_steps 122071" in out
     assert plan(monkeypatch, *arguments, "--tokens", "many") == 2
     assert "Write 300M, 1B or 2e9" in capsys.readouterr().err
@@ -122,14 +129,14 @@ def test_steps_for_a_small_text_on_a_cpu_match_the_run(tmp_path, monkeypatch, ca
     planned = " ".join(capsys.readouterr().out.split())
     assert "--preset words" in planned  # the note that lists the preset's values
     printed = light_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
-    num_steps = int(re.search(r"\n  steps: (\d+)\n", printed)[1])
-    assert f" tokens in {num_steps} steps " in planned
+    work = re.search(r"\n  work: (.+)\n", printed)[1]
+    assert f" trains on {work} of " in planned
 
 
 def test_printed_commands_repeat_no_option(monkeypatch, capsys):
     typed = "--pp", "2", "--pipeline_schedule", "zb-auto"
     assert plan(monkeypatch, "--cluster", "2xH200", "--model", "gpt2", *typed) == 0
-    table, _, commands = capsys.readouterr().out.partition("\nfirst: ")
+    table, _, commands = capsys.readouterr().out.partition("\n  # ")
     assert " zb-auto m" in table
     found = [line for line in commands.splitlines() if line.startswith("  python ")]
     assert found

@@ -1,4 +1,13 @@
-from distributed_training.records.display import Display, header_rows
+from dataclasses import replace
+
+from distributed_training.data.report import Amount
+from distributed_training.records.display import (
+    Display,
+    Price,
+    describe_prediction,
+    header_rows,
+    verdict,
+)
 from distributed_training.records.results import summary_rows
 from tests.support import made_record
 
@@ -11,18 +20,17 @@ def test_header_describes_the_run():
     rows = header()
     for name, words in {
         "model": ["gpt2-medium", "355M", "pretrained"],
-        "strategy": ["zero2 x 4", "NVIDIA H200"],
-        "precision": ["bf16", "compiled"],
+        "layout": ["NVIDIA H200", "bf16", "compiled"],
         "batch": ["global 32", "4 replicas", "2 micro-batches", "16,384 tokens"],
-        "data": ["1,000 training", "200 validation", "512 tokens", "12.5% padding"],
-        "steps": ["64, 32 per epoch", "5e-05", "cosine", "10 warm-up"],
+        "data": ["1,000 samples per epoch", "2,000 samples in 64", "200", "512", "12.5% padding"],
+        "rate": ["5e-05", "cosine", "10 warm-up"],
         "run": ["runs/x"],
     }.items():
         assert [word for word in words if word not in rows[name]] == [], name
     sparse = header(data__real_token_share=0.049)["data"]
     assert "95.1% padding" in sparse
     assert "--pack auto" in sparse
-    assert rows["pipeline"] == rows["options"] == ""
+    assert len(rows) <= 6
 
 
 def test_summary_shows_the_results():
@@ -95,12 +103,26 @@ def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monk
     assert lines[1].endswith("2,468 tok/s  0:48 left")
 
 
-def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
-    predicted = {
-        "peak_bytes": 2**30, "host_bytes": 2**31, "step_time_s": 0.5, "likely_s": [0.4, 0.6],
-        "bound_by": "memory",
-    }  # fmt: skip
-    on_gpu = header(prediction=predicted)["predicted"]
-    assert on_gpu.startswith("1.00 GiB of GPU memory")
-    on_cpu = header(prediction=predicted, machine__gpu_name=None)["predicted"]
+PREDICTED = {
+    "peak_bytes": 2**30, "needed_bytes": 3 * 2**30, "host_bytes": 2**31, "step_time_s": 30.0,
+    "likely_s": [0.4, 0.6], "bound_by": "memory",
+}  # fmt: skip
+
+
+def test_the_verdict_names_work_machine_layout_time_cost_and_memory():
+    amount = Amount(num_samples=50_000, unit="chats", epochs=3, num_steps=60)
+    machine = {"num_gpus": 8, "gpu_name": "NVIDIA H100", "gpu_memory_bytes": 80 * 2**30}
+    text = verdict(amount, machine, 16, "fsdp", PREDICTED, Price("$", 2.0, ""))
+    assert text == "50,000 chats, 3 epochs on 2 x 8 x H100: fsdp, about 30 min, $16.00, 3 of 80 GiB"
+    on_cpu = verdict(replace(amount, error=0.05), {"num_gpus": 0}, 2, "dp", PREDICTED)
+    assert on_cpu.startswith("About 50,000 chats (±5%), 3 epochs on 2 CPU processes: dp")
+    assert on_cpu.endswith("2.00 GiB of RAM per process")
+    unknown = verdict("no data", machine, 1, "dp", {**PREDICTED, "step_time_s": None})
+    assert unknown == "An unknown number of steps on H100: dp, time unknown, 3 of 80 GiB"
+
+
+def test_memory_names_its_parts():
+    on_gpu = describe_prediction(PREDICTED, 2, on_gpu=True)
+    assert on_gpu.startswith("3.00 GiB of GPU memory (1.00 GiB allocated, 2.00 GiB context)")
+    on_cpu = describe_prediction(PREDICTED, 2, on_gpu=False)
     assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM")

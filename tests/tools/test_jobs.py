@@ -78,8 +78,9 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         recommend, describe = command.recommended_layouts, dry_run.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda draft, _: (draft, sources_of()))
+        monkeypatch.setattr(planning, "find_sources", lambda draft, *_, **__: (draft, sources_of()))
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
+        monkeypatch.setattr(command, "count_work", lambda *_: "unknown")
         with monkeypatch.context() as patch:
             patch.setattr(
                 command,
@@ -89,7 +90,7 @@ def call(monkeypatch):
             patch.setattr(
                 dry_run,
                 "describe_plan",
-                lambda plan, *a: printed.append(plan) or describe(plan, *a),
+                lambda plan, *a, **k: printed.append(plan) or describe(plan, *a, **k),
             )
             patch.setattr(sys, "argv", [str(SCRIPT), *words])
             code = cli.main(CONFIG, "About.", str(SCRIPT))
