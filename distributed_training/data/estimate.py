@@ -10,8 +10,8 @@ from pathlib import Path
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.files import encoding_of
 
-NUM_CHUNKS = 16
-CHUNK_BYTES = 2**16
+NUM_CHUNKS = 64
+CHUNK_BYTES = 2**14
 MAX_LINE_BYTES = 2**24
 MIN_ERROR = 0.05  # smallest uncertainty that is stated
 SUFFIXES = (".txt", ".md", ".jsonl")  # files that can be read from any line

@@ -1,5 +1,6 @@
 """Test the values that depend on the data: the numbers of samples, steps and warm-up steps."""
 
+import json
 import math
 import shutil
 
@@ -11,6 +12,7 @@ from distributed_training.planner import checks, data
 from distributed_training.planner.data import load_planned_data, peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster, parse_cluster
+from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.request import build_config
 from tests.support import CPU_MACHINE, refused
 
@@ -32,7 +34,7 @@ def test_a_short_text_is_used_completely(tmp_path):
     num_samples = len(load_planned_data(plan).train)
     assert 8 < num_samples < 1000
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
-    assert any(f": {num_samples} blocks trained on per epoch" in note for note in plan.notes)
+    assert plan.amount.describe() == f"{num_samples} blocks, 3 epochs"
     capped = plan_for(tmp_path, 2000, num_samples=num_samples + 1)
     assert f"the dataset has only {num_samples} training samples" in capped.notes
     assert capped.num_steps * 3 == plan.num_steps * 2
@@ -70,7 +72,26 @@ def test_a_dry_run_counts_the_samples_of_a_short_text_and_writes_nothing(tmp_pat
         full_plan.num_steps,
         full_plan.notes,
     )
-    assert plan_for(tmp_path, 400_000, read=peek_data).num_steps is None
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_large_text_is_estimated_until_its_tokens_are_cached(name, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    large = tmp_path / name
+    lines = ["one more word " * (5 + number % 300) for number in range(2500)]
+    if name == "a.jsonl":
+        lines = [json.dumps({"prompt": "a", "completion": line}) for line in lines]
+    large.write_text("\n".join(lines))
+    plan = plan_for(tmp_path, 1, read=peek_data, dataset=str(large))
+    assert plan.num_steps is None
+    exact = plan_for(tmp_path, 1, dataset=str(large))
+    assert exact.amount.error == 0.0 < plan.amount.error < 0.3
+    error = plan.amount.error
+    assert plan.amount.num_samples == pytest.approx(exact.amount.num_samples, rel=error)
+    assert plan.amount.num_steps == pytest.approx(exact.num_steps, rel=error)
+    assert plan_for(tmp_path, 1, read=peek_data, dataset=str(large)).amount == exact.amount
+    capped = plan_for(tmp_path, 1, read=peek_data, dataset=str(large), num_samples=100)
+    assert capped.amount.num_samples == 100
 
 
 def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, monkeypatch):
