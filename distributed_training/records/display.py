@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -186,26 +185,12 @@ def fill_template(template: str, **values: Any) -> str:
     return templates.get_template(template).render(values)
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """Price of a GPU-hour, with its currency as typed."""
-
-    before: str
-    amount: float
-    after: str
-
-    def describe(self, gpu_hours: float) -> str:
-        """Format a cost, such as "17 USD" or "$0.85"."""
-        cost = self.amount * gpu_hours
-        return f"{self.before}{cost:,.2f}{self.after}"
-
-
 def verdict(
     amount: Amount | str, machine: Mapping[str, Any], num_processes: int, layout: str,
-    prediction: Mapping[str, Any] | None, price: Price | None = None,
+    prediction: Mapping[str, Any] | None, price: str | None = None,
 ) -> str:  # fmt: skip
     """Return one sentence with a run's work, machine, layout, time, cost and memory. `amount` is a
-    sentence if the amount of work is unknown."""
+    sentence if the amount of work is unknown. `price` is the price of a GPU-hour, as typed."""
     num_gpus = machine["num_gpus"]
     place = plural(num_processes, "CPU process")
     if num_gpus:
@@ -225,7 +210,8 @@ def verdict(
         seconds *= amount.num_steps
         texts.append(f"about {format_duration(seconds)}")
         if price is not None:
-            texts.append(price.describe(seconds * num_processes / 3600))
+            hours = seconds * num_processes / 3600
+            texts.append(re.sub(r"[\d.]+", lambda text: f"{hours * float(text[0]):,.2f}", price))
     needed, host = prediction.get("needed_bytes"), prediction.get("host_bytes")
     if needed and num_gpus:
         texts.append(f"{needed / GIB:.3g} of {machine['gpu_memory_bytes'] / GIB:.3g} GiB")

@@ -244,11 +244,6 @@ class Comparison:
     def tables(self) -> list[Table]:
         """Return the tables that contain data."""
         tables = [self._results(), self._predictions()]
-        about = "Predicted peak memory of the process that uses the most memory."
-        tables.append(self._breakdown("Memory by component", about, _memory_by_component))
-        about = "Predicted bytes that the busiest process sends, from the formulas for ring "
-        about += "collectives in strategies/LAWS.md."
-        tables.append(self._breakdown("Bytes sent per step", about, _sent_by_axis))
         return [table for table in tables if len(table.columns) > 1]
 
     def _results(self) -> Table:
@@ -270,19 +265,6 @@ class Comparison:
         about += "fullest process, with libraries. Each prediction was made before its run."
         layouts = self.finished if any(r.prediction for r in self.records) else []
         return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
-
-    def _breakdown(
-        self, title: str, about: str, bytes_of: Callable[[Record], dict[str, float]]
-    ) -> Table:
-        """Return a table of predicted sizes, with one column per component and the total."""
-
-        def component(name: str) -> Column:
-            return Column(lambda r: bytes_of(r).get(name) or None, format_bytes)
-
-        names = dict.fromkeys(name for r in self.records for name in bytes_of(r))
-        columns = {name: component(name) for name in names}
-        columns["total"] = Column(lambda r: sum(bytes_of(r).values()) or None, format_bytes)
-        return self._table(title, about, self.finished, columns)
 
     def _table(
         self, title: str, about: str, layouts: Sequence[LayoutRow], columns: Mapping[str, Column]
@@ -310,17 +292,6 @@ def summary_rows(r: Record) -> dict[str, str]:
     if r.skipped_steps:
         rows["skipped"] = f"{plural(len(r.skipped_steps), 'step')} with non-finite gradients"
     return rows | {"record": f"{short_path(r.run_dir)}/record.json"}
-
-
-def _memory_by_component(r: Record) -> dict[str, float]:
-    components = dict(predicted("memory_bytes")(r) or {})
-    if components and not r.machine["gpu_name"]:  # add the memory of Python and libraries
-        components["Python"] = predicted("host_bytes")(r) - sum(components.values())
-    return components
-
-
-def _sent_by_axis(r: Record) -> dict[str, float]:
-    return {f"over {axis}": size for axis, size in (predicted("sent_bytes")(r) or {}).items()}
 
 
 def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -29,7 +29,6 @@ from distributed_training.planner.rank import (
 )
 from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import calibration_file
-from distributed_training.records.display import Price
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import check_replaced, shown
@@ -146,7 +145,7 @@ def run(
     if arguments.explain or arguments.all:
         listed = choices if arguments.all else fitting[:MAX_SHOWN]
         labels = {id(choice): label for label, choice in picks}
-        print(f"\n{table(listed, labels, all_columns=arguments.all)}\n")
+        print(f"\n{table(listed, labels)}\n")
         if len(fitting) > len(listed):
             print(f"--all lists all {len(choices)} layouts.")
         gbit = None
@@ -164,12 +163,7 @@ def run(
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
         job = build_batch_script(
-            first,
-            amount,
-            job_file,
-            script,
-            options,
-            machine_options=machine_options,
+            first, amount, job_file, script, options, machine_options=machine_options,
             plan_command=command,
         )  # fmt: skip
         job_file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,12 +185,11 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
     return note
 
 
-def parse_price(text: str) -> Price:
-    """Parse a price such as "2.5", "2.5 USD" or "$2.5"."""
-    match = re.fullmatch(r"([^\d.]*)(\d+\.?\d*|\.\d+)(\D*)", text)
-    if match is None:
+def parse_price(text: str) -> str:
+    """Return a price such as "2.5", "2.5 USD" or "$2.5" unchanged."""
+    if not re.fullmatch(r"[^\d.]*\d*\.?\d+\D*", text):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a price. Write 2.5 or '2.5 USD'")
-    return Price(match[1], float(match[2]), match[3])
+    return text
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -7,9 +7,8 @@ from tabulate import DataRow, TableFormat, tabulate
 
 from distributed_training.data.report import Amount
 from distributed_training.planner.rank import layout_name
-from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.records.display import Price, bottleneck_name, fold, format_count, verdict
+from distributed_training.records.display import bottleneck_name, fold, format_count, verdict
 from distributed_training.settings.machine import GIB
 
 _CELLS = DataRow("", " ", "")
@@ -24,28 +23,17 @@ def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Predic
     return [("first", first), ("fastest", fastest)]
 
 
-def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, all_columns: bool) -> str:
+def table(choices: Sequence[Prediction], labels: Mapping[int, str]) -> str:
     """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
-    column "pick". If `all_columns` is set, additional columns show whether a layout fits and how
-    much memory each component needs."""
-    offloads = any(choice.plan.strategy.offloads for choice in choices)
-    rows = [_row(choice, labels.get(id(choice), ""), all_columns, offloads) for choice in choices]
+    column "pick"."""
+    rows = [_row(choice, labels.get(id(choice), "")) for choice in choices]
     sides = ["left", "left", *["right"] * (len(rows[0]) - 3), "left"]
     # The headings are a row of the table, because tabulate adds padding to its own headings.
     lines = [[*rows[0]], *(row.values() for row in rows)]
     return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
 
 
-def _row(choice: Prediction, label: str, all_columns: bool, offloads: bool) -> dict[str, str]:
-    memory = choice.memory
-    fullest = memory.peak_by_component
-    sizes = {
-        "state": sum(fullest[name] for name in STATE),
-        "acts": fullest["activations"] + fullest["logits"],
-        "other": fullest["copies"] + fullest["buffers"] + memory.context_bytes,
-    }
-    if offloads:
-        sizes |= {"RAM": memory.host_bytes, "disk": memory.disk_bytes}
+def _row(choice: Prediction, label: str) -> dict[str, str]:
     speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bottleneck"), "-")
     if choice.step is not None:
         likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
@@ -57,13 +45,12 @@ def _row(choice: Prediction, label: str, all_columns: bool, offloads: bool) -> d
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
-    needed_text = format_count(memory.needed_bytes / GIB)
-    first_cells = {"pick": label, "layout": _layout_and_mode(choice)}
-    if not all_columns:
-        fit_note = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
-        return {**first_cells, "GiB": f"{fit_note}{needed_text}", **speed}
-    gibs = {name: format_count(size / GIB) for name, size in sizes.items()}
-    return {**first_cells, "fits": choice.memory_fit, "GiB": needed_text, **gibs, **speed}
+    fit_note = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
+    needed_text = format_count(choice.memory.needed_bytes / GIB)
+    return {
+        "pick": label, "layout": _layout_and_mode(choice), "GiB": f"{fit_note}{needed_text}",
+        **speed,
+    }  # fmt: skip
 
 
 def _layout_and_mode(choice: Prediction) -> str:
@@ -98,7 +85,7 @@ MFU: share of the peak FLOP/s; error: measured times relative to predictions
 not validated: never measured. {source}"""
 
 
-def verdict_of(choice: Prediction, amount: Amount | str, price: Price | None) -> str:
+def verdict_of(choice: Prediction, amount: Amount | str, price: str | None) -> str:
     """Return the verdict on a layout, as in a run's header."""
     plan = choice.plan
     layout, values = _layout_and_mode(choice), choice.as_record()

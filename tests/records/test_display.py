@@ -1,13 +1,7 @@
 from dataclasses import replace
 
 from distributed_training.data.report import Amount
-from distributed_training.records.display import (
-    Display,
-    Price,
-    describe_prediction,
-    header_rows,
-    verdict,
-)
+from distributed_training.records.display import Display, describe_prediction, header_rows, verdict
 from distributed_training.records.results import summary_rows
 from tests.support import made_record
 
@@ -112,7 +106,7 @@ PREDICTED = {
 def test_the_verdict_names_work_machine_layout_time_cost_and_memory():
     amount = Amount(num_samples=50_000, unit="chats", epochs=3, num_steps=60)
     machine = {"num_gpus": 8, "gpu_name": "NVIDIA H100", "gpu_memory_bytes": 80 * 2**30}
-    text = verdict(amount, machine, 16, "fsdp", PREDICTED, Price("$", 2.0, ""))
+    text = verdict(amount, machine, 16, "fsdp", PREDICTED, "$2")
     assert text == "50,000 chats, 3 epochs on 2 x 8 x H100: fsdp, about 30 min, $16.00, 3 of 80 GiB"
     on_cpu = verdict(replace(amount, error=0.05), {"num_gpus": 0}, 2, "dp", PREDICTED)
     assert on_cpu.startswith("About 50,000 chats (±5%), 3 epochs on 2 CPU processes: dp")
