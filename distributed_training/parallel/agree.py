@@ -19,8 +19,7 @@ from distributed_training.settings.files import shown
 
 _ERROR_CLASSES = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
 Gather = Callable[[Any], list[Any]]
-MAX_WAIT_S = 86400.0  # rank 0 may read and tokenize data for hours
-POLL_S = 0.05
+DAY_S = 86400.0
 logger = logging.getLogger(__name__)
 
 
@@ -47,18 +46,18 @@ def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
     """Return a function like `gather` that exchanges values through a store. The function can wait
     longer than a process group's timeout, for example for a rank that is still tokenizing. Waiting
     ranks handle signals, and their launcher ends them if another rank fails. The function raises
-    RunError after MAX_WAIT_S seconds."""
+    RunError after a day, because rank 0 may read and tokenize data for hours."""
     call_indices = itertools.count()
 
     def gather_from_store(value: Any) -> list[Any]:
         call_index = next(call_indices)
         keys = [f"value {call_index} of rank {sender}" for sender in range(world_size)]
         store.set(keys[rank], json.dumps(value))
-        end = time.monotonic() + MAX_WAIT_S
+        end = time.monotonic() + DAY_S
         while not store.check(keys):
             if time.monotonic() > end:
-                raise RunError(f"rank {rank} waited {MAX_WAIT_S:.0f} s for the other ranks")
-            time.sleep(POLL_S)
+                raise RunError(f"rank {rank} waited a day for the other ranks")
+            time.sleep(0.05)
         return [json.loads(text) for text in store.multi_get(keys)]
 
     return gather_from_store

@@ -77,8 +77,10 @@ def current_process() -> Process | None:
 def single_process() -> Process:
     """Return the `Process` for a run that has only one process. Set the variables that libraries
     read, as a launcher would."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR=LOOPBACK, MASTER_PORT="0",
+    )  # fmt: skip
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 

@@ -31,7 +31,6 @@ from distributed_training.supervise.process import (
 )
 from distributed_training.train.run import build_topology, push, train
 
-DAY_S = 86400.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
 
@@ -48,7 +47,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
     set_nccl_variables(config.strategy)
     # Usually, the launching process decides that a rank hangs.
     limit_s = 0.0 if report_fds else find_limit(config, process.world_size)
-    with process_group(device, store, timeout_s=limit_s or DAY_S):
+    with process_group(device, store, timeout_s=limit_s or agree.DAY_S):
         gather_values = agree.build_store_gather(store, process.rank, process.world_size)
         if isinstance(plan, Request):
             plan = rendezvous.agree_on_plan(plan, process, gather_values)
@@ -74,6 +73,8 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
             try:
                 code = train(plan, topology, progress.set_activity, gather_values, startup)
             except BaseException as error:  # other ranks may wait in a collective forever
+                # Launchers terminate all ranks after one has failed. This is not the cause.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 if progress.activity.name == END_ACTIVITY and records.has_finished(plan.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print_stderr(f"note: after the run had finished: {what}")
@@ -113,8 +114,8 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     """Configure libraries and return this process's device. Raises UserError if torch cannot use
     the machine's GPUs or if there are fewer GPUs than local processes."""
     # Users cannot fix libraries that call each other's deprecated functions.
-    silenced_modules = "torch|deepspeed|distributed_training"
-    warnings.filterwarnings("ignore", category=FutureWarning, module=silenced_modules)
+    modules = "torch|deepspeed|distributed_training"
+    warnings.filterwarnings("ignore", "", FutureWarning, modules)
     if not num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")

@@ -11,8 +11,10 @@ import time
 import psutil
 import pytest
 
-from tests.conftest import SMALL, assert_ok, only_record, script, train
+from distributed_training.records.record import LOST_PEER
+from tests.conftest import SCRIPT, SMALL, assert_ok, only_record, run_command, script, train
 from tests.e2e.support import (
+    FAULT_SCRIPT,
     assert_refused,
     final_weights,
     launcher_command,
@@ -49,6 +51,18 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     assert re.match(error, record["error"])
     for words in (error.removeprefix("rank 1: "), *also):
         assert re.search(words, said)
+
+
+def test_a_rank_killed_under_torchrun_is_a_failure_and_no_interruption(tmp_path):
+    """torchrun terminates the other ranks, but its signal is not the reason why the run ends. A job
+    script must not queue the run again."""
+    output_dir = tmp_path / "runs"
+    command = launcher_command("torchrun", {**LONG, "output_dir": output_dir})
+    command[command.index(str(SCRIPT))] = str(FAULT_SCRIPT)
+    result = run_command(command, FAULT="killed")
+    assert "SIGKILL" in result.stderr
+    record = only_record(output_dir)
+    assert (record["status"], LOST_PEER in record["error"]) == ("failed", True)
 
 
 def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):

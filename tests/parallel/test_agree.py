@@ -64,7 +64,7 @@ def test_ranks_wait_for_rank_0_to_read_the_data_without_a_time_limit(tmp_path, m
 
 
 def test_a_rank_that_never_answers_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(agree, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(agree, "DAY_S", 0.1)
     with refused("rank 0"):
         agree.build_store_gather(dist.HashStore(), 0, 2)("value")
 
