@@ -148,6 +148,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
     """Tokenize a corpus into a cache folder. Raises UserError if there is no text to train on."""
+    tokenizer.check_export()
     num_bytes = sum(source.num_bytes for source in corpus.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
     if num_bytes > _LONG_BYTES:

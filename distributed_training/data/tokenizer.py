@@ -6,10 +6,11 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `re
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SAFE_PATTERNS = tuple(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
+)
+CLASS_KEYS = ("model_type", "tokenizer_class")  # keys of a config.json
+_PROBE = (
+    "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
+    "Привет 日本語 हिन्दी 1½ 🙂"
 )
 
 
@@ -62,11 +68,25 @@ class Facts:
 
 class Tokenizer:
     """Tokenizer stored in a folder. The tokenizer is loaded when it is first needed. If loading
-    fails, UserError is raised at that point."""
+    fails, UserError is raised at that point.
 
-    def __init__(self, folder: Path) -> None:
+    transformers selects the tokenizer's class by `model_type` and `tokenizer_class` in the model's
+    config.json. `model` contains these keys as the model is exported (`ModelSpec.class_keys`). They
+    take precedence over the config.json in the folder, so that the run and its export use the same
+    class."""
+
+    def __init__(self, folder: Path, model: Mapping[str, str] | None = None) -> None:
         self.folder = folder
+        self._model = dict(model or {})
         self._facts: Facts | None = None
+
+    @cached_property
+    def _class_keys(self) -> dict[str, str]:
+        """Keys of a config.json by which transformers selects the tokenizer's class."""
+        config = self.folder / "config.json"
+        values = load_json(config, "model") if config.is_file() else {}
+        stored = {key: str(values[key]) for key in CLASS_KEYS if values.get(key)}
+        return stored | self._model
 
     def restore_facts(self, facts: dict[str, Any]) -> None:
         """Use facts that were stored in the token cache instead of loading the tokenizer."""
@@ -101,10 +121,7 @@ class Tokenizer:
         """SHA-256 of everything that determines the ids of a string. Tokenizers with equal
         fingerprints produce equal ids."""
         digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
-        config = self.folder / "config.json"
-        if config.is_file():  # transformers selects the class based on this file.
-            values = load_json(config, "model")
-            digest.update(f"{values.get('model_type')} {values.get('tokenizer_class')}".encode())
+        digest.update(f"{sorted(self._class_keys.items())}".encode())
         for name in self._files:
             content = (self.folder / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
@@ -130,13 +147,18 @@ class Tokenizer:
         fix = "use the folder that the model's tokenizer was saved in, or set tokenizer to auto"
         if not self._files:
             raise self._unreadable_error("the folder contains no tokenizer files", fix)
-        from transformers import AutoTokenizer
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
         # transformers explains in warnings why it cannot read a tokenizer.model file.
         transformers_logging.set_verbosity_warning()
+        config = None  # For an unknown type, transformers reads the folder alone.
+        if self._class_keys.get("model_type") in CONFIG_MAPPING:
+            config = AutoConfig.for_model(**self._class_keys)
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(
+                self.folder, config=config, trust_remote_code=False
+            )
         except Exception as error:  # transformers can raise any error here.
             why = f"{type(error).__name__}: {error}"
             if "trust_remote_code" in why:
@@ -157,6 +179,35 @@ class Tokenizer:
         backend.no_truncation()
         backend.encode_special_tokens = self._hf_tokenizer.split_special_tokens
         return backend
+
+    def check_export(self) -> None:
+        """Raise UserError if the tokenizer's class does not split text as tokenizer.json says, or
+        if the exported tokenizer gives other ids. Some classes of transformers replace the
+        pre-tokenizer in the file, depending on the model's type."""
+        what = f"tokenizer {self.folder} cannot be used with this model"
+        fix = "use the model's own tokenizer, or set tokenizer_class in tokenizer_config.json to "
+        fix += "TokenizersBackend"
+        why = f"{self.facts.kind}, the class that transformers uses for "
+        why += f"{shown(self._class_keys)}, "
+        file = self.folder / "tokenizer.json"
+        if self._backend is not None and file.is_file():
+            from tokenizers import Tokenizer as Backend
+
+            if _split(Backend.from_file(str(file))) != _split(self._backend):
+                raise UserError(what, f"{why}splits text differently than tokenizer.json", fix)
+        ids = self._probe()
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            self.save(folder)
+            for keys in ({}, self._class_keys):  # Adapters are exported without a config.json.
+                if Tokenizer(folder, keys)._probe() != ids:
+                    raise UserError(what, f"{why}gives other ids after it has been saved", fix)
+
+    def _probe(self) -> list[list[int]]:
+        """Return the ids of texts for which classes of tokenizers differ."""
+        special = " a".join(sorted(map(str, self._hf_tokenizer.get_added_vocab())))
+        texts = [_PROBE, f" {_PROBE}", f"{special} a"]
+        return [ids.tolist() for ids in self.encode_texts(texts, add_special_tokens=True)]
 
     def _find_facts(self) -> Facts:
         """Load the tokenizer and return its facts. Raises UserError if the tokenizer has no
@@ -457,6 +508,16 @@ class Tokenizer:
         if chat and not self.facts.has_template:
             bos = "{{ bos_token }}" if len(self.added_ids[0]) else ""
             (folder / CHAT_TEMPLATE.name).write_text(bos + CHAT_TEMPLATE.read_text())
+
+
+def _split(backend: Any) -> list[str]:
+    """Return the pieces into which a tokenizer from the `tokenizers` library splits text. The space
+    at the beginning is a setting in tokenizer_config.json, so it is left out."""
+    text = backend.normalizer.normalize_str(_PROBE) if backend.normalizer else _PROBE
+    splits = [(text, (0, 0))]
+    if backend.pre_tokenizer:
+        splits = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [piece.replace("\u2581", " ").lstrip("\u0120 ") for piece, _ in splits]
 
 
 def has_builtin_template(folder: Path) -> bool:

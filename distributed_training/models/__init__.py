@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from distributed_training.data.hub import fetch_error, fetch_folder, is_repo_id
+from distributed_training.data.tokenizer import CLASS_KEYS
 from distributed_training.models.config_file import CONFIG_FILE, load_object
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import (
@@ -82,6 +83,13 @@ class ModelSpec:
     def code(self) -> Any:
         """Return the family's package, which is imported on first use."""
         return _load(self.family)
+
+    @property
+    def class_keys(self) -> dict[str, str]:
+        """Return the keys of the exported config.json by which transformers selects the tokenizer's
+        class."""
+        document = self.code.to_config(self.size, 0)
+        return {key: document[key] for key in CLASS_KEYS if document.get(key)}
 
     def build(self, *, dropout: float, seed: int) -> Decoder:
         """Build the model in fp32 on torch's default device. For each device type, the random

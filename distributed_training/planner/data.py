@@ -140,7 +140,7 @@ def load_planned_data(plan: Plan) -> Data:
     tokens. The planner has verified the tokens, so ranks do not read them all again."""
     folder = token_cache_dir() / (plan.cache or "")
     if plan.cache and folder.is_dir():
-        tokenizer = Tokenizer(plan.tokenizer_dir)
+        tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
         return _build_data(folder, tokenizer, plan, [])
     return read_data(plan, plan.tokenizer_dir)
@@ -148,7 +148,7 @@ def load_planned_data(plan: Plan) -> Data:
 
 def _tokenize(draft: Draft, tokenizer_dir: Path, cache_dir: Path) -> Data:
     config = draft.config
-    tokenizer = Tokenizer(tokenizer_dir)
+    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(
         corpus, tokenizer, config, cache_dir, embedding_rows=draft.model.size.vocab_size

@@ -104,14 +104,14 @@ def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer,
     if checkpoint is None or weights_name == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(name, weights_name)
         trained = open_trained_folder(spec, folder, base_folder(folder))
-        tokenizer = Tokenizer(find_tokenizer(folder, spec))
+        tokenizer = Tokenizer(find_tokenizer(folder, spec), spec.class_keys)
         chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
         return trained, tokenizer, chat
     print_stderr(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.")
     plan, record, meta, state = read_checkpoint(checkpoint)
-    tokenizer = Tokenizer(plan.tokenizer_dir)
+    tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
     trained = trained_model_of_run(plan, state, meta.base_fingerprint)
     return trained, tokenizer, tokenizer.is_chat_form(record.data.get("form"))
 
@@ -310,7 +310,7 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     folder = checkpoint.parents[1] / LAST if to is None else Path(to).expanduser()
     _require_new(folder)
     plan, record, meta, state = read_checkpoint(checkpoint)
-    tokenizer = Tokenizer(plan.tokenizer_dir)
+    tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
     chat = tokenizer.is_chat_form(record.data.get("form"))
     export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))

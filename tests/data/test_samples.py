@@ -173,9 +173,7 @@ def test_ids_above_16_bits_are_stored_correctly(tokenizer, tmp_path, monkeypatch
     ids = [np.full(40, 69_999, np.int32)]
     facts = replace(tokenizer.facts, num_tokens=70_000)
     monkeypatch.setattr(tokenizer, "_facts", facts)
-    monkeypatch.setattr(
-        tokenizer, "encode_texts", lambda texts, add_special_tokens: ids * len(texts)
-    )
+    monkeypatch.setattr(Tokenizer, "encode_texts", lambda self, texts, **options: ids * len(texts))
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
 
@@ -222,14 +220,14 @@ def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
 
 def test_concurrent_runs_build_one_cache(tokenizer, tmp_path, monkeypatch):
     calls = []
-    encode = tokenizer.encode_texts
+    encode = tokenizer.encode_pieces
 
-    def slowly(texts, *, add_special_tokens):
-        calls.append(texts)
+    def slowly(batch):
+        calls.append(batch)
         time.sleep(0.2)
-        return encode(texts, add_special_tokens=add_special_tokens)
+        return encode(batch)
 
-    monkeypatch.setattr(tokenizer, "encode_texts", slowly)
+    monkeypatch.setattr(tokenizer, "encode_pieces", slowly)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: all_rows(prepare(tmp_path, tokenizer).train), range(2))
     np.testing.assert_array_equal(first, second)

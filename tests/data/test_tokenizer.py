@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Builder
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
@@ -284,3 +284,40 @@ def test_answers_near_characters_without_a_token_are_refused(tmp_path):
     assert mask.tolist() == [False, False, True, True]
     with refused(str(tmp_path)):
         tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])
+
+
+SPLIT = r"\p{N}{1,3}|\p{L}+|[^\p{N}\p{L}]+"  # unlike that of GPT-2 and Qwen2
+
+
+@pytest.mark.parametrize(
+    ("cls", "model_type", "kind"),
+    [
+        ("GPT2Tokenizer", "mistral", "TokenizersBackend"), ("GPT2Tokenizer", "llama", None),
+        ("PreTrainedTokenizerFast", "llama", "TokenizersBackend"), (None, "qwen3", None),
+        ("PreTrainedTokenizerFast", "qwen2", None),
+    ],
+)  # fmt: skip
+def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, kind, folder, tmp_path):
+    """transformers selects the class by the config.json of the model. Some classes replace the
+    pre-tokenizer in tokenizer.json (open-instruct#1896, transformers#45812)."""
+    source = shutil.copytree(folder, tmp_path / "source")
+    built = Builder.from_file(str(source / "tokenizer.json"))
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    built.save(str(source / "tokenizer.json"))
+    names = {"eos_token": "<|stop|>", **({"tokenizer_class": cls} if cls else {})}
+    (source / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = Tokenizer(source, {"model_type": model_type})
+    if kind is None:
+        with refused(str(source), model_type, "tokenizer.json"):
+            tokenizer.check_export()
+        return
+    tokenizer.check_export()
+    assert tokenizer.facts.kind == kind
+    tokenizer.save(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    texts = [*SAMPLES, *read_prose()[:50]]
+    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rows = tokenizer.encode_texts(texts, add_special_tokens=True)
+    assert [ids.tolist() for ids in rows] == exported(texts)["input_ids"]
