@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN, Counts, read_pieces
 from distributed_training.data.corpus import Corpus, fingerprint
-from distributed_training.data.pieces import ANSWERS, Piece
+from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
 from distributed_training.settings.config import RunConfig
@@ -166,7 +166,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     ) as bar:
         for split, source in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
-            if source.form in ANSWERS:
+            if source.columns is not None:
                 dtypes["loss_mask"] = "bool"
             splits[split] = dtypes
             pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
@@ -174,13 +174,17 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                 for name in dtypes.keys() & arrays.keys():
                     with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
                         file.write(arrays[name].astype(dtypes[name]).tobytes())
+            if counts[split].forms.keys() == {TEXT}:
+                (partial_folder / f"{split}-loss_mask.bin").unlink(missing_ok=True)
+                del dtypes["loss_mask"]
     if not (partial_folder / "train-ids.bin").exists():
         train = counts["train"]
-        reasons = ", ".join(train.left_out)
+        reasons = ", ".join([*train.left_out, *filter(train.notes.get, train.notes)])
         why = f"{plural(train.records, 'record')} left out: {reasons}" if reasons else ""
         raise UserError(f"dataset={config.dataset!r} contains no text", why)
+    forms = (form for form in (MESSAGES, PROMPT, TEXT) if form in counts["train"].forms)
     meta = {
-        "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
+        "form": next(forms, RUNNING), "splits": splits, "tokenizer": asdict(tokenizer.facts),
         "counts": {split: vars(split_counts) for split, split_counts in counts.items()},
         "sha256": _digest(partial_folder),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data import hub, pieces
-from distributed_training.data.chats.records import COLUMNS, Shape
+from distributed_training.data.chats.records import COLUMNS, Record
 from distributed_training.data.files import (  # fmt: skip
     BLOCK_SIZE,
     RECORD_SUFFIXES,
@@ -32,7 +32,7 @@ from distributed_training.data.folders import (
     check_dataset_exists,
     find_splits,
 )
-from distributed_training.data.pieces import RUNNING, Piece
+from distributed_training.data.pieces import Piece
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import one_of, shown
@@ -55,10 +55,17 @@ class Source:
     """Text or records of one split, either in memory or in files that are read again for each
     use."""
 
-    form: str  # RUNNING, or the form of the records (data/pieces.py)
     files: Sequence[Path] = ()
     texts: Sequence[str] = ()
-    shape: Shape | None = None  # shape of the records; None for running text
+    # For records, the dataset's name of each column that has another name; None for running text
+    columns: Mapping[str, str] | None = None
+
+    @property
+    def unread(self) -> list[str]:
+        """Columns of a Parquet file that `read_records` does not read, or [] for other files."""
+        names = column_names(self.files[0])
+        known = {*COLUMNS, *(self.columns or {}).values()}
+        return [name for name in names if name not in known] if known & {*names} else []
 
     @property
     def num_bytes(self) -> int:
@@ -76,14 +83,14 @@ class Source:
 
     def read_records(self) -> Iterator[tuple[str, Any]]:
         """Yield (location of the record for error messages, record), in order."""
-        assert self.shape is not None
-        return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
+        assert self.columns is not None
+        return read_records(*self.files, columns={*COLUMNS, *self.columns.values()})
 
     def digest(self) -> str:
-        """Return the SHA-256 of the form of the text, the column names and the contents. This
-        method reads all files. Raises UserError if a file cannot be read."""
-        columns = self.shape.columns if self.shape else {}
-        digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
+        """Return the SHA-256 of the column names and the contents. This method reads all files.
+        Raises UserError if a file cannot be read."""
+        columns = None if self.columns is None else sorted(self.columns.items())
+        digest = hashlib.sha256(str(columns).encode())
         for file in self.files:
             file_digest = hashlib.sha256()
             with open_file(file) as stream:
@@ -170,7 +177,7 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
     what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
-        return {"train": Source(form=RUNNING, texts=texts)}
+        return {"train": Source(texts=texts)}
     if dataset == WIKITEXT:
         try:
             parquet = hub.fetch_wikitext()
@@ -183,7 +190,7 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
             # An article begins with a line ` = Title = `.
             articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", lines)
             texts = [text for text in articles if text.strip()]
-            corpus[split] = Source(form=RUNNING, texts=texts)
+            corpus[split] = Source(texts=texts)
         return corpus
     if is_hub_name(dataset):
         splits = hub.fetch_dataset(key, dataset, download=True)
@@ -214,14 +221,14 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Return the running text or records in `files` as a source. All records must have the shape of
-    the first record. Raises UserError if `files` mixes text files and record files, or if the
-    record files contain no records."""
+    """Return the running text or records in `files` as a source. Raises UserError if `files` mixes
+    text files and record files, if the record files contain no records, or if the first record has
+    no known form."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXT_SUFFIXES):
         for file in files:  # reading all of their text would take much longer
             encoding_of(file)
-        return Source(form=RUNNING, files=files)
+        return Source(files=files)
     if not set(suffixes) <= set(RECORD_SUFFIXES):
         fix = (
             f"use {' and '.join(TEXT_SUFFIXES)} files, or {one_of(RECORD_SUFFIXES)} files, "
@@ -229,8 +236,8 @@ def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) 
         )
         raise UserError(f"{what} cannot be read", f"it mixes {', '.join(suffixes)} files", fix)
     for where, record in read_records(*files, columns={*COLUMNS, *columns.values()}):
-        shape = Shape(record, where, columns, column_names(files[0]))
-        return Source(form=shape.form, files=files, shape=shape)
+        Record(record, where, columns)
+        return Source(files=files, columns=columns)
     raise UserError(f"{what} contains no text", fix="use files with at least one record")
 
 

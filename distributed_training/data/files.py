@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.files import shown
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
@@ -30,13 +31,16 @@ def suffix_of(path: Path) -> str:
 
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
     """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
-    encoded in UTF-8, or in UTF-16 with a byte-order mark. CRLF is converted to LF. Raises UserError
-    if the file has another encoding or cannot be read."""
+    encoded in UTF-8, or in UTF-16 with a byte-order mark. CRLF is converted to LF, as is CR in a
+    file without LF. Raises UserError if the file has another encoding or cannot be read."""
     encoding = encoding_of(path)
     with open_file(path) as file:
-        # Lines end only at line feeds, because U+2028 and similar characters may occur inside a
-        # JSON string.
-        text = io.TextIOWrapper(file, encoding, newline="\n")
+        head = file.read(BLOCK_SIZE)
+    # Lines end only at line feeds, because U+2028 and similar characters may occur inside a JSON
+    # string. In a file without line feeds, they end at carriage returns.
+    newline = None if b"\r" in head and b"\n" not in head else "\n"
+    with open_file(path) as file:
+        text = io.TextIOWrapper(file, encoding, newline=newline)
         read = text.readline if by_line else partial(text.read, BLOCK_SIZE)
         try:
             for block in iter(read, ""):
@@ -130,7 +134,11 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     rows = csv.DictReader(read_text(path, by_line=True), strict=True)
     try:
-        _check_names(path, rows.fieldnames or ())
+        names = rows.fieldnames or ()
+        _check_names(path, names)
+        if len(names) == 1 and (delimiters := {*";\t|"} & {*names[0]}):
+            what = f"{path} has no commas in its header {shown(names[0])}"
+            raise UserError(what, fix=f"separate its columns by commas instead of {delimiters}")
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row:
@@ -172,8 +180,12 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
                     for row in batch.slice(first, _BATCH_ROWS).to_pylist():
                         number += 1
-                        record = {name: _drop_nulls(value) for name, value in row.items()}
-                        yield f"{path} row {number}", record
+                        where = f"{path} row {number}"
+                        for field in batch.schema:
+                            if field.name in columns:
+                                cell = _decode(row[field.name], field.type, field.name)
+                                row[field.name] = cell
+                        yield where, row
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = first_line(error)
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
@@ -186,12 +198,29 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         raise UserError(f"{path} has two columns named {repeated[0]!r}", fix="rename one of them")
 
 
-def _drop_nulls(value: Any) -> Any:
-    """Remove null members from a nested record. A table adds them for members that occur only in
-    other rows, and templates would render them as None."""
+def _decode(value: Any, cls: Any, column: str) -> Any:
+    """Return a value of the Arrow type `cls`, with the type `Json` of the datasets library decoded.
+
+    Null members of nested records are left out. A table adds them for members that occur only in
+    other rows, and templates would render them as None. Raises ValueError for types that have no
+    counterpart in JSON, such as maps."""
+    import pyarrow
+
+    if value is None:
+        return None
+    if isinstance(cls, pyarrow.DictionaryType):
+        cls = cls.value_type
     if isinstance(value, dict):
-        return {key: _drop_nulls(member) for key, member in value.items() if member is not None}
-    return [_drop_nulls(member) for member in value] if isinstance(value, list) else value
+        members = ((field.name, field.type) for field in cls)
+        decoded = {name: _decode(value[name], of, column) for name, of in members}
+        return {name: member for name, member in decoded.items() if member is not None}
+    if isinstance(cls, pyarrow.JsonType):
+        return _parse(value)
+    if isinstance(cls, pyarrow.BaseExtensionType | pyarrow.MapType | pyarrow.UnionType):
+        raise ValueError(f"the column {column} has the Arrow type {cls}")
+    if isinstance(value, list):
+        return [_decode(member, cls.value_type, column) for member in value]
+    return value
 
 
 @contextlib.contextmanager

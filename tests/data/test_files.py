@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,7 +16,6 @@ import pytest
 from distributed_training.data import files
 from distributed_training.data.corpus import Source, find_corpus
 from distributed_training.data.files import read_records, read_text
-from distributed_training.data.pieces import PROMPT, RUNNING
 from tests.data.test_corpus import pieces_of, texts_of
 from tests.support import refused
 
@@ -78,7 +78,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     for name in ("a.parquet", "b.csv", "c.jsonl"):
         write_rows(tmp_path / name, rows)
     source = find_corpus(str(tmp_path))["train"]
-    assert source.form == PROMPT
+    assert source.columns == {}
     texts = [piece.text for piece in pieces_of(source)]
     assert texts == 3 * [row["prompt"] + row["completion"] for row in rows]
     assert {piece.spans[0][0] for piece in pieces_of(source)} == {len(rows[0]["prompt"])}
@@ -145,6 +145,34 @@ def test_arrow_tables_are_read_from_files_and_from_streams(tmp_path):
         assert [row["text"] for _, row in read_records(tmp_path / name)] == ["one", "two"] * 2
 
 
+def test_types_of_tables_are_read_as_datasets_reads_them_or_refused(tmp_path):
+    """Values of the type Json are decoded wherever they are (trl#5307)."""
+    arguments = [{"x": 1}, {"y": [None, "a"], "z": None}]
+    rows = [
+        {"messages": [{"role": "user", "content": c, "call": c}], "tools": [c]} for c in arguments
+    ]
+    dataset = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    dataset.to_parquet(tmp_path / "a.parquet")
+    assert "Json" in str(dataset.features)
+    columns = ("messages", "tools")
+    assert [row for _, row in read_records(tmp_path / "a.parquet", columns=columns)] == rows
+    pairs = pyarrow.array([[("role", "user")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": pairs}), tmp_path / "b.parquet")
+    with refused("b.parquet", "messages", "map<string"):
+        list(read_records(tmp_path / "b.parquet", columns=columns))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_lines_may_end_at_carriage_returns(name, tmp_path):
+    rows = ["a,b", "1,2"] if name == "a.csv" else ['{"a": "1"}', '{"a": "2"}']
+    (tmp_path / name).write_bytes("\r".join(rows).encode())
+    if name == "a.txt":
+        assert "".join(read_text(tmp_path / name)) == "\n".join(rows)
+    else:
+        expected = [{"a": "1", "b": "2"}] if name == "a.csv" else [{"a": "1"}, {"a": "2"}]
+        assert [row for _, row in read_records(tmp_path / name)] == expected
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_nulls_that_tables_add_to_nested_records_are_removed(name, tmp_path):
     rows = [{"call": {"x": 1}, "system": None}, {"call": {"y": [{"z": 2}, {}]}, "system": "s"}]
@@ -153,7 +181,8 @@ def test_nulls_that_tables_add_to_nested_records_are_removed(name, tmp_path):
         pyarrow.parquet.write_table(table, tmp_path / name)
     else:
         write_arrow(tmp_path / name, table.to_batches()[0])
-    assert [row for _, row in read_records(tmp_path / name)] == rows
+    records = read_records(tmp_path / name, columns=("call", "system"))
+    assert [row for _, row in records] == rows
 
 
 def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
@@ -170,4 +199,4 @@ def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
 def test_hashing_a_truncated_gzip_file_names_the_file(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000))[:-20])
     with refused("a.txt.gz"):
-        Source(form=RUNNING, files=(tmp_path / "a.txt.gz",)).digest()
+        Source(files=(tmp_path / "a.txt.gz",)).digest()

@@ -10,7 +10,7 @@ import pytest
 
 from distributed_training.data.chats import prepare
 from distributed_training.data.chats.align import Rendered
-from distributed_training.data.chats.records import Shape
+from distributed_training.data.chats.records import Record
 from distributed_training.data.corpus import find_corpus
 from tests.support import refused
 
@@ -35,9 +35,9 @@ def conversation_of(record, columns=()):
     """Return a record's messages, the indices of the messages that are not in the loss, and the
     notes with their counts."""
     notes = Counter()
-    shape = Shape(record, "here", dict(columns))
-    assert shape.form in ("messages", "prompt")
-    conversation = shape.read_conversation(record, "here", notes)
+    record = Record(record, "here", dict(columns))
+    assert record.form in ("messages", "prompt")
+    conversation = record.read_conversation(notes)
     return conversation.messages, conversation.skip, dict(notes)
 
 
@@ -126,23 +126,23 @@ def test_messages_that_are_not_trained_on():
 
 def test_columns_are_renamed():
     columns = {"prompt": "q", "completion": "a"}
-    shape = Shape({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
-    assert shape.read_pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
-    with refused("--columns", "'a'"):
-        Shape({"q": "2+2="}, "here", columns)
+    record = Record({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
+    assert record.read_pair() == ("2+2=", "4")
+    with refused('"a"', "'q'"):
+        Record({"q": "2+2=", "prompt": "4", "completion": "4"}, "here", columns)
     with refused("'c0', 'c1'"):
-        Shape({"c0": 1, "c1": 1}, "here", {})
+        Record({"c0": 1, "c1": 1}, "here", {})
 
 
 def test_form_of_a_record_is_recognized():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
     copied = {**record, "text": ""}  # as in tatsu-lab/alpaca
     forms = [record, {**record, "messages": []}, copied, {**CHAT, "text": ""}]
-    shapes = [Shape(record, "here", {}) for record in (*forms, {**CHAT, "prompt": ""})]
-    shapes.append(Shape(copied, "here", {"text": "text"}))
-    shapes.append(Shape({**copied, "completion": None, "messages": None}, "here", {}))
-    shapes.append(Shape({**record, "history": []}, "here", {}))  # needs a chat template
-    forms_found = [(shape.form, shape.has_copy) for shape in shapes]
+    records = [Record(record, "here", {}) for record in (*forms, {**CHAT, "prompt": ""})]
+    records.append(Record(copied, "here", {"text": "text"}))
+    records.append(Record({**copied, "prompt": None, "completion": None}, "here", {}))
+    records.append(Record({**record, "history": []}, "here", {}))  # needs a chat template
+    forms_found = [(record.form, record.has_copy) for record in records]
     assert forms_found == [
         ("prompt", False), ("prompt", False), ("prompt", True), ("messages", True),
         ("messages", False), ("text", False), ("text", False), ("messages", False),
@@ -162,14 +162,17 @@ def test_form_of_a_record_is_recognized():
 )
 def test_unread_columns_are_listed(record, unread):
     columns = {"prompt": "q"} if "q" in record else {}
-    assert Shape(record, "here", columns).unread == unread
-    assert Shape(record, "here", columns, [*record, "image"]).unread == [*unread, "image"]
+    assert Record({**record, "image": None}, "here", columns).find_unread() == unread
 
 
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": 1, "completion": ""}, ['"prompt"', '"completion": "..."']),
+        ({"prompt": 1, "completion": "a"}, ['"prompt" is 1', '"completion": "..."']),
+        ({"prompt": "a", "completion": 0}, ['"completion" is 0']),
+        ({"text": "a", "prompt": "a", "completion": False}, ['"completion" is False']),
+        ({"messages": [USER, ANSWER], "system": 0}, ['"system" is 0']),
+        ({"messages": [USER, ANSWER], "tools": ["f"]}, ["'f'", '"tools"']),
         ({"prompt": "", "chosen": ""}, ['"completion"', "'prompt', 'chosen'"]),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1", "'weight': 0.5"]),
         ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
@@ -190,8 +193,7 @@ def test_unread_columns_are_listed(record, unread):
 )
 def test_malformed_records_are_refused(record, words):
     with refused("a.jsonl line 3", *words):
-        shape = Shape(record, "a.jsonl line 3", {})
-        shape.read_conversation(record, "a.jsonl line 3", Counter())
+        Record(record, "a.jsonl line 3", {}).read_conversation(Counter())
 
 
 def count_notes(file, texts):

@@ -10,7 +10,6 @@ import pytest
 
 from distributed_training.data import cache, pieces
 from distributed_training.data.corpus import Source, find_corpus
-from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import with_values
@@ -23,7 +22,7 @@ WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "calle
 def in_memory(train, validation=None):
     """Return a corpus of running text from strings."""
     texts = {"train": train} if validation is None else {"train": train, "validation": validation}
-    return {name: Source(form=RUNNING, texts=tuple(split)) for name, split in texts.items()}
+    return {name: Source(texts=tuple(split)) for name, split in texts.items()}
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Builder
 from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
-from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN
+from distributed_training.data.chats.prepare import NO_ANSWER, SPECIAL, UNKNOWN, Counts, read_pieces
 from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import read_samples, summarize
@@ -24,6 +24,7 @@ from distributed_training.data.samples import all_samples
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
+from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
@@ -321,3 +322,31 @@ def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, kind, folder, t
     exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
     rows = tokenizer.encode_texts(texts, add_special_tokens=True)
     assert [ids.tolist() for ids in rows] == exported(texts)["input_ids"]
+
+
+def test_each_record_is_read_by_itself(folder, tmp_path):
+    """The form of a record and its columns do not depend on the first record (datasets#5772)."""
+    pair = {"prompt": "2+2=", "completion": "4"}
+    empty = {**pair, "text": "2+2=4"}
+    rows = [
+        {**empty, "completion": ""}, empty, pair, {**pair, "system": "s"}, CHAT,
+        {"text": "a", "prompt": None, "completion": None}, {"text": "b", "messages": []},
+        {"instruction": "2+2=", "output": "4"}, {**pair, "completion": None, "response": "4"},
+    ]  # fmt: skip
+    rows += [{"messages": [USER, {**ANSWER, "role": "critic"}]}]
+    corpus = jsonl(tmp_path, rows)
+    tokenizer, counts = Tokenizer(folder), Counts()
+    pieces = list(read_pieces(corpus["train"], tokenizer, by_line=False, counts=counts))
+    trained = [
+        "".join(piece.text[first:last] for first, last in piece.spans)
+        if piece.spans
+        else piece.text
+        for piece in pieces
+    ]
+    end = "<|end|>\n"
+    assert trained == [f"4{end}"] * 3 + [f"4{end}6{end}", "a", "b"] + [f"4{end}"] * 2
+    assert counts.left_out == {NO_ANSWER: 2}
+    assert counts.forms == {"prompt": 4, "messages": 4, "text": 2}
+    with refused("'critic'", NO_ANSWER):
+        config = build_config({"dataset": "made"})
+        tokenize(jsonl(tmp_path, rows[-1:]), tokenizer, config, tmp_path / "cache")

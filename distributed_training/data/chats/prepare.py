@@ -10,10 +10,12 @@ from typing import Any
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts
+from distributed_training.data.chats.records import Record
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 SPECIAL = "records contain text that matches special tokens and is tokenized as special tokens"
@@ -44,6 +46,7 @@ class Counts:
 
     records: int = 0  # records read or, for running text, documents or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
+    forms: Counter[str] = field(default_factory=Counter)  # records, by form (data/pieces.py)
     # Number of records or messages, by note
     notes: Counter[str] = field(default_factory=Counter)
 
@@ -52,42 +55,46 @@ def read_pieces(
     source: Source, tokenizer: Tokenizer, *, by_line: bool, counts: Counts
 ) -> Iterator[Piece]:
     """Yield the pieces of text in a source, in order, and count the records in the source. Records
-    with nothing to train on are left out. Raises UserError if a record does not have the shape of
-    the source's first record."""
-    if source.form == pieces.RUNNING:
+    with nothing to train on are left out. Raises UserError if a record has no known form."""
+    if source.columns is None:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
             counts.records += piece.begins
             yield piece
         return
-    shape = source.shape
-    assert shape is not None
-    is_chat_form = tokenizer.is_chat_form(source.form)
-    for where, record in source.read_records():
+    missing = {*source.columns.values()}
+    unread_columns = source.unread
+    for where, raw in source.read_records():
+        record = Record(raw, where, source.columns)
+        missing -= raw.keys()
         counts.records += 1
-        counts.notes[COPIED] += shape.has_copy
-        if shape.unread:
-            counts.notes[f"{IGNORED_COLUMNS} {shown(shape.unread)}"] += 1
-        if is_chat_form:
-            conversation = shape.read_conversation(record, where, counts.notes)
+        counts.forms[record.form] += 1
+        counts.notes[COPIED] += record.has_copy
+        if unread := record.find_unread() + unread_columns:
+            counts.notes[f"{IGNORED_COLUMNS} {shown(unread)}"] += 1
+        if tokenizer.is_chat_form(record.form):
+            conversation = record.read_conversation(counts.notes)
             roles = [message["role"] for message in conversation.messages]
             answers = {index for index, role in enumerate(roles) if role == pieces.ASSISTANT}
             if answers.issubset(conversation.skip):
                 counts.left_out[NO_ANSWER] += 1
             else:
                 yield from _render(where, conversation, tokenizer, counts)
-        elif source.form == pieces.TEXT:
-            text = shape.read_text(record, where)
+        elif record.form == pieces.TEXT:
+            text = record.read_text()
             if text.strip():
                 yield from pieces.cut_text([text], can_cut=tokenizer.can_cut)
             else:
                 counts.left_out["no text"] += 1
         else:
-            prompt, completion = shape.read_pair(record, where)
+            prompt, completion = record.read_pair()
             if completion.strip():
                 spans = [(len(prompt), len(prompt) + len(completion))]
                 yield Piece(prompt + completion, spans)
             else:
                 counts.left_out[NO_ANSWER] += 1
+    if missing:
+        what = f"--columns names {shown(sorted(missing)[0])}, but no record has such a column"
+        raise UserError(what, fix="choose a column of the dataset")
 
 
 def _render(

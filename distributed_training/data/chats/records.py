@@ -1,8 +1,8 @@
-"""Recognize the shape of a dataset's records, and decide which part of a record is in the loss."""
+"""Recognize the form of each record, and decide which part of it is in the loss."""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from distributed_training.data.chats.render import Conversation
@@ -47,51 +47,51 @@ _TWO_SYSTEMS = (
     "system message"
 )
 # Columns that only a chat template can render
-_CONTEXT_COLUMNS = ("system", "history", "tools", "documents")
+_CONTEXT_COLUMNS = {"system", "history", "tools", "documents"}
+_TYPE_NAMES: dict[type, str] = {str: "string", list: "list", dict: "JSON object"}
 Notes = Counter[str]  # number of records or messages, by note
 
 
-class Shape:
-    """Shape of the records in a dataset, recognized from the first record.
+class Record:
+    """One record of a dataset: its form, and the columns that are read.
 
     `columns` maps column names that this module knows to the corresponding names in the dataset.
-    `names` contains the names of all columns and may be omitted if `record` has all of them. Raises
-    UserError if `record` lacks a column that `columns` names, or has no known column."""
+    `where` is the record's location for error messages. Columns whose value is null or empty count
+    as missing if another form has values. Raises UserError if the record has no known form."""
 
-    def __init__(
-        self, record: Any, where: str, columns: Mapping[str, str], names: Iterable[str] = ()
-    ) -> None:
-        self.columns = columns
-        if not isinstance(record, dict):
+    def __init__(self, raw: Any, where: str, columns: Mapping[str, str]) -> None:
+        if not isinstance(raw, dict):
             raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
-        fields = self._rename_columns(record)
-        missing = [name for name in columns.values() if name not in record]
-        if missing:
-            what = f"--columns names {shown(missing[0])}, but {where} has no such column"
-            raise UserError(what, f"the columns are {shown(list(record))}", "choose one of these")
-        self.names: tuple[str, ...] = ()
-        pair = next((pair for pair in _COLUMN_PAIRS if set(pair) <= fields.keys()), None)
-        messages_column = next(
-            (name for name in (MESSAGES, "conversations") if name in fields), None
-        )
-        # If a record has both a text and an answer, the text is usually a copy of the record that
-        # was rendered for another model.
-        answers = [fields[name] for name in (*(pair or ())[1:], messages_column) if name]
-        self.has_copy = TEXT in fields and any(answers) and TEXT not in columns
-        if TEXT in fields and not self.has_copy:
-            self.form = TEXT
-            self.names = (TEXT,)
+        renamed = {name: raw[theirs] for name, theirs in columns.items() if theirs in raw}
+        hidden = {*columns, *columns.values()}
+        others = {name: value for name, value in raw.items() if name not in hidden}
+        self.fields = fields = {**others, **renamed}
+        self.where = where
+        self._raw = raw
+        self._columns = columns
+
+        def is_given(name: str) -> bool:
+            return not _is_empty(fields.get(name))
+
+        pairs = [pair for pair in _COLUMN_PAIRS if set(pair) <= fields.keys()]
+        pair = max(pairs, key=lambda pair: (is_given(pair[1]), is_given(pair[0])), default=())
+        has_pair = any(map(is_given, pair))
+        chats = [name for name in (MESSAGES, "conversations") if name in fields]
+        chat = max(chats, key=is_given, default="")
         # Conversation datasets often repeat the first question as "prompt".
-        elif pair and (MESSAGES not in fields or pair[1] == "completion"):
-            has_messages = any(isinstance(fields[name], list) for name in pair)
-            is_chat = (
-                has_messages or pair[0] == "instruction" or fields.keys() & {*_CONTEXT_COLUMNS}
-            )
-            self.form = MESSAGES if is_chat else PROMPT
+        is_complete = "completion" in pair and is_given("completion")
+        prefers_chat = is_given(MESSAGES) and not is_complete
+        self.form = MESSAGES
+        if TEXT in fields and (TEXT in columns or not (has_pair or is_given(chat))):
+            self.form = TEXT
+            self.names: tuple[str, ...] = (TEXT,)
+        elif pair and not prefers_chat and (has_pair or not chat):
             self.names = pair
-        elif messages_column:
-            self.form = MESSAGES
-            self.names = (messages_column,)
+            has_messages = any(isinstance(fields[name], list) for name in pair)
+            if not (has_messages or pair[0] == "instruction" or fields.keys() & _CONTEXT_COLUMNS):
+                self.form = PROMPT
+        elif chat:
+            self.names = (chat,)
         else:
             column = "completion" if PROMPT in fields else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
@@ -99,137 +99,114 @@ class Shape:
             if PROMPT in columns and column == "completion":
                 fix = f"add the column of the answers: --columns prompt={columns[PROMPT]},"
                 fix += "completion=ANSWER"
-            raise UserError(
-                f'{where} has no "{column}" string', f"it has {shown(list(record))}", fix
-            )
-        self.unread = self._find_unread(fields, names or record)
+            what = f'{where} has no "{columns.get(column, column)}" string'
+            raise UserError(what, f"it has {shown(list(raw))}", fix)
+        # A text beside an answer is usually a copy of the record that was rendered for another
+        # model.
+        self.has_copy = self.form != TEXT and fields.get(TEXT) is not None
 
-    def _find_unread(self, fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Return the columns in `names` that this class does not read. `fields` is the first record
-        of the dataset."""
-        used_columns = {*self.names}
+    def find_unread(self) -> list[str]:
+        """Return the names of the columns with a value that this class does not read."""
+        used = {*self.names}
         if self.form != TEXT:
-            used_columns |= {*_CONTEXT_COLUMNS, "chat_template_kwargs"}
-        if len(self.names) == 1 or isinstance(fields[self.names[0]], list):
-            used_columns.discard("history")  # the messages contain it
+            used |= _CONTEXT_COLUMNS | {"chat_template_kwargs"}
+        if len(self.names) == 1 or isinstance(self.fields[self.names[0]], list):
+            used.discard("history")  # the messages contain it
         elif self.names[0] == "instruction":
-            used_columns.add("input")
+            used.add("input")
         if self.has_copy:  # The copy has a separate note.
-            used_columns.add(TEXT)
-        used_names = {self.columns.get(name, name) for name in used_columns}
-        return [name for name in names if name not in used_names]
+            used.add(TEXT)
+        used = {self._columns.get(name, name) for name in used}
+        return [name for name, value in self._raw.items() if name not in used and value is not None]
 
-    def _rename_columns(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.columns:
-            return dict(record)
-        renamed = {name: record.get(dataset_name) for name, dataset_name in self.columns.items()}
-        others = {key: value for key, value in record.items() if key not in self.columns.values()}
-        return {**others, **renamed}
+    def read_text(self) -> str:
+        """Return the record's text, or "" if it is null. Raises UserError if it is not a string."""
+        return self._read(TEXT) or ""
 
-    def read_text(self, record: Any, where: str) -> str:
-        """Return the text of a record. Raises UserError if the record has no text."""
-        (text,) = self._read_strings(record, where)
-        return text
+    def read_pair(self) -> tuple[str, str]:
+        """Return (prompt, completion). The completion is "" if it is null. Raises UserError if one
+        of them is not a string."""
+        prompt, completion = self.names
+        return self._read(prompt, optional=False), self._read(completion) or ""
 
-    def read_pair(self, record: Any, where: str) -> tuple[str, str]:
-        """Return (prompt, completion) from a record. Raises UserError if the prompt or the
-        completion is missing."""
-        prompt, completion = self._read_strings(record, where)
-        return prompt, completion
-
-    def read_conversation(self, record: Any, where: str, notes: Notes) -> Conversation:
-        """Return the conversation from a record, which must contain either messages or a question
-        with its answer.
+    def read_conversation(self, notes: Notes) -> Conversation:
+        """Return the conversation, which contains either messages or a question with its answer.
 
         Messages with unknown roles are counted in `notes`. Raises UserError if the record does not
         contain a valid conversation."""
-        fields = self._check_record(record, where)
         skip: list[int] = []
+        question = self.fields[self.names[0]]
         if len(self.names) == 1:
-            raw_messages = _parse(fields.get(self.names[0]))
-            if raw_messages is None:
-                raw_messages = []
-            messages = self._read_messages(raw_messages, where, notes)
+            messages = self._read_messages(self.names[0], notes)
         else:
-            question, answer = (fields.get(name) for name in self.names)
+            answer = self.fields[self.names[1]]
             if isinstance(question, list):
-                messages = self._read_messages(question, where, notes)
+                messages = self._read_messages(self.names[0], notes)
                 skip = list(range(len(messages)))
             else:
-                messages = self._question_messages(fields, where)
+                messages = self._question_messages()
             if isinstance(answer, list):
-                messages += self._read_messages(answer, where, notes)
-            elif answer:
-                answer = self._check(answer, self.names[1], where)
+                messages += self._read_messages(self.names[1], notes)
+            elif answer := self._read(self.names[1]):
                 messages.append({"role": ASSISTANT, "content": answer})
-        system = fields.get("system")
-        if isinstance(system, str) and system:
+        if system := self._read("system"):
             if not messages or messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
                 skip = [0, *(index + 1 for index in skip)]
             elif messages[0]["content"] != system:
                 notes[_TWO_SYSTEMS] += 1
         for index, message in enumerate(messages):
-            is_trained = _is_trained(message, f"{where}: message {index + 1}")
+            is_trained = _is_trained(message, f"{self.where}: message {index + 1}")
             if is_trained is False:
                 skip.append(index)
             elif is_trained and message["role"] != ASSISTANT:
                 notes[_IGNORED_MARKS] += 1
-        tools, documents, template_kwargs = (
-            self._check(_parse(fields.get(name)) or None, name, where, cls, optional=True)
-            for name, cls in (("tools", list), ("documents", list), ("chat_template_kwargs", dict))
-        )
-        return Conversation(messages, tools, documents, template_kwargs or {}, skip)
+        tools = self._read("tools", list)
+        for tool in tools or []:
+            if not isinstance(tool, dict):
+                what = f'{self.where}: "tools" has {_described(tool)} instead of an object'
+                raise UserError(what, fix='write {"tools": [{"type": "function", ...}]}')
+        template_kwargs = self._read("chat_template_kwargs", dict) or {}
+        return Conversation(messages, tools, self._read("documents", list), template_kwargs, skip)
 
-    def _question_messages(self, fields: Mapping[str, Any], where: str) -> list[Message]:
+    def _question_messages(self) -> list[Message]:
         """Return the messages that precede the answer in a record with a question and its answer:
         optional earlier question-answer pairs, then the question. In the Alpaca format, the
         question is an instruction with an optional input."""
-        history = _parse(fields.get("history")) or None
         messages = list[Message]()
-        for turn in self._check(history, "history", where, list, optional=True) or []:
+        for turn in self._read("history", list) or []:
             texts = turn if isinstance(turn, list | tuple) else ()
             if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
-                what = f"{where}: {shown(turn)} in history is not a pair of strings"
+                what = f"{self.where}: {shown(turn)} in history is not a pair of strings"
                 raise UserError(what, fix='write [["question", "answer"], ...]')
             messages.append({"role": "user", "content": texts[0] or ""})
             if texts[1]:
                 messages.append({"role": ASSISTANT, "content": texts[1]})
-        question = self._check(fields.get(self.names[0]), self.names[0], where)
-        if self.names[0] == "instruction" and (context := fields.get("input")):
-            question = f"{question}\n{self._check(context, 'input', where)}"
+        question = self._read(self.names[0], optional=False)
+        if self.names[0] == "instruction" and (context := self._read("input")):
+            question = f"{question}\n{context}"
         return [*messages, {"role": "user", "content": question}]
 
-    def _read_messages(self, raw_messages: Any, where: str, notes: Notes) -> list[Message]:
-        self._check(raw_messages, self.names[0], where, list)
-        return [_read_message(message, f"{where}: a message", notes) for message in raw_messages]
+    def _read_messages(self, name: str, notes: Notes) -> list[Message]:
+        messages = self._read(name, list) or []
+        return [_read_message(raw, f"{self.where}: a message", notes) for raw in messages]
 
-    def _read_strings(self, record: Any, where: str) -> list[str]:
-        fields = self._check_record(record, where)
-        missing = [name for name in self.names if name not in fields]
-        if missing:
-            self._check(None, missing[0], where)
-        last_name = self.names[-1]  # null counts as empty
-        fields[last_name] = fields[last_name] or ""
-        return [self._check(fields[name], name, where) for name in self.names]
-
-    def _check_record(self, record: Any, where: str) -> dict[str, Any]:
-        if not isinstance(record, dict):
-            self._check(None, self.names[0], where)
-        return self._rename_columns(record)
-
-    def _check(
-        self, value: Any, name: str, where: str, cls: type = str, *, optional: bool = False
-    ) -> Any:
-        if not isinstance(value, cls) and not (optional and value is None):
-            type_names: dict[type, str] = {str: "string", list: "list", dict: "object"}
-            if value is not None:
-                fix = f'remove "{name}"' if optional else f"write {_EXAMPLES[self.form]}"
-                raise UserError(f'{where}: "{name}" is not a JSON {type_names[cls]}', fix=fix)
-            why = f'all records must have the columns of the first record, such as "{name}"'
-            fix = f"write {_EXAMPLES[self.form]}"
-            raise UserError(f'{where} has no "{name}" {type_names[cls]}', why, fix)
-        return value
+    def _read(self, name: str, cls: type = str, *, optional: bool = True) -> Any:
+        """Return the value of a column, parsed if a table stores a list or object as a string.
+        Return None if the value is null or an empty list or object. Raises UserError if the value
+        has another type than `cls`, or if it is null and not `optional`."""
+        value = self.fields.get(name)
+        if cls is not str:
+            value = None if _is_empty(value := _parse(value)) else value
+        if (value is None and optional) or isinstance(value, cls):
+            return value
+        example = _EXAMPLES[self.form]
+        fix = f"write {example}" if name in self.names else f'remove "{name}"'
+        name = self._columns.get(name, name)
+        if value is None:
+            raise UserError(f'{self.where} has no "{name}" {_TYPE_NAMES[cls]}', fix=fix)
+        what = f'{self.where}: "{name}" is {_described(value)}, not a {_TYPE_NAMES[cls]}'
+        raise UserError(what, fix=fix)
 
 
 def _read_message(raw: Any, where: str, notes: Notes) -> Message:
@@ -238,10 +215,12 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     text or a key has an unsupported value."""
 
     def refuse(key: str) -> NoReturn:
-        raise UserError(f'{where} has no "{key}" string', fix=f"write {_EXAMPLES[MESSAGES]}")
+        why = f"it is {_described(message[key])}" if key in message else ""
+        raise UserError(f'{where} has no "{key}" string', why, f"write {_EXAMPLES[MESSAGES]}")
 
     if not isinstance(raw, dict):
-        refuse("role")
+        what = f'{where} is {_described(raw)}, not an object with a "role"'
+        raise UserError(what, fix=f"write {_EXAMPLES[MESSAGES]}")
     message = dict(raw)
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
@@ -305,6 +284,14 @@ def _is_text_part(part: Any) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def _described(value: Any) -> str:
+    return f"{shown(value)} (type {type(value).__name__})"
 
 
 def _parse(value: Any) -> Any:
