@@ -190,7 +190,12 @@ class Tokenizer:
         why = f"{self.facts.kind}, the class that transformers uses for "
         why += f"{shown(self._class_keys)}, "
         file = self.folder / "tokenizer.json"
-        if self._backend is not None and file.is_file():
+        settings = self.folder / "tokenizer_config.json"
+        declared = load_json(settings, "model").get("tokenizer_class") if settings.is_file() else ""
+        # For some types of models, transformers never uses the class that the folder names.
+        is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
+        is_replaced &= (self.folder / "config.json").is_file()
+        if self._backend is not None and file.is_file() and not is_replaced:
             from tokenizers import Tokenizer as Backend
 
             if _split(Backend.from_file(str(file))) != _split(self._backend):
