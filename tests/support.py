@@ -137,7 +137,7 @@ _START = {
     "started_at": "2026-01-01T00:00:00+00:00",
     "run_dir": "runs/x",
     "world_size": 4,
-    "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
+    "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1},
     "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
     "num_parameters": 354_823_168,
     "batch": {

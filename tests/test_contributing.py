@@ -47,7 +47,7 @@ def test_section_on_the_first_step_names_existing_functions():
 def test_example_of_a_strategy(folder):
     config = build_config({"strategy": "shards-of-two", "output_dir": str(folder / "runs")})
     plan = make_plan(config, local_cluster(CPU_MACHINE, 4, 4))
-    assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}
+    assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
     with refused("3"):
         make_plan(config, local_cluster(CPU_MACHINE, 3, 3))
 

@@ -63,8 +63,9 @@ class Engine(abc.ABC):
 
     def new_kv_cache(self) -> KVCache | None:
         """Return an empty cache that lets `logits` process each token only once, or None if the
-        model is split by tensor or pipeline parallelism."""
-        return KVCache() if (self.topology.pp, self.topology.tp) == (1, 1) else None
+        model or its samples are split by tensor, context or pipeline parallelism."""
+        topology = self.topology
+        return KVCache() if topology.pp * topology.cp * topology.tp == 1 else None
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate for the next step."""

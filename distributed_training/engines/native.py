@@ -23,6 +23,7 @@ from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import succeeds_on_all_ranks
+from distributed_training.parallel.context import apply_cp
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.mesh import Topology
@@ -64,6 +65,8 @@ def parallelize(
             from distributed_training.parallel.lora_mlp import apply_fused_mlp
 
             apply_fused_mlp(stage, config)
+    if topology.cp > 1:
+        apply_cp(stage, topology.cp)
     mode, compiled = config.activation_checkpointing, bool(config.compile)
     blocks.apply_checkpointing(stage, mode, compiled=compiled)
     stage.loss = blocks.build_loss(config)
@@ -203,9 +206,10 @@ class NativeEngine(base.Engine):
         super().set_learning_rate(rate if self.lr_tensor is None else self.lr_tensor)
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
-        # The backward pass averages gradients over dp ranks, but the loss is divided by the number
-        # of targets in the global batch.
-        torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.loss_factor)
+        # The backward pass averages gradients over dp and cp ranks, but the loss is divided by the
+        # number of targets in the global batch.
+        num_averaged = self.topology.dp_size * self.topology.cp
+        torch.mul(self.loss_scale, num_averaged / batch.num_targets, out=self.loss_factor)
         self.stages.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
         with overlap_matmuls(self.uses_async_tp):  # has an effect only when the first step compiles
@@ -315,6 +319,7 @@ class NativeEngine(base.Engine):
     def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         batch, length = input_ids.shape
         samples, tokens = self.plan.tp_parts
+        tokens *= self.topology.cp
         # Attention is causal, so padding does not change the logits before it.
         ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
         with base.evaluation_mode(self.stages):

@@ -29,10 +29,12 @@ _MAX_HEAD_SIZE = 256
 class Documents(NamedTuple):
     """Boundaries of the documents in a micro-batch, computed once for all blocks of a model.
 
-    Padding counts as a separate document. Either `ends` or `mask` is set, and attention uses the
-    one that is set."""
+    Padding counts as a separate document. Attention uses either `ends` or `mask`. If neither is
+    set, each sample is a single document."""
 
-    positions: torch.Tensor  # position of each token in its document, int64 [B, T]
+    # Position of each token in its document, int64 [B, T], or of the first token if the positions
+    # are consecutive
+    positions: Any
     ends: torch.Tensor | None = None  # 0, then each document's end in the B T tokens, int32
     mask: torch.Tensor | None = None  # [B, 1, T, T]: 0 if a query attends to a key, else -inf
 

@@ -115,6 +115,7 @@ class Block(nn.Module):
     # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]; k and v may have fewer heads
     heads: Callable[..., Sequence[torch.Tensor]]
     mlp: Callable[..., torch.Tensor]  # [B, T, D] -> [B, T, D]
+    attend: Callable[..., torch.Tensor] = staticmethod(attend)
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class Block(nn.Module):
         if past is not None:
             k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
-        y = attend(q, k, v, documents, is_causal=start == 0, dropout=rate)
+        y = self.attend(q, k, v, documents, is_causal=start == 0, dropout=rate)
         return self.attention_out(y.flatten(2))
 
 

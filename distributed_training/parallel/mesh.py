@@ -31,6 +31,7 @@ class Topology:
     local_rank: int
     dp_replicate: int
     dp_shard: int
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     device_type: str  # "cuda" or "cpu"
@@ -45,15 +46,20 @@ class Topology:
         return self.rank % self.tp
 
     @property
+    def cp_rank(self) -> int:
+        """Rank along cp. Rank 0 has the first tokens of each sample."""
+        return self.rank // self.tp % self.cp
+
+    @property
     def dp_rank(self) -> int:
         """Rank along the data-parallel axes. Processes with different data-parallel ranks train on
         different samples."""
-        return self.rank // self.tp % self.dp_size
+        return self.rank // (self.tp * self.cp) % self.dp_size
 
     @property
     def pp_rank(self) -> int:
         """Rank along pp. Rank 0 has the first layers."""
-        return self.rank // (self.tp * self.dp_size)
+        return self.rank // (self.tp * self.cp * self.dp_size)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -62,12 +68,15 @@ class Topology:
 
     def build_mesh(self) -> DeviceMesh:
         """Return a DeviceMesh of all axes with more than one rank. The mesh always includes
-        dp_shard, because FSDP needs this axis. All ranks must call this method, because it creates
-        a communicator for each axis that does not span all processes."""
+        dp_shard, because FSDP needs this axis. FSDP also shards over cp, so cp is part of the
+        mesh's dp_shard. All ranks must call this method, because it creates a communicator for each
+        axis that does not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
+        mesh_axes = self.axes
+        mesh_axes["dp_shard"] *= mesh_axes.pop("cp")
         mesh_axes = {
-            axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"
+            axis: size for axis, size in mesh_axes.items() if size > 1 or axis == "dp_shard"
         }
         return init_device_mesh(
             self.device_type, tuple(mesh_axes.values()), mesh_dim_names=tuple(mesh_axes)

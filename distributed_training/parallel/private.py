@@ -38,9 +38,11 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
 # Collectives that torch.compile can capture. Their arguments are (tensor, "sum" or "max", group)
-# and (tensor, dimension, group).
+# and (tensor, dimension, group) and, for equal parts, (tensor, None, None, group).
 all_reduce_functional = functional_collectives.all_reduce
 all_gather_functional = functional_collectives.all_gather_tensor
+all_to_all_functional = functional_collectives.all_to_all_single
+wait_tensor = functional_collectives.wait_tensor
 
 
 class ComputeStreamReduceScatter(DefaultReduceScatter):

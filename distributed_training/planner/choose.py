@@ -174,7 +174,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     config_values |= _choose_switches(candidate, machine, notes)
     config_values |= batch.model_dump(include=set(OPEN_BATCH))
     if request.loss_chunk_tokens == AUTO:
-        chunk = _choose_loss_chunk(candidate, machine, batch.micro_batch_size)
+        num_tokens = batch.micro_batch_size * config.max_length // mesh["cp"]
+        chunk = _choose_loss_chunk(candidate, machine, num_tokens)
         config_values["loss_chunk_tokens"] = chunk
     resolved_config = validate(RunConfig, config_values)
     tp = mesh["tp"]
@@ -193,7 +194,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
-    averages_gradients = not strategy.traits.takes_json and batch.num_replicas > 1
+    averages_gradients = not strategy.traits.takes_json and batch.num_replicas * mesh["cp"] > 1
     draft = Draft(
         requested=request,
         config=resolved_config,
@@ -244,7 +245,7 @@ def _choose_precision(precision: str, machine: Machine) -> str:
     return precision
 
 
-def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size: int) -> int:
+def _choose_loss_chunk(candidate: Candidate, machine: Machine, num_tokens: int) -> int:
     """Return the number of tokens per chunk of the loss, or 0 to compute the loss of all tokens at
     once.
 
@@ -267,7 +268,7 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
     chunk = MIN_LOSS_CHUNK
     while chunk < head_share * 150 / LOSS_CHUNK_COST:
         chunk *= 2
-    return chunk if micro_batch_size * config.max_length >= 2 * chunk else 0
+    return chunk if num_tokens >= 2 * chunk else 0
 
 
 def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def _uses_ddp(candidate: Candidate) -> bool:
 
 def _uses_fsdp(candidate: Candidate) -> bool:
     axes = _used_axes(candidate)
-    return candidate.strategy.traits.averages_with_torch and "dp_shard" in axes and "pp" not in axes
+    shards = not axes.isdisjoint({"dp_shard", "cp"})
+    return candidate.strategy.traits.averages_with_torch and shards and "pp" not in axes
 
 
 # (keys, whether a layout uses them, the reason why another layout does not)

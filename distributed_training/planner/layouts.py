@@ -1,7 +1,7 @@
 """Decide the sizes of the mesh axes, and partition the model and the batch over the mesh. This
 module does not import torch.
 
-    world_size == pp * dp_replicate * dp_shard * tp
+    world_size == pp * dp_replicate * dp_shard * cp * tp
 
 The product must equal world_size exactly. Each pipeline stage has consecutive blocks. The first
 stage also has the embeddings. The last stage also has the final norm and the output layer. If the
@@ -97,18 +97,19 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     """Yield all meshes of `world_size` processes over the strategy's axes and the data-parallel
     axes."""
     supported_axes = strategy.traits.axes
-    free_axes: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
-    # If a strategy has only one of the axes pp and tp, this axis must be larger than 1. Otherwise
-    # the layout would belong to another strategy.
+    free_axes: set[str] = {axis for axis in ("pp", "cp", "tp") if axis in strategy.named_axes}
+    # If a strategy has only one of the axes pp, cp and tp, this axis must be larger than 1.
+    # Otherwise the layout would belong to another strategy.
     sole_axes = free_axes if len(free_axes) == 1 and world_size > 1 else ()
     required_axes = [axis for axis in sole_axes if strategy.mesh[axis] != 1]
     free_axes |= {"dp_replicate"}.intersection(supported_axes)
     sizes = (
-        divisors(world_size) if axis in free_axes else [1] for axis in ("pp", "dp_replicate", "tp")
+        divisors(world_size) if axis in free_axes else [1]
+        for axis in ("pp", "dp_replicate", "cp", "tp")
     )
-    for pp, replicas, tp in itertools.product(*sizes):
-        shards, remainder = divmod(world_size, pp * replicas * tp)
-        axes = {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "tp": tp}
+    for pp, replicas, cp, tp in itertools.product(*sizes):
+        shards, remainder = divmod(world_size, pp * replicas * cp * tp)
+        axes = {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp}
         is_possible = not remainder and (shards == 1 or "dp_shard" in supported_axes)
         if is_possible and all(axes[axis] > 1 for axis in required_axes):
             yield axes
@@ -153,16 +154,25 @@ def _check_divisible(candidate: Candidate) -> None:
     """Raise UserError if the model cannot be divided over the mesh."""
     size = candidate.model.size
     label = candidate.model.label
-    pp = candidate.mesh["pp"]
-    tp = candidate.mesh["tp"]
-    for count, description, why in (
-        (size.num_heads, f"num_heads={size.num_heads} of {label}", "attention is split by heads"),
-        (size.num_kv_heads, f"the {size.num_kv_heads} key/value heads of {label}",
+    mesh = candidate.mesh
+    pp = mesh["pp"]
+    heads = f"num_heads={size.num_heads} of {label}"
+    max_length = candidate.config.max_length
+    for axis, count, description, why in (
+        ("tp", size.num_heads, heads, "attention is split by heads"),
+        ("tp", size.num_kv_heads, f"the {size.num_kv_heads} key/value heads of {label}",
          "attention is split by these heads"),
-        (size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
+        ("tp", size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
+        ("cp", size.num_heads, heads, "attention is split by heads"),
+        ("cp", max_length, f"max_length={max_length}", "each rank has the same number of tokens"),
     ):  # fmt: skip
-        if (count or tp) % tp:
-            raise UserError(f"tp={tp} does not divide {description}", why, LAYOUT_ADVICE)
+        if (count or 0) % mesh[axis]:
+            what = f"{axis}={mesh[axis]} does not divide {description}"
+            raise UserError(what, why, LAYOUT_ADVICE)
+    for axis in ("pp", "tp"):
+        if mesh["cp"] > 1 and mesh[axis] > 1:
+            what = f"cp={mesh['cp']} cannot be used with {axis}={mesh[axis]}"
+            raise UserError(what, fix=f"set {axis} to 1, or cp to 1")
     _check_splits(candidate)
     stages_per_rank = candidate.schedule.stages_per_rank
     if pp * stages_per_rank > size.num_layers:
@@ -178,12 +188,12 @@ def _check_splits(candidate: Candidate) -> None:
     traits = candidate.strategy.traits
     is_pipeline = traits.takes_json and "pp" in traits.axes
     if candidate.model.size.splits or not (
-        is_pipeline or candidate.mesh["pp"] * candidate.mesh["tp"] > 1
+        is_pipeline or max(candidate.mesh[axis] for axis in ("pp", "cp", "tp")) > 1
     ):
         return
     what = f"strategy={candidate.strategy.name!r} cannot split {candidate.model.label}"
-    why = "the model runs transformers' code, but tp and pp need a gpt2, llama, mistral, qwen2 or "
-    raise UserError(what, f"{why}qwen3 model")
+    why = "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, qwen2 "
+    raise UserError(what, f"{why}or qwen3 model")
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:

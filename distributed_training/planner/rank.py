@@ -264,7 +264,7 @@ def _tier(choice: Prediction) -> tuple[int, ...]:
     """Return a key that is smaller for layouts that fit better and are simpler to use."""
     mesh = choice.plan.mesh
     averages_with_torch = choice.plan.strategy.traits.averages_with_torch
-    is_simple = averages_with_torch and mesh["pp"] * mesh["tp"] == 1
+    is_simple = averages_with_torch and mesh["pp"] * mesh["cp"] * mesh["tp"] == 1
     memory_fit = MEMORY_FITS.index(choice.memory_fit)
     return memory_fit > 1, choice.plan.strategy.offloads, memory_fit, not is_simple
 

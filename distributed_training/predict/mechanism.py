@@ -53,10 +53,12 @@ class PipelineRank:
         self.size = size
         self.strategy = plan.strategy
         self.zero = plan.strategy.zero
-        self.mesh = plan.mesh
+        # FSDP shards over dp_shard and cp together
+        self.shards = plan.mesh["dp_shard"] * plan.mesh["cp"]
+        self.mesh = {**plan.mesh, "dp_shard": self.shards}
+        self.cp = plan.mesh["cp"]
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
-        self.shards = plan.mesh["dp_shard"]
         self.num_microbatches = plan.batch.num_microbatches
         # Number of times per step that FSDP and ZeRO gather and reduce a block (1 in a pipeline)
         self.exchanges_per_step = 1 if self.pp > 1 else self.num_microbatches
@@ -68,7 +70,8 @@ class PipelineRank:
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
         self.recomputes = config.activation_checkpointing != "none"
         self.dtype_bytes = 4 if config.precision == "fp32" else 2
-        self.tokens = plan.batch.micro_batch_size * config.max_length
+        # Number of tokens of a micro-batch on each rank along cp
+        self.tokens = plan.batch.micro_batch_size * config.max_length // self.cp
         # Size in bytes of one micro-batch's hidden states between two blocks, before sharding, and
         # the number of shards
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
@@ -152,10 +155,12 @@ class Timing(PipelineRank):
         """Return the time in seconds for `num_collectives` collectives over an axis. Together, the
         collectives exchange `tensor_bytes` bytes."""
         members = self.mesh[axis]
-        # tp is the fastest-varying axis. If a group spans nodes, each member has its own network
-        # adapter, and NCCL's rings use all adapters of a node.
+        # tp is the fastest-varying axis. The axis dp_shard includes cp and begins with it. If a
+        # group spans nodes, each member has its own network adapter, and NCCL's rings use all
+        # adapters of a node.
         axes = ["tp", "dp_shard", "dp_replicate", "pp"]
-        stride = math.prod(self.mesh[name] for name in axes[: axes.index(axis)])
+        inner_axes = axes[: axes.index("dp_shard" if axis == "cp" else axis)]
+        stride = math.prod(self.mesh[name] for name in inner_axes)
         members_per_node = min(members, max(1, self.plan.processes_here // stride))
         rate = self.rates.link_bytes_per_s
         latency = self.rates.link_latency_s

@@ -81,7 +81,7 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
     # in RAM.
     model_bytes = 4.0 * plan.size.num_parameters
     if plan.strategy.traits.builds_on_device:
-        num_shards = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
+        num_shards = plan.mesh["tp"] * (ranks[0].shards if plan.uses_fsdp else 1)
         model_bytes = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / num_shards
     host_bytes += model_bytes if plan.machine.num_gpus else max(peak, model_bytes)
     copy_bytes = checkpoint_copy_bytes(plan, ranks)
@@ -110,7 +110,8 @@ def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     trained_parameters = max(process.trained_parameters for process in ranks)
-    per_parameter = 12 / plan.batch.num_replicas + plan.engine_bytes_per_parameter
+    num_writers = plan.batch.num_replicas * plan.mesh["cp"]
+    per_parameter = 12 / num_writers + plan.engine_bytes_per_parameter
     if plan.steps_between_exchanges is not None:  # replicas differ
         per_parameter += 12
     return round(trained_parameters * per_parameter)

@@ -128,12 +128,12 @@ class Record(History):
 
     @property
     def layout_name(self) -> str:
-        """Return the strategy's name. If the layout uses tp, pp, or both replicas and shards, the
-        name also contains the axes, the pipeline schedule and the number of micro-batches."""
+        """Return the strategy's name. If the layout uses cp, tp, pp, or both replicas and shards,
+        the name also contains the axes, the pipeline schedule and the number of micro-batches."""
         axes = self.mesh
         name_parts = [self.strategy["name"]]
         is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
-        if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1:
+        if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1 or axes.get("cp", 1) > 1:
             name_parts += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
             if pipeline := self.pipeline:
                 name_parts.append("{schedule}-m{num_microbatches}".format(**pipeline))

@@ -129,6 +129,9 @@ class RunConfig(Options):
     dp_shard: Axis = layout_key(None)
     """Number of GPUs over which each copy of the model state is sharded. Each of these GPUs
     trains on its own share of the batch."""
+    cp: Axis = layout_key(None)
+    """Number of GPUs over which the tokens of every sample are split (context parallelism). The
+    model state is also sharded over these GPUs."""
     tp: Axis = layout_key(None)
     """Number of GPUs over which every layer is sharded (tensor parallelism)."""
     pp: Axis = layout_key(None)

@@ -29,7 +29,7 @@ from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
 # Order of the axes, from the slowest-varying to the fastest-varying
-MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path}'
 
 
@@ -222,8 +222,11 @@ def strategy_options(name: str) -> type[Options]:
 
 
 def sends_all_to_all(name: str) -> bool:
-    """Return whether a strategy's engine uses all-to-all communication."""
-    return name != AUTO and _find_engine(_find_strategy(name))[0].sends_all_to_all
+    """Return whether a strategy uses all-to-all communication."""
+    if name == AUTO:
+        return False
+    strategy_file = _find_strategy(name)
+    return "cp" in (strategy_file.mesh or ()) or _find_engine(strategy_file)[0].sends_all_to_all
 
 
 def named_strategy(config: RunConfig) -> Strategy | None:

@@ -281,9 +281,10 @@ class Trainer:
         if encoded is None:
             return None
         ids, eos_ids = encoded
-        # Sequence parallelism pads the context to a multiple of `topology.tp`, and padding needs
-        # positions.
-        context = self.plan.size.num_positions // topology.tp * topology.tp
+        # Sequence and context parallelism pad the context to a multiple of this number, and padding
+        # needs positions.
+        multiple = topology.tp * topology.cp
+        context = self.plan.size.num_positions // multiple * multiple
         # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
         # with sharded parameters gather them from all ranks.
         for token_id in export.generate_ids(

@@ -51,6 +51,7 @@ COUNTED = {
     "_c10d_functional.all_reduce": ("all_reduce", 0, False),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
+    "_c10d_functional.all_to_all_single": ("all_to_all", 0, False),
 }
 # Receives, waits, and autograd markers
 NOT_COUNTED = {
@@ -93,7 +94,9 @@ class Traffic(TorchDispatchMode):
         size = _num_bytes(args[index]) * (len(members) if is_shard else 1)
         if size <= SMALL_BYTES:
             return
-        key = f"{self._axis(members)} {kind}"
+        # FSDP shards over dp_shard and cp together. Only attention uses all-to-alls over cp.
+        uses_cp = kind == "all_to_all" and self.topology.cp > 1
+        key = f"{'cp' if uses_cp else self._axis(members)} {kind}"
         sent = sent_bytes(kind, size, len(members))
         self.counted.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
 
@@ -104,7 +107,7 @@ class Traffic(TorchDispatchMode):
         coordinates = {
             "pp": {p.pp_rank for p in positions},
             "dp_replicate": {p.dp_rank // shards for p in positions},
-            "dp_shard": {p.dp_rank % shards for p in positions},
+            "dp_shard": {(p.dp_rank % shards, p.cp_rank) for p in positions},
             "tp": {p.tp_rank for p in positions},
         }
         return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)

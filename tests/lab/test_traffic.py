@@ -13,8 +13,9 @@ from distributed_training.predict.traffic import tensor_bytes
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
-from tests.parity.support import run_cases
+from tests.parity.support import BASE, micro_batches, run_cases
 from tests.parity.test_fewer_bytes import CASES
+from tests.parity.test_layouts import FULL, UNTIED
 from tests.support import CPU_MACHINE, cpu_topology
 
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
@@ -48,7 +49,9 @@ def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
 def test_counted_bytes_equal_the_formulas():
     """The counted bytes of every rank equal the result of the formula. With four local steps, local
     SGD sends a quarter as many bytes per step as dp."""
-    found = run_cases(CASES, 4, function="count_bytes", module="tests.lab.cases")
+    cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
+    cases = {"cp": cp, "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL}}
+    found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:
             counted = {key: row["sent_bytes"] for key, row in rank["counted"].items()}
@@ -68,6 +71,8 @@ COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
 QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch of one replica)
     ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
     ("8_tensor_parallel", "a process sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
+    ("14_context_parallel", "process sends {:.2f} GiB along `cp`", 4, 0, "cp",
+     {"strategy": "cp", "batch_size": 8}),
     ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
     ("9_pipeline_parallel", "`zb-v`: 256 MiB in the middle, {:.0f} MiB", 4, 3, "pp",
      {**PP, "pipeline_schedule": "zb-v"}),
@@ -85,7 +90,7 @@ def test_worked_examples_on_the_strategy_pages_match(folder, said, processes, ra
     mesh = draft_plan(config, local_cluster(CPU_MACHINE, processes, processes)).mesh
     # The pages assume that each replica has grad_accum_steps micro-batches of batch_size sequences.
     size, count = config.batch_size, config.grad_accum_steps
-    each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
+    each, odd = divmod(size * count, mesh["cp"] * mesh["tp"] * mesh["pp"])
     assert not odd
     cut = {"micro_batch_size": size, "num_microbatches": count}
     config = build_config({**values, **cut, "batch_size": each, "grad_accum_steps": 1})

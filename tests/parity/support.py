@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.settings.strategies import MESH_AXES
 from tests.conftest import clean_environment, heavy_pool
 from tests.pool import ROOT, Pool
 from tests.support import small_text
@@ -41,7 +42,7 @@ def micro_batches(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) ->
 
 def mesh(**axes: int) -> dict[str, Any]:
     """Return CONFIG values for strategy "3d", which has all axes. Omitted axes have size 1."""
-    return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
+    return {"strategy": "3d", **{**dict.fromkeys(MESH_AXES, 1), **axes}}
 
 
 def run_cases(

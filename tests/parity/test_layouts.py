@@ -83,6 +83,8 @@ CASES = {
         "tied/tp2": {**mesh(tp=2), **micro_batches(2)},
         "tied/tp2-whole-norms": {**mesh(tp=2), **micro_batches(1), **WHOLE_NORMS, **FULL},
         "tied/hybrid": {**HYBRID, **micro_batches(4)},
+        "padded/cp2": {**mesh(cp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
+        "tied/cp2": {"strategy": "cp", **micro_batches(4)},
         "untied/fsdp": {"strategy": "fsdp", **micro_batches(1)},
         "untied/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
         "untied/hybrid": {**HYBRID, **micro_batches(4)},
@@ -96,6 +98,9 @@ CASES = {
     },
     4: {
         "padded/tp4-by-tokens": {**mesh(tp=4), **micro_batches(4)},
+        "packed/copies2-cp2": {**mesh(dp_replicate=2, cp=2), **micro_batches(2), **FULL},
+        # The model has two key/value heads, which is fewer than the ranks along cp.
+        "lora/cp4": {**mesh(cp=4), **micro_batches(2)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
         "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
         "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
@@ -138,6 +143,7 @@ TRACED = {
         "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
+        "untied/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         # Only in this family do the blocks receive the embeddings unchanged.
         "tied/tp2-traced": {**mesh(tp=2), **micro_batches(1), **COMPILED},
     },
@@ -207,6 +213,7 @@ TO_RESUME = {
         "tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
         "shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **micro_batches(2), **ZB_V},
         "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(1)},
+        "shard2-cp2": {**mesh(dp_shard=2, cp=2), **micro_batches(2)},
         "hybrid2x2": {"strategy": "hybrid", **micro_batches(2)},
     },
 }  # fmt: skip
@@ -247,11 +254,13 @@ def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
     noisy = {**DEEP, "dropout": 0.3, "lora_rank": 2, "lora_dropout": 0.3}
     cases = {
         "split": {**noisy, **mesh(dp_shard=2, tp=2), **micro_batches(1)},
+        "tokens": {**noisy, **mesh(dp_shard=2, cp=2), **micro_batches(1)},
         "whole": {**noisy, **mesh(dp_shard=2, tp=2), **micro_batches(1), **WHOLE_NORMS, **FULL},
         "stages": {**noisy, **mesh(pp=2, tp=2), **micro_batches(2), **WHOLE_NORMS},
     }
     out = run_cases(cases, 4, function="dropout_streams")
-    for name, alike in [("split", []), ("whole", [(0, 1), (2, 3)]), ("stages", [(0, 1), (2, 3)])]:
+    shared = [(0, 1), (2, 3)]
+    for name, alike in [("split", []), ("tokens", []), ("whole", shared), ("stages", shared)]:
         streams = out[name]
         for kind in ("residual", "attention", "adapter"):
             drawn = [set(rank[kind]) for rank in streams]

@@ -60,6 +60,8 @@ CASES = {
         "lora/fsdp": {"strategy": "fsdp", **micro_batches(1)},
     },
     4: {
+        "gpt2/cp4": {**mesh(cp=4), **micro_batches(2)},
+        "untied/shard2-cp2": {**mesh(dp_shard=2, cp=2), **micro_batches(1), **FULL},
         "untied/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
         "deep/shard2-pp2": {**mesh(dp_shard=2, pp=2), **micro_batches(2)},
     },

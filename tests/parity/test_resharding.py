@@ -15,6 +15,8 @@ PAIRS = [
     ("3d-tp-pp x 4", "zero3 x 2"),
     ("hybrid x 2", "3d-shard-pp-zb-v x 4"),
     ("3d-shard-tp x 4", "offload x 2"),
+    ("dp x 2", "cp x 4"),
+    ("3d-shard-cp x 4", "tp x 2"),
     ("local_sgd x 2", "local_sgd x 4"),
 ]
 RECORDS = {**EIGHT_LAYERS, **PACKED}

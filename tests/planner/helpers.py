@@ -17,7 +17,7 @@ from distributed_training.settings.strategies import load_strategy
 from tests.support import CPU_MACHINE
 
 UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
-SPLIT = ["tp", "pp", "3d", "hybrid"]
+SPLIT = ["tp", "pp", "3d", "hybrid", "cp"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 

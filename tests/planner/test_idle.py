@@ -13,6 +13,7 @@ LORA, COMPRESSED = {"lora_rank": 2}, {"strategy": "compressed"}
 CASES = [
     ("fsdp_prefetch=2", {"strategy": "fsdp"}, {}),
     ("fsdp_prefetch=2", {"strategy": "fsdp"}, {"strategy": "pp"}),
+    ("fsdp_prefetch=2", {"strategy": "cp"}, {"strategy": "tp"}),
     ("bucket_cap_mb=25", {}, {"strategy": "zero3"}),
     ("pipeline_schedule=gpipe", {"strategy": "pp"}, {}),
     ("sequence_parallel=False", {"strategy": "tp"}, {}),

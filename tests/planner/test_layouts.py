@@ -78,6 +78,11 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
         # The product of the axes is not the number of processes.
         (8, {"strategy": "3d", "dp_shard": 3},
          ("dp_shard 3", "needs 12", "has 8")),
+        (3, {"strategy": "cp"}, ("cp=3", "num_heads=16")),
+        (2, {"strategy": "cp", "max_length": 255}, ("cp=2", "max_length=255")),
+        (4, {"strategy": "3d", "pp": 1, "cp": 2}, ("cp=2", "tp=2")),
+        (4, {"strategy": "3d", "tp": 1, "cp": 2}, ("cp=2", "pp=2")),
+        (2, {"strategy": "zero2", "cp": 2}, ("cp=2", "'zero2'")),
         (7, {"strategy": "hybrid"}, ("multiple of 2", "has 7")),
         (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
          ("pipeline_schedule='zb-v'", "1f1b", "pp or 3d")),

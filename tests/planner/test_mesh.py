@@ -9,6 +9,7 @@ import pytest
 
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.planner.layouts import fill_mesh
+from distributed_training.settings.strategies import MESH_AXES
 from tests.planner.helpers import candidate
 from tests.support import refused
 
@@ -30,7 +31,7 @@ def test_the_open_axis_of_a_strategy_takes_the_remaining_processes_or_is_refused
     axes, world_size, expected
 ):
     requested = candidate(strategy="3d", model="gpt2")
-    mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
+    mesh = {**dict.fromkeys(MESH_AXES, 1), **axes}
     strategy = dataclasses.replace(requested.strategy, mesh=mesh, source=Path("x.json"))
     requested = dataclasses.replace(requested, strategy=strategy)
     if isinstance(expected, dict):
@@ -41,13 +42,13 @@ def test_the_open_axis_of_a_strategy_takes_the_remaining_processes_or_is_refused
 
 
 def test_tp_is_innermost_and_every_rank_has_a_unique_position():
-    mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 4}
+    mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 4}
     all_of_them = [
-        Topology(world_size=48, rank=rank, local_rank=rank, device_type="cpu", **mesh)
-        for rank in range(48)
+        Topology(world_size=96, rank=rank, local_rank=rank, device_type="cpu", **mesh)
+        for rank in range(96)
     ]
-    places = [(one.pp_rank, one.dp_rank, one.tp_rank) for one in all_of_them]
-    assert places == list(itertools.product(range(2), range(6), range(4)))
+    places = [(one.pp_rank, one.dp_rank, one.cp_rank, one.tp_rank) for one in all_of_them]
+    assert places == list(itertools.product(*map(range, (2, 6, 2, 4))))
     assert all_of_them[0].axes == mesh
 
 

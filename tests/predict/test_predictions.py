@@ -117,7 +117,7 @@ def test_ranked_layouts_start_with_the_ranked_plan(name, tmp_path):
 
 @pytest.mark.parametrize("count", [8, 12])
 def test_every_layout_that_can_start_is_ranked(count, tmp_path):
-    """Try every factorization of `count` into sizes of the four mesh axes, with every strategy. The
+    """Try every factorization of `count` into sizes of the five mesh axes, with every strategy. The
     accepted layouts must be exactly the ranked layouts."""
     cluster = parse_cluster(f"{count}xH200")
     listed, started = set(), set()
@@ -125,11 +125,11 @@ def test_every_layout_that_can_start_is_ranked(count, tmp_path):
         config = build(name, model="gpt2")
         strategy = load_strategy(config)
         listed |= {layout_of(plan) for plan in enumerate_plans(config, cluster)}
-        for pp, copies, tp in itertools.product(divisors(count), repeat=3):
-            shards, odd = divmod(count, pp * copies * tp)
+        for pp, copies, cp, tp in itertools.product(divisors(count), repeat=4):
+            shards, odd = divmod(count, pp * copies * cp * tp)
             if odd or not shards:
                 continue
-            axes = dict(zip(MESH_AXES, (pp, copies, shards, tp), strict=True))
+            axes = dict(zip(MESH_AXES, (pp, copies, shards, cp, tp), strict=True))
             axis_settings = {
                 a: size for a, size in axes.items() if strategy.mesh[a] not in (-1, size)
             }

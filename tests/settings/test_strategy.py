@@ -18,7 +18,7 @@ from tests.support import deepspeed_json, named_strategy, refused
 
 
 def test_shipped_strategies_have_their_order_and_meaning():
-    assert list(list_strategies()) == [*NAMES, "local_sgd", "compressed"]
+    assert list(list_strategies()) == [*NAMES[:-1], "local_sgd", "compressed", "cp"]
     for name in NAMES:
         strategy = named_strategy(name)
         assert strategy_options(name) == Options
@@ -104,7 +104,7 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own"}, ("mesh", "deepspeed")),
         ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes",)),
         ({"name": "own", "deepspeed": "no.json"}, ("no.json",)),
-        ({"name": "own", "mesh": {"cp": 2}}, ("cp=2", "dp_replicate")),
+        ({"name": "own", "mesh": {"ep": 2}}, ("ep=2", "dp_replicate")),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve'", "native")),
         # An engine accepts only the axes that it supports.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp=")),

@@ -5,6 +5,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import (
     block,
     checkpointing,
+    cp,
     dp,
     fsdp,
     lora,
@@ -31,6 +32,7 @@ MECHANISMS = (
     zero.ZERO,
     pp.PP,
     tp.TP,
+    cp.CP,
     checkpointing.NONE,
     checkpointing.FULL,
     checkpointing.SELECTIVE,

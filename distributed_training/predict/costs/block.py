@@ -94,7 +94,7 @@ def _attention_cost(timing: Timing) -> Cost:
     )
     if packing is not None and not uses_mask:
         tiles = math.ceil(timing.config.max_length / fitted.tile) * packing.max_documents
-        heads = timing.size.num_heads / timing.tp
+        heads = timing.size.num_heads / timing.tp / timing.cp
         seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
     return seconds * ARITHMETIC
 

@@ -36,6 +36,8 @@ def drawing(strategy: str) -> str:
     replicas = topologies[0].dp_size
     share = f"1/{replicas}" if replicas > 1 else "all"
     lines.append(_line("samples", [share] * NUM_PROCESSES))
+    if (cp := topologies[0].cp) > 1:
+        lines.append(_line("tokens of each sample", [f"1/{cp}"] * NUM_PROCESSES))
     return "\n```text\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -48,7 +50,7 @@ def _state_rows(plan: Draft) -> list[tuple[str, int, bool]]:
     and whether dp_shard shards this state."""
     strategy = plan.strategy
     state = estimate_state(plan)
-    unsharded_state = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
+    unsharded_state = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1, "cp": 1}))
     offloaded: dict[str, list[str]] = {"host": [], "disk": []}
     memories = {"cpu": "host", "nvme": "disk"}
     for name, section in (("parameters", "param"), ("optimizer", "optimizer")):
@@ -109,8 +111,8 @@ def _bar(plan: Draft, topology: Topology, is_sharded: bool) -> str:
     part = topology.tp_rank
     if is_sharded:
         num_parts, part = (
-            num_parts * topology.dp_shard,
-            part + num_parts * (topology.dp_rank % topology.dp_shard),
+            num_parts * topology.dp_shard * topology.cp,
+            part + num_parts * (topology.rank // topology.tp % (topology.dp_shard * topology.cp)),
         )
     first = round(WIDTH * (begin + (end - begin) * part / num_parts))
     last = round(WIDTH * (begin + (end - begin) * (part + 1) / num_parts))

@@ -1,0 +1,99 @@
+"""Implement context parallelism with DeepSpeed-Ulysses attention (arXiv 2309.14509). The tokens of
+each sample are split over R ranks.
+
+models/decoder.py defines the other letters in shapes, and models/attention.py defines G. Each rank
+has T / R consecutive tokens of every sample, and computes everything except attention for them. An
+all-to-all before attention gives each rank all tokens of H / R query heads, so that packed
+documents are whole. Another all-to-all after attention returns each token to its rank."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.models.attention import Documents, attend
+from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.private import (
+    all_gather_functional,
+    all_to_all_functional,
+    wait_tensor,
+)
+
+
+def apply_cp(model: Decoder, cp: int) -> None:
+    """Split the tokens of each sample over groups of `cp` consecutive ranks, in place. The model's
+    inputs are still whole samples, and its loss is the sum over this rank's targets. All ranks must
+    call this function, because it creates communicators."""
+    group, _ = dist.new_subgroups(cp)
+    assert group is not None
+    attend_to_all = partial(_attend_to_all_tokens, group)
+    for block in model.blocks.values():
+        block.attend = attend_to_all
+    model.forward = partial(_forward_own_tokens, model, group)  # type: ignore[method-assign]
+
+
+def _forward_own_tokens(
+    model: Decoder,
+    group: dist.ProcessGroup,
+    ids: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return this rank's part of `Decoder.forward`'s summed loss, or the logits of all tokens. The
+    arguments are those of `Decoder.forward`, for whole samples."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(group.size(), dim=1)[group.rank()]
+
+    documents = Documents(group.rank() * (ids.shape[1] // group.size()))
+    if positions is not None and ends is not None:
+        documents = model.describe_documents(positions, ends)._replace(positions=own(positions))
+    x = model.run(own(ids), documents.positions, documents, past=None)
+    if targets is None:
+        return all_gather_functional(model.apply_head(x), 1, group)
+    return model.apply_head(x, own(targets))
+
+
+def _attend_to_all_tokens(
+    group: dist.ProcessGroup,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Return `attend` for this rank's tokens: q [B, H, T / R, K], k and v [B, G, T / R, K] and the
+    result [B, T / R, H, K]. `documents` describes all tokens."""
+    num_ranks = group.size()
+    # Each rank needs the same number of key/value heads, and these must be the ones that its query
+    # heads use.
+    repeats = num_ranks // math.gcd(k.shape[1], num_ranks)
+    k, v = (heads.repeat_interleave(repeats, dim=1) for heads in (k, v))
+    # For each rank, its heads of q, k and v: [R, B, T / R, (H + 2 G) / R, K]
+    parts = [x.transpose(1, 2).unflatten(2, (num_ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    received = _all_to_all(torch.cat(parts, dim=3), group)
+    whole = received.movedim(0, 1).flatten(1, 2).transpose(1, 2)  # [B, heads, T, K]
+    q, k, v = whole.split([part.shape[3] for part in parts], dim=1)
+    y = attend(q, k, v, documents, **options)  # [B, T, H / R, K]
+    returned = _all_to_all(y.unflatten(1, (num_ranks, -1)).movedim(1, 0).contiguous(), group)
+    return returned.movedim(0, 2).flatten(2, 3)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send part i of x [R, ...] to rank i of `group`. Part i of the result is from rank i."""
+
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return wait_tensor(all_to_all_functional(x, None, None, group))
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        gradient = gradient.contiguous()
+        return wait_tensor(all_to_all_functional(gradient, None, None, ctx.group)), None
+
+
+_all_to_all = _AllToAll.apply

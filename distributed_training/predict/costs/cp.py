@@ -1,0 +1,74 @@
+"""Estimate the cost of context parallelism, which splits the tokens of each sample over the ranks
+of the cp axis. This module does not import torch."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from distributed_training.predict.mechanism import (
+    NETWORK,
+    Cost,
+    Mechanism,
+    PassCosts,
+    PipelineRank,
+    Timing,
+    Traffic,
+)
+
+
+def exchanged_values(rank: PipelineRank) -> tuple[float, float]:
+    """Return the numbers of values per token in (q, k and v, attention's output). If cp does not
+    divide the number of key/value heads, each of these heads is sent several times."""
+    size = rank.size
+    width = size.attention_width
+    kv_heads = size.num_kv_heads or size.num_heads
+    kv_width = width / size.num_heads * math.lcm(kv_heads, rank.cp)
+    return width + 2 * kv_width, width
+
+
+def cp_traffic(rank: PipelineRank) -> Traffic:
+    """Return the traffic over the cp axis: for each block and pass, an all-to-all before attention
+    and one after it."""
+    num_passes = 3 if rank.recomputes else 2
+    values = num_passes * rank.num_microbatches * rank.num_blocks * sum(exchanged_values(rank))
+    return Counter({("cp", "all_to_all"): int(values * rank.tokens * rank.dtype_bytes)})
+
+
+def exchange_cost(timing: Timing) -> Cost:
+    """Return the cost of a block's all-to-alls in one pass. Before and after each of them, the
+    values are copied."""
+    num_bytes = sum(exchanged_values(timing)) * timing.tokens * timing.dtype_bytes
+    seconds = timing.collective_s("cp", "all_to_all", num_bytes, 2)
+    return seconds * NETWORK + timing.memory_cost(2 * num_bytes)
+
+
+def exchange_costs(timing: Timing) -> PassCosts:
+    return np.outer((1, 1, 0), exchange_cost(timing))
+
+
+def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
+    """Return the cost of repeating the all-to-alls with selective checkpointing. With full
+    checkpointing, the cost of the whole forward pass includes them."""
+    mode = timing.config.activation_checkpointing
+    return (exchange_cost(timing),) if mode == "selective" else ()
+
+
+def activation_bytes(rank: PipelineRank) -> float:
+    """Return the number of bytes that a block keeps for its backward pass in addition to those of
+    costs/block.py: attention's output before the all-to-all, and repeated key/value heads."""
+    if rank.recomputes:
+        return 0
+    qkv, output = exchanged_values(rank)
+    return rank.tokens * rank.dtype_bytes * (output + qkv - rank.size.block_matrices[0][0])
+
+
+CP = Mechanism(
+    is_used=lambda plan: plan.mesh["cp"] > 1,
+    activation_bytes=activation_bytes,
+    layer_traffic=cp_traffic,
+    block_costs=exchange_costs,
+    recomputed_costs=recomputed_costs,
+    num_launches=lambda rank: 1,
+)

@@ -1,0 +1,2 @@
+#!/usr/bin/env bash
+source "$(dirname "${BASH_SOURCE[0]}")/../run.sh"
