@@ -40,10 +40,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the values of a folder's generation_config.json. Return {} if there is no such file.
-    Raises UserError if the file is invalid."""
+    """Return the values of a folder's generation_config.json. Without such a file, transformers
+    stops at `eos_token_id` in config.json, so return only this key. Raises UserError if the file is
+    invalid."""
     file = folder / GENERATION_CONFIG
-    return load_object(file) if file.is_file() else {}
+    if file.is_file():
+        return load_object(file)
+    config = load_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    return {key: value for key, value in config.items() if key == "eos_token_id"}
 
 
 @functools.cache

@@ -255,7 +255,8 @@ def _load_samples(
         what = f"dataset={config.dataset!r} has nothing to evaluate"
         raise UserError(what, "it has no tokens to predict", "use more text or more records")
     counts = report.summarize(folder, config, can_pack=size.packs)
-    notes = report.describe(counts, config.max_length)
+    notes = [f"{counts['records']:,} records read, {counts['used']:,} used"]
+    notes += report.describe(counts, config.max_length)
     split_note = " (validation split)" if split == "validation" else ""
     return samples, load_bytes(folder), split_note, notes
 

@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
-from distributed_training.checkpoint.export import atomic_folder, generate_ids
+from distributed_training.checkpoint.export import (
+    atomic_folder,
+    find_stop_ids,
+    generate_ids,
+    write_generation_config,
+)
 from distributed_training.plan.plan import load_plan
 from distributed_training.planner.data import load_planned_data
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
@@ -23,6 +29,16 @@ from tests.support import read_model, refused
 
 # Row i contains the logits that follow token i.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_list_of_end_tokens_in_config_json_alone_is_exported(tokenizer, tmp_path):
+    """Without a generation_config.json, transformers stops at these tokens (marin#4153)."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"eos_token_id": [0, 2], "model_type": "llama"})
+    )
+    assert find_stop_ids(tokenizer, False, tmp_path) == [0, 2]
+    write_generation_config(tmp_path, tokenizer, False, tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [0, 2]
 
 
 def sample(logits=lambda window, past: TABLE[window], prompt=(5,), **changes):

@@ -66,6 +66,17 @@ def test_content_parts_are_joined_if_the_template_fails_on_them():
     assert [text[first:][:2] for first, _ in spans] == ["ab"]
 
 
+@pytest.mark.parametrize(("end", "count"), [("", 2), ("<|e|>", 0)])
+def test_marked_answers_without_an_end_token_are_counted(end, count):
+    """A template may put the end token outside the text that it marks (trl#5988)."""
+    template = "{% for m in messages %}{{ m.role }}<|a|>{% if m.role == 'user' %}{{ m.content }}"
+    template += "{% else %}{% generation %}<think>{% endgeneration %}\n{% generation %}"
+    template += f"{{{{ m.content }}}}{end}{{% endgeneration %}}{{% endif %}}<|e|>{{% endfor %}}"
+    renderer = Renderer([template] * 2, {}, re.compile(r"<\|[ae]\|>"))
+    (sample,) = renderer.render_samples(Conversation(SAID * 2), "here")
+    assert sample.num_without_end_token == count
+
+
 def test_empty_generation_marks_contain_no_answer():
     template = "{% generation %}{% endgeneration %}{{ messages[1].content }}"
     renderer = Renderer([template] * 2, {}, NO_TOKENS)

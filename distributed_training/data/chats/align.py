@@ -1,5 +1,6 @@
 """Render a conversation with a chat template and find the characters that belong to answers."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,14 @@ def align(
             spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]
         marked_text = "".join(full_text[first:last] for first, last in spans)
         num_removed = sum(_lost_thoughts(messages[index], marked_text) for index in trained_indices)
-        return [Rendered(full_text, spans, num_removed)] if spans else []
+        # An answer may have several marked spans. The last one must contain the end token.
+        num_without_end_token = 0
+        length = len(full_text)
+        for (first, last), (following, _) in itertools.pairwise([*spans, (length, length)]):
+            ends = following == length or special_pattern.search(full_text, last, following)
+            if ends and not special_pattern.search(full_text, first, last):
+                num_without_end_token += 1
+        return [Rendered(full_text, spans, num_removed, num_without_end_token)] if spans else []
     shared_spans = list[Span]()
     separate_samples = list[Rendered]()
     num_removed = 0
