@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from distributed_training.planner.checks import has_libaio
+from distributed_training.settings.machine import GPUS
 from tests.conftest import SMALL, assert_ok, light_pool, run_command, settings
+from tests.data.test_records import CHAT
 from tests.e2e.support import H200, fake_nvidia_smi
 from tests.pool import ROOT, SCRIPT
+from tests.support import small_text
 
 DOCUMENTS = (
     "README.md", "CLUSTER_QUICKSTART.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
@@ -25,12 +28,12 @@ STARTS = re.compile(
     r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
     r"[^|`#]*)"
 )
-# Commands with these words are skipped. The words stand for the reader's files, runs and folders,
-# or are a deliberate mistake.
-NOT_HERE = (
-    "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
-    "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",
-)  # fmt: skip
+# Commands with these words are skipped. The words stand for the reader's runs and folders, or are a
+# deliberate mistake.
+NOT_HERE = ("<run>", "batch_sise", "my_zero1.json", "...", "user/name:", "my-strategy")
+GPU_COMMENT = re.compile(rf"# ((?:\d+x)?(?:{'|'.join(map(re.escape, GPUS))}))\b")
+TEXTS = ("notes.txt", "mine.txt")
+CHATS = ("chats.jsonl", "held-out.jsonl")
 OTHER_COMMANDS = (
     ".py doctor", ".py compare ", ".py report", ".py generate ", ".py push ",
     ".py export ", ".py eval ",
@@ -48,15 +51,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def printed_commands(document: str) -> list[str]:
-    """Return the commands that start the script, from a document's code blocks and table cells."""
-    found, fenced = [], False
+    """Return the commands that start the script, from a document's code blocks and table cells. If
+    the comment above a command begins with the name of a GPU, the command is for that GPU."""
+    found, fenced, cluster = [], False, None
     for line in (ROOT / document).read_text().splitlines():
         fenced ^= line.startswith("```")
         cell = re.match(r"\| `(.+?)` \|", line)
         text = cell[1] if cell else line.strip() if fenced or line.startswith("    ") else ""
         match = STARTS.match(text)
         if match and not any(word in text for word in NOT_HERE + OTHER_COMMANDS):
-            found.append(match[1].strip())
+            command = match[1].strip()
+            if cluster:
+                command = f"{command.replace(' --num_gpus all', '')} --cluster {cluster[1]}"
+            found.append(command)
+        cluster = GPU_COMMENT.match(text)
     return found
 
 
@@ -73,7 +81,9 @@ def typed(command: str) -> str:
         command = command.replace("gpt2-medium", "gpt2")
     if not re.search(r"weights|\.py doctor\b", command):  # this machine has none of the named GPUs
         command += " --weights random"
-    starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor)\b", command)
+    if ".py data " in command:  # the other commands use the embedded tokenizer by themselves
+        command += " --tokenizer embedded"
+    starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor|data)\b", command)
     return command if starts_nothing else f"{command} --dry-run"
 
 
@@ -118,8 +128,12 @@ def dry_run(command: str, tmp_path: Path) -> str:
         gpus = int(asked[1]) if asked else 2 if "infinity" in command else 4
         environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * gpus)
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    for name in TEXTS:
+        (tmp_path / name).write_text(small_text().read_text()[:20_000])
+    for name in CHATS:
+        (tmp_path / name).write_text(30 * f"{json.dumps(CHAT)}\n")
     result = light_pool().script(
-        arguments, num_processes=count or 1, launched=count > 0, **environment
+        arguments, num_processes=count or 1, launched=count > 0, cwd=tmp_path, **environment
     )
     if re.search(r"^error: \d+ process(es)? needs? about .* of RAM", result.stderr):
         pytest.skip(result.stderr.strip())
@@ -140,7 +154,7 @@ def test_commands_are_found():
 def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
-    words = {"plan": "--explain", "doctor": "GPU", "parity": "strategy=local_sgd"}
+    words = {"plan": "--explain", "doctor": "GPU", "parity": "strategy=local_sgd", "data": "loss"}
     name = next((name for name in words if f".py {name}" in command), None)
     assert words.get(name, "global") in dry_run(command, tmp_path)
 
@@ -158,7 +172,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     assert heavy == "[]\n"
     assert "\n strategy 'zero3'" in text
     unresolved = re.findall(r"^ (\w+) 'auto'", text, re.MULTILINE)
-    assert unresolved == ["pack"], "depends on the data"
+    assert unresolved == []
     assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
     line = text.partition("launch command\n")[2].splitlines()[0]
     assert line.startswith(" python real_model_example.py ")

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from distributed_training.records.record import load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import list_strategies
@@ -38,13 +37,6 @@ def test_links_resolve():
 def test_readme_names_every_strategy():
     text = (ROOT / "README.md").read_text()
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
-
-
-def test_readme_shows_a_sample_of_the_words_preset():
-    record = load_record(ROOT / "results/records/cpu-words/dp-gpt2-tiny-x2.json")
-    sample = (record.model_extra or {})["sample"]
-    readme = (ROOT / "README.md").read_text().replace("\n> ", " ").replace("\\*", "*")
-    assert " ".join(sample.split()) in " ".join(readme.split())
 
 
 def test_an_outdated_figure_is_reported(tmp_path):
