@@ -1,4 +1,4 @@
-"""Compute the communication volume of a step with the formulas in strategies/*/README.md. This
+"""Compute the communication volume of a step with the formulas in strategies/LAWS.md. This
 module does not import torch."""
 
 from collections import Counter, defaultdict

@@ -7,7 +7,7 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.mechanism import PipelineRank, sent_bytes
+from distributed_training.predict.mechanism import PipelineRank
 from distributed_training.predict.predict import local_cluster
 from distributed_training.predict.traffic import tensor_bytes
 from distributed_training.settings.files import ROOT
@@ -61,42 +61,3 @@ def test_counted_bytes_equal_the_formulas():
     assert sent["diloco"] == sent["four local steps"] == sent["dp"] / 4
     assert sent["bf16"] == sent["dp"] / 2
     assert sent["powersgd"] < sent["topk-int8"] < 0.4 * sent["dp"]
-
-
-TP = {"strategy": "tp", "batch_size": 8}
-PP = {"strategy": "pp", "batch_size": 2, "grad_accum_steps": 16}
-HYBRID = {"strategy": "hybrid", "batch_size": 2, "grad_accum_steps": 16, "model": "gpt2-xl"}
-CUBE = {"strategy": "3d", "batch_size": 4, "grad_accum_steps": 8}
-COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
-QUOTED = [  # (folder, quoted text, processes, rank, axes, CONFIG with the batch of one replica)
-    ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
-    ("8_tensor_parallel", "a process sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
-    ("14_context_parallel", "process sends {:.2f} GiB along `cp`", 4, 0, "cp",
-     {"strategy": "cp", "batch_size": 8}),
-    ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
-    ("9_pipeline_parallel", "`zb-v`: 256 MiB in the middle, {:.0f} MiB", 4, 3, "pp",
-     {**PP, "pipeline_schedule": "zb-v"}),
-    ("10_3d_parallel", "sends {:.2f} GiB along `tp`", 8, 0, "tp", CUBE),
-    ("10_3d_parallel", "{:.2f} GiB along `pp`", 8, 0, "pp", CUBE),
-    ("10_3d_parallel", "0 sends {:.2f} GiB along `dp_replicate`", 8, 0, "dp_replicate", COPIES),
-    ("11_hybrid_pipeline_zero", "stage sends {:.2f} GiB:", 4, 0, "dp_shard pp", HYBRID),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("folder", "said", "processes", "rank", "axes", "words"), QUOTED)
-def test_worked_examples_on_the_strategy_pages_match(folder, said, processes, rank, axes, words):
-    values = {"model": "gpt2-medium", "max_length": 1024, "precision": "bf16", **words}
-    config = build_config(values)
-    mesh = draft_plan(config, local_cluster(CPU_MACHINE, processes, processes)).mesh
-    # The pages assume that each replica has grad_accum_steps micro-batches of batch_size sequences.
-    size, count = config.batch_size, config.grad_accum_steps
-    each, odd = divmod(size * count, mesh["cp"] * mesh["tp"] * mesh["pp"])
-    assert not odd
-    cut = {"micro_batch_size": size, "num_microbatches": count}
-    config = build_config({**values, **cut, "batch_size": each, "grad_accum_steps": 1})
-    sent = 0.0
-    for (axis, kind), size in tensor_bytes(place_of(config, processes, rank)).items():
-        if axis in axes.split():
-            sent += sent_bytes(kind, size, 2 if axis == "pp" else mesh[axis])
-    text = " ".join((ROOT / "strategies" / folder / "README.md").read_text().split())
-    assert said.format(sent / (2**20 if "MiB" in said else 2**30)) in text

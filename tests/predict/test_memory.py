@@ -236,6 +236,6 @@ def test_low_precision_optimizers_need_fewer_bytes(optimizer, bytes_per_paramete
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, expected):
-    """Compare the state with the formula in strategies/10_3d_parallel/README.md. For bf16 during a
+    """Compare the state with the formula in strategies/LAWS.md. For bf16 during a
     step, the formula is `12 N_r / S + 6 N_r` bytes."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == pytest.approx((*expected, 0, 0))

@@ -200,16 +200,6 @@ def from_scratch(records: Path) -> Figure:
     }, "After training on code, gpt2 learns English better than from random weights")  # fmt: skip
 
 
-def overlap_slow_link(records: Path) -> Figure:
-    """Draw the timeline of one CPU process in one step over a slow link, for each strategy."""
-    record = _overlap(records / "cpu-overlap")
-    subtitle = (
-        "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
-    )
-    title = "Over a slow link: communication in one step, and how much of it is exposed"
-    return draw_timelines(record, list(record["shares"]), title, subtitle)
-
-
 def _overlap(folder: Path, name: str = "overlap.json") -> dict[str, Any]:
     record: dict[str, Any] = load_json(folder / name, "record")
     return record
@@ -267,7 +257,6 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "memory.svg": memory,
     "overlap.svg": overlap,
     "from-scratch.svg": from_scratch,
-    "overlap-slow-link.svg": overlap_slow_link,
 }
 
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import PipelineRank
 from distributed_training.predict.memory import STATE, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict
+from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import list_strategies
@@ -130,11 +130,13 @@ def activations() -> str:
     return markdown_table(rows, ["`activation_checkpointing`", *modes])
 
 
-def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
-    """Return a table of the share of time in which `p` equal stages are idle, with one column per
-    number of microbatches. The backward pass takes twice as long as the forward pass."""
+def traffic() -> str:
+    """Return a table of the GiB that a process of the busiest pipeline rank sends per step, for 8
+    samples of 1,024 tokens per GPU, as one micro-batch or as four."""
+    splits: Sequence[dict[str, Any]] = ({"batch_size": 8}, {"batch_size": 2, "grad_accum_steps": 4})
+    model = "gpt2-xl-20-heads"  # tp divides the number of heads.
     cells = {}
-    for name, schedule in SCHEDULES.items():
-        shares = [schedule.bubble(p, m) for m in counts]
-        cells[name] = ["no formula" if share is None else f"{share:.1%}" for share in shares]
-    return markdown_table(_merge_rows(cells), [f"p = {p}", *(f"m = {m}" for m in counts)])
+    for strategy in list_strategies():
+        plans = [plan_of(strategy, 4, model=model, **split) for split in splits]
+        cells[strategy] = [f"{sum(sent_by_axis(plan).values()) / GIB:.2f}" for plan in plans]
+    return markdown_table(_merge_rows(cells), ["GiB per step", "8 samples", "4 x 2 samples"])

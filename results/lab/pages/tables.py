@@ -83,33 +83,6 @@ def published_json(*files: str, key: str, columns: str) -> str:
     return markdown_table(rows, ["", *(HEADINGS.get(name, name) for name in column_names)])
 
 
-def published_operations(file: str) -> str:
-    """Return a table with one row per communication operation. Each row lists the strategies that
-    use the operation to send at least 1 KiB per step. The number after each strategy is the KiB per
-    step that the busiest process sends in the strategy's first case."""
-    cases = load_json(RECORDS_DIR / file, "record")["cases"]
-    sent_by: dict[str, dict[str, float]] = {}
-    for name, case in cases.items():
-        strategy = name.split()[0]
-        largest = dict[str, float]()
-        for rank in case["ranks"]:
-            sent: dict[str, float] = {}  # over all axes of the mesh
-            for key, counts in rank["counted"].items():
-                kind = key.split()[-1].replace("_", "-")
-                sent[kind] = sent.get(kind, 0.0) + counts["sent_bytes"]
-            largest = {
-                kind: max(largest.get(kind, 0.0), sent.get(kind, 0.0)) for kind in largest | sent
-            }
-        sent_by.setdefault(strategy, largest)
-    kinds = sorted({kind for largest in sent_by.values() for kind in largest})
-    rows = [
-        [kind, ", ".join(f"{name} {largest[kind] / 2**10:,.0f}" for name, largest in sent_by.items()
-                         if largest.get(kind, 0) >= 2**10)]
-        for kind in kinds
-    ]  # fmt: skip
-    return markdown_table(rows, ["operation", "sent per step, KiB"])
-
-
 def published_samples(name: str) -> str:
     """Return a Markdown list of the records in results/records/<name>/*.json. Each entry contains
     the initial perplexity, the best perplexity, and the duration in minutes. It also quotes the
