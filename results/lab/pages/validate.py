@@ -89,6 +89,7 @@ def plan_of(record: Record) -> Draft:
         "loss_chunk_tokens": 0,
         **values,
         "resume": None,
+        "weights": "random",  # a recorded folder may be gone
         # In early records, the batch size is per replica. Now batch_size is per process.
         "batch_size": record.batch.global_batch_size // record.world_size,
         "grad_accum_steps": 1,
