@@ -15,12 +15,6 @@ DEFAULT = (
 )  # fmt: skip
 
 
-def _bubble_parts(r: Record) -> str | None:
-    """Return the parts of a run's bubble in percentage points (results/lab/analysis/bubble.py)."""
-    parts = (r.bubble or {}).get("parts", {})
-    return " ".join(f"{100 * part:+.1f}" for part in parts.values()) or None
-
-
 def _disk(r: Record) -> str | None:
     """Return the number of GB read and written per step. Amounts below 0.05 GB come from logging
     and from loading libraries, and are shown as "none"."""
@@ -55,7 +49,6 @@ _START = {
 COLUMNS = {
     **_START,
     **RESULTS,
-    "formula + operations + messages + gaps": Column(_bubble_parts),
     "bubble": Column(lambda r: r.pipeline and (r.bubble or {}).get("idle_share"), "{:.1%}".format),
     "ideal bubble": Column(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format),
     "disk per step": Column(_disk),

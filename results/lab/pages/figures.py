@@ -15,7 +15,6 @@ from distributed_training.records.record import Record, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import GIB
-from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
 # Okabe and Ito's colors for each kind of split. Color-blind readers can distinguish them.
@@ -24,8 +23,8 @@ COLORS = {
     "layers and more": "#cc79a7",
 }  # fmt: skip
 SCHEDULES = {
-    "gpipe": "#999999", "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00",
-    "zb-v": "#d55e00", "zb-auto": "#cc79a7",
+    "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00", "zb-v": "#d55e00",
+    "zb-auto": "#cc79a7",
 }  # fmt: skip
 MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step"
 
@@ -45,31 +44,6 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
             axes.set_position((left, bottom, width, height))
         figure.savefig(file, format="svg", metadata=metadata)
     return file.getvalue()
-
-
-def one_launch(records: Path) -> Figure:
-    """Plot the speed of steps without a CUDA graph and of steps that are one CUDA graph."""
-    rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
-    pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
-    figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)
-    axes.set_title("gpt2-medium, 4 H200s, 4 x 512 tokens per GPU", fontsize=9, loc="left")
-    for graph, color, label in (
-        (False, "#bbbbbb", "without graph"),
-        (True, "#0072b2", "one graph"),
-    ):
-        speeds = [
-            next(_speed(r) for r in pair if r.config["cuda_graphs"] is graph)
-            for pair in pairs.values()
-        ]
-        heights = [index + 0.4 * graph for index in range(len(pairs))]
-        bars = axes.barh(heights, speeds, 0.38, color=color, label=label)
-        axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
-    axes.set_yticks([index + 0.2 for index in range(len(pairs))], list(pairs))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 540_000)
-    axes.xaxis.set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
-    return figure
 
 
 def tradeoff(records: Path) -> Figure:
@@ -107,29 +81,9 @@ def tradeoff(records: Path) -> Figure:
 
 
 def bubbles(records: Path) -> Figure:
-    """Plot measured and ideal bubbles by number of micro-batches and by schedule."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    figure.suptitle("Idle share of the pipeline: measured and computed by formula",
-                    x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
-    left, right = figure.subplots(1, 2, sharey=True)
-    for name in ("gpipe", "1f1b", "interleaved"):
-        runs_of = [
-            r for r in _gpt2_xl_records(records) if r.layout_name.startswith(f"pp pp4 {name}")
-        ]
-        compiled = [r for r in runs_of if r.config["compile"]]
-        points = sorted((r.batch.num_microbatches, *_idle(r)) for r in compiled)
-        m, measured, ideal = zip(*points, strict=True)
-        left.plot(m, measured, "o-", color=SCHEDULES[name], label=name)
-        left.plot(m, ideal, ":", color=SCHEDULES[name])
-    left.plot([], [], ":", color="#555555", label="formula")
-    left.set_title("model the size of gpt2-xl, 4 stages, no CUDA graphs", fontsize=9, loc="left")
-    left.set_xscale("log", base=2)
-    left.set_xticks([4, 8, 16], ["4", "8", "16"])
-    left.set_xlabel("micro-batches")
-    left.set_ylabel("% idle")
-    left.set_ylim(0, 50)
-    left.grid(alpha=0.25)
-    left.legend(frameon=False, fontsize=8.5)
+    """Plot measured and ideal bubbles by schedule."""
+    figure, axes = _figure("Idle share of the pipeline in %: measured, and by formula (gray)", 2.8)
+    axes.set_title("gpt2-medium, 4 H200s, 4 stages, 8 micro-batches", fontsize=9, loc="left")
     runs = {
         r.pipeline["schedule"]: r
         for name, r in _gpt2_medium_records(records).items()
@@ -139,10 +93,11 @@ def bubbles(records: Path) -> Figure:
         share, formula = _idle(runs[name])
         pair = ((-0.2, share, SCHEDULES[name]), (0.2, formula, "#dddddd"))
         for shift, height, color in pair:
-            bars = right.bar(index + shift, height, 0.38, color=color)
-            right.bar_label(bars, [f"{height:.0f}"], fontsize=8.5)
-    right.set_xticks(range(len(names)), names)
-    right.set_title("gpt2-medium, 4 stages, 8 micro-batches; gray: formula", fontsize=9, loc="left")
+            bars = axes.bar(index + shift, height, 0.38, color=color)
+            axes.bar_label(bars, [f"{height:.0f}"], fontsize=8.5)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("% idle")
+    axes.set_ylim(0, 36)
     return figure
 
 
@@ -187,19 +142,6 @@ def overlap(records: Path) -> Figure:
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, subtitle)
 
 
-def from_scratch(records: Path) -> Figure:
-    """Plot the losses of three runs, one trained on the code of Python's standard library and two
-    trained on English text. One of the English runs starts from the weights of the first run, and
-    the other from random weights."""
-    first, tuned, random = _read(records / "h200-from-scratch")
-    return draw_losses({
-        "code of Python's standard library, 9 MB": {"from random weights": first},
-        "WikiText-2's validation text, 1.1 MB": {
-            "from the weights trained on code": tuned, "from random weights": random,
-        },
-    }, "After training on code, gpt2 learns English better than from random weights")  # fmt: skip
-
-
 def _overlap(folder: Path, name: str = "overlap.json") -> dict[str, Any]:
     record: dict[str, Any] = load_json(folder / name, "record")
     return record
@@ -227,19 +169,13 @@ def _gpt2_medium_records(records: Path) -> dict[str, Record]:
     }
 
 
-def _gpt2_xl_records(records: Path) -> list[Record]:
-    """Return the records for gpt2-xl-sized models on four GPUs. Most are from pipelines without
-    CUDA graphs."""
-    return _read(records / "h200-x4-layouts")
-
-
 def _speed(record: Record) -> float:
     return float(record.performance["tokens_per_s"])
 
 
 def _peak_bytes(record: Record) -> float:
-    """Return the peak number of bytes allocated to tensors on the fullest rank."""
-    return float(record.memory["peak_allocated_bytes"])
+    """Return the peak number of bytes that the allocator reserved on the fullest rank."""
+    return float(record.memory["peak_reserved_bytes"])
 
 
 def _split_kind(record: Record) -> str:
@@ -251,12 +187,10 @@ def _split_kind(record: Record) -> str:
 
 
 FIGURES: dict[str, Callable[[Path], Figure]] = {
-    "one-launch.svg": one_launch,
     "tradeoff.svg": tradeoff,
     "bubbles.svg": bubbles,
     "memory.svg": memory,
     "overlap.svg": overlap,
-    "from-scratch.svg": from_scratch,
 }
 
 

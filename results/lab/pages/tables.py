@@ -2,7 +2,6 @@
 blank line, which Markdown needs."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,33 +80,6 @@ def published_json(*files: str, key: str, columns: str) -> str:
             _check_names(f"{file}, {row}", "column", column_names, values)
             rows.append([row, *(_format_number(values[name]) for name in column_names)])
     return markdown_table(rows, ["", *(HEADINGS.get(name, name) for name in column_names)])
-
-
-def published_samples(name: str) -> str:
-    """Return a Markdown list of the records in results/records/<name>/*.json. Each entry contains
-    the initial perplexity, the best perplexity, and the duration in minutes. It also quotes the
-    text that the model generated before and after training, each on one line."""
-    lines = []
-    for path in sorted((RECORDS_DIR / name).glob("*.json")):
-        r = load_record(path)
-        first = r.evaluations[0]["perplexity"]
-        best = r.best or r.evaluations[-1]
-        began, ended = map(datetime.fromisoformat, (r.started_at, r.finished_at or r.started_at))
-        minutes = (ended - began).total_seconds() / 60
-        lines += [
-            f"- `{path.stem[2:]}`: The perplexity was {first:,.0f} before training and "
-            f"{best['perplexity']:.1f} after {best['step']:,} steps. The "
-            f"run took {minutes:.1f} minutes. Before and after training, the model wrote:",
-            f"  > {_quote(r.sample_before)}",
-            "",
-            f"  > {_quote((r.model_extra or {})['sample'])}",
-        ]
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def _quote(text: object) -> str:
-    """Return a generated text on one line. Markdown would otherwise treat `<unk>` as HTML."""
-    return " ".join(str(text).split()).replace("<", "\\<")
 
 
 def published_links(*files: str, over: str = "") -> str:
