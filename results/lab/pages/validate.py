@@ -333,11 +333,11 @@ def choices() -> str:
 
 
 def every_row() -> str:
-    """Return all runs as aligned text, grouped by page. A Markdown table would be too long."""
+    """Return all runs as aligned text, grouped by page."""
     lines = [_line("", "memory", "time")]
     for page, rows in itertools.groupby(gpu_rows(), key=lambda row: row.page):
         lines += [page, *(_line(*_cells(row)) for row in rows)]
-    return "\n".join(["```text", *lines, "```"])
+    return "\n".join(lines)
 
 
 def worst(error_of: Callable[[Row], float], rows: Iterable[Row], count: int = 5) -> str:
