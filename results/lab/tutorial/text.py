@@ -2,14 +2,12 @@
 
 This module does not import torch."""
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import checkout  # noqa: F401
 from pipedream.runtime.record import launch_bound_cases, makespan_error, render
 
-from results.lab.tutorial.goals import GPU_GOAL, goal_of, is_met, points_error, validation_cases
+from results.lab.tutorial.goals import goal_of, is_met, points_error, validation_cases
 from results.lab.tutorial.tables import Record, final_loss_table, study_intro, title_of, wrap
 
 
@@ -97,13 +95,6 @@ def render_page(records: Mapping[str, Record], one_run: Record, study: Record) -
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
-        wrap(
-            "The tables below are for the GPU records with the most stages. Each cell shows the "
-            "makespan in ms, the utilization and, in parentheses, the error of the simulated "
-            "utilization. The run marked \\* provided the times. If a run was repeated, the table "
-            "shows the run with the largest error."
-        ),
-        *sections(records),
     ]
     parts += ["## Effect of weight stashing", study_intro(study), final_loss_table(study)]
     return "\n\n".join(parts) + "\n"
@@ -158,78 +149,3 @@ def _goals(records: Mapping[str, Record]) -> str:
     NVIDIA H200'."""
     goals = {_device(record): goal_of(record).text for record in records.values()}
     return " and ".join(f"{goal} on {device}" for device, goal in goals.items())
-
-
-def sections(records: Mapping[str, Record]) -> list[str]:
-    """Return the sections for the GPU records with the most stages, grouped by kind of work. If
-    several records have the same runs, only the record with the worst prediction gets a table. The
-    other records get one sentence each."""
-    on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
-    max_stages = max((record["num_stages"] for record in on_gpu.values()), default=0)
-    groups: dict[str, dict[str, Record]] = {}
-    for name, record in on_gpu.items():
-        if record["num_stages"] == max_stages:
-            workload = record["workload"].replace(" (no embedding, no head)", "")
-            workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
-            workload = re.sub(r" of hidden size \d+", "", workload)  # The model's name implies it.
-            workload = workload.replace(" of 1024 per", " of 1024 tokens per")
-            workload = workload.replace(", ", " with ", 1)
-            workload = re.sub(r", ([^,]*)$", r", and \1", workload)
-            groups.setdefault(wrap(f"The following runs used {workload}."), {})[name] = record
-    parts: list[str] = []
-    for intro, records_of_work in groups.items():
-        parts.append(intro)
-        record_of_runs = {
-            _runs(record): name for name, record in sorted(records_of_work.items(), key=_worst)
-        }
-        for name, record in sorted(
-            records_of_work.items(), key=lambda named: named[0] not in record_of_runs.values()
-        ):
-            calibration = title_of(record["calibration"]["schedule"])
-            if name in record_of_runs.values():
-                parts.append(f"Record `{name}`, with times from {calibration}:")
-                parts.append(_run_table(record))
-                parts += [wrap(record["note"])] if "note" in record else []
-            else:
-                parts.append(
-                    wrap(
-                        f"Record `{name}` contains the same runs. The predictions in this record "
-                        f"use times from {calibration}."
-                    )
-                )
-    return parts
-
-
-def _runs(record: Record) -> tuple[tuple[str, int], ...]:
-    """Return a sorted tuple with the schedule and the number of microbatches of each run."""
-    return tuple(sorted((case["schedule"], case["num_microbatches"]) for case in record["cases"]))
-
-
-def _worst(named_record: tuple[str, Record]) -> float:
-    """Return a record's largest error, in the quantity that its goal limits."""
-    error = goal_of(named_record[1]).error
-    return max((abs(error(case)) for case in validation_cases(named_record[1])), default=0.0)
-
-
-def _run_table(record: Record) -> str:
-    """Return a table with one row per schedule and one column per number of microbatches. The last
-    column is the peak memory of stage 0."""
-    cases = record["cases"]
-    runs = {(case["schedule"], case["num_microbatches"]): case for case in cases}
-    sizes = sorted({m for _, m in runs})
-    head = ["schedule", *(f"m = {m}" for m in sizes), "stage 0's peak GiB"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for name in dict.fromkeys(name for name, _ in runs):
-        row = [runs.get((name, m)) for m in sizes]
-        cells = [title_of(name), *("-" if case is None else _cell(case) for case in row)]
-        most = max(case["measured"]["peak_memory_mib"][0] for case in row if case is not None)
-        lines.append("| " + " | ".join([*cells, f"{most / 1024:.1f}"]) + " |")
-    return "\n".join(lines)
-
-
-def _cell(case: Mapping[str, Any]) -> str:
-    """Return a cell such as '471.2, 54.7% (+0.7)': makespan, utilization, and the simulator's
-    error."""
-    text = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
-    text += f", {100 * case['measured']['utilisation']:.1f}%"
-    return text if case["predicted"] is None else f"{text} ({points_error(case):+.1f})"
