@@ -33,7 +33,7 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural, publish
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 16
+_VERSION = 17
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
