@@ -36,9 +36,9 @@ SCONTROL = """\
 if [ "$1" = requeue ]; then echo "$2" >>"$REQUEUED"; else echo node0; echo node1; fi
 """
 DOCUMENT = "CLUSTER_QUICKSTART.md"
-SMALLER = {"2x8xH100-80GB": "2x1xL4", "gpt2-xl": "gpt2-tiny"}
+SMALLER = {"2x8xH100-80GB": "2x1xL4", "Qwen/Qwen2.5-7B": "gpt2-tiny", "chats.jsonl": "mine.txt"}
 SHORT = shlex.split(
-    "--batch_size 4 --num_samples 160 --max_length 64 --epochs 10 "
+    "--batch_size 4 --num_samples 160 --max_length 64 --epochs 10 --lora_rank 0 "
     "--eval_samples 8 --generate none --export false --learning_rate 0.01"
 )
 
