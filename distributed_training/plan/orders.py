@@ -18,11 +18,11 @@ Order = tuple[Operation, ...]  # operations of one rank
 
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
-    """Return each pipeline rank's order of operations. If the plan stores no orders, return the
-    orders that the schedule defines."""
-    if plan.orders is not None:
+    """Return each pipeline rank's order of operations. The plan stores the orders of a searched
+    schedule; other schedules define their orders."""
+    if plan.schedule.is_searched:
+        assert plan.orders is not None, "lay_out stores the orders of a searched schedule"
         return tuple(map(parse_order, plan.orders.by_place))
-    assert not plan.schedule.is_searched, "lay_out stores the orders of a searched schedule"
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 

@@ -48,7 +48,8 @@ class TimedOrders:
     """Order of operations on each rank of a V-shaped pipeline, and the predicted durations in
     seconds."""
 
-    by_place: tuple[str, ...]  # order of each pipeline rank, in the format of orders.py
+    # Order of each pipeline rank, in the format of orders.py; () unless the schedule is searched
+    by_place: tuple[str, ...]
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
 

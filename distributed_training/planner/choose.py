@@ -13,7 +13,6 @@ from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.plan.orders import build_orders, format_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.planner.conflicts import check_settings
@@ -378,5 +377,4 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     m = plan.batch.num_microbatches
     if plan.schedule.is_searched:
         return search_orders(seconds, blocks, m, message_s(step))
-    orders = format_orders(build_orders("zb-v", plan.mesh["pp"], m))
-    return TimedOrders(by_place=orders, stage_s=seconds, message_s=message_s(step))
+    return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))

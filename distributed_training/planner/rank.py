@@ -2,7 +2,9 @@
 comes first. `strategy=auto` uses this layout, and `plan` lists all. This module does not import
 torch."""
 
+import bisect
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,14 @@ from distributed_training.planner.layouts import (
     all_meshes,
     format_settings,
 )
-from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction, predict
+from distributed_training.predict.predict import (
+    MEMORY_FITS,
+    Cluster,
+    Prediction,
+    has_measured_size,
+    predict,
+    predict_within,
+)
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
@@ -54,7 +63,7 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
             request, cluster.machine, cluster.num_processes, strategy, notes
         )
         return Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
-    first = rank(request, cluster)[0]
+    first = rank(request, cluster, num_best=1)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
@@ -72,31 +81,68 @@ def _candidate(plan: Draft) -> Candidate:
 
 
 def rank(
-    request: Request, cluster: Cluster, names: Sequence[str] | None = None
+    request: Request,
+    cluster: Cluster,
+    names: Sequence[str] | None = None,
+    num_best: int | None = None,
 ) -> list[Prediction]:
     """Return predictions for all valid layouts: the first choice, then the others from best to
     worst. If the user did not set activation_checkpointing, layouts that would not fit use as much
     of it as necessary. `request` must have a batch size. `names` restricts strategy=auto to these
-    strategies. Raises UserError if no layout is valid."""
-    choices = rank_layouts(request, cluster, names)
+    strategies. With `num_best`, only the first choice and this many of the best layouts are certain
+    to be in the list, which takes less time. Raises UserError if no layout is valid."""
+    limit = TimeLimit(num_best)
+    choices = rank_layouts(request, cluster, names, limit)
     if not choices:
         raise _explain_no_layout(request, cluster)
     if cluster.machine.num_gpus and not request.is_set("activation_checkpointing"):
-        choices = [_with_checkpointing(choice, cluster) for choice in choices]
+        choices = [_with_checkpointing(choice, cluster, limit) for choice in choices]
         choices.sort(key=lambda choice: choice.sort_key)
     first = _first_choice(choices)
     return [first, *(choice for choice in choices if choice is not first)]
 
 
+class TimeLimit:
+    """Step time beyond which a layout is neither the first choice nor one of the `num_best` best
+    layouts, given the layouts that are known to fit. Without `num_best`, there is no limit."""
+
+    def __init__(self, num_best: int | None = None) -> None:
+        self.num_best = num_best
+        self.fitting_s: list[float] = []  # sorted times of layouts that fit without offload
+        self.simple_s = 0.0  # shortest of these times under dp and fsdp
+
+    def add(self, choice: Prediction) -> None:
+        """Take a layout into account."""
+        if choice.step is None or choice.memory_fit != "yes" or choice.plan.strategy.offloads:
+            return
+        seconds = choice.step.seconds
+        bisect.insort(self.fitting_s, seconds)
+        if _is_simple(choice.plan):
+            self.simple_s = min(self.simple_s or seconds, seconds)
+
+    def max_s(self, plan: Draft) -> float:
+        """Return the limit in seconds for a layout. dp and fsdp have none, because the first choice
+        may be much slower than the best layouts."""
+        if self.num_best is None or len(self.fitting_s) < self.num_best or _is_simple(plan):
+            return math.inf
+        near_s = max(self.fitting_s[0], self.simple_s if has_measured_size(plan) else 0)
+        return max(self.fitting_s[self.num_best - 1], (1 + TOLERANCE_UNVALIDATED) * near_s)
+
+
 def rank_layouts(
-    request: Request, cluster: Cluster, names: Sequence[str] | None = None
+    request: Request,
+    cluster: Cluster,
+    names: Sequence[str] | None = None,
+    limit: TimeLimit | None = None,
 ) -> list[Prediction]:
-    """Return predictions for all valid layouts, sorted from best to worst. With strategy=auto,
-    strategies whose algorithm changes the training results are left out. On CPUs, strategies with
-    CPU offload are left out, and with one process the other DeepSpeed strategies, unless CONFIG
-    names a DeepSpeed configuration."""
+    """Return predictions for all valid layouts within `limit`, sorted from best to worst. With
+    strategy=auto, strategies whose algorithm changes the training results are left out. On CPUs,
+    strategies with CPU offload are left out, and with one process the other DeepSpeed strategies,
+    unless CONFIG names a DeepSpeed configuration."""
     choices: dict[object, Prediction] = {}
-    names = names or tuple(list_strategies())
+    limit = limit or TimeLimit()
+    # dp and fsdp come first, because their times limit the others.
+    names = sorted(names or list_strategies(), key=lambda name: name not in SIMPLE)
     names = names if request.strategy == AUTO else (request.strategy,)
     for name in with_progress(names, "strategies"):
         if request.strategy == AUTO and any(
@@ -116,10 +162,13 @@ def rank_layouts(
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
                 key = (engine, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 previous_choice = choices.get(key)
-                if previous_choice is None or _simplicity_key(plan) < _simplicity_key(
-                    previous_choice.plan
-                ):
-                    choices[key] = predict(plan, cluster.rates)
+                if previous_choice is None:
+                    choice = predict_within(plan, cluster.rates, limit.max_s(plan))
+                    if choice is not None:
+                        choices[key] = choice
+                        limit.add(choice)
+                elif _simplicity_key(plan) < _simplicity_key(previous_choice.plan):
+                    choices[key] = replace(previous_choice, plan=plan)
     return sorted(choices.values(), key=lambda choice: choice.sort_key)
 
 
@@ -136,7 +185,7 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
-def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
+def _with_checkpointing(choice: Prediction, cluster: Cluster, limit: TimeLimit) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
     candidate = _candidate(plan)
@@ -145,11 +194,13 @@ def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
             break
         with contextlib.suppress(UserError):
             request = plan.requested.model_copy(update={"activation_checkpointing": mode})
-            recomputed = predict(
-                lay_out(replace(candidate, config=request), cluster), cluster.rates
-            )
+            draft = lay_out(replace(candidate, config=request), cluster)
+            recomputed = predict_within(draft, cluster.rates, limit.max_s(draft))
+            if recomputed is None:
+                break
             if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
                 choice = recomputed
+                limit.add(choice)
     return choice
 
 
@@ -262,17 +313,20 @@ def _first_choice(choices: Sequence[Prediction]) -> Prediction:
 
 def _tier(choice: Prediction) -> tuple[int, ...]:
     """Return a key that is smaller for layouts that fit better and are simpler to use."""
-    mesh = choice.plan.mesh
-    averages_with_torch = choice.plan.strategy.traits.averages_with_torch
-    is_simple = averages_with_torch and mesh["pp"] * mesh["cp"] * mesh["tp"] == 1
     memory_fit = MEMORY_FITS.index(choice.memory_fit)
-    return memory_fit > 1, choice.plan.strategy.offloads, memory_fit, not is_simple
+    return memory_fit > 1, choice.plan.strategy.offloads, memory_fit, not _is_simple(choice.plan)
+
+
+def _is_simple(plan: Draft) -> bool:
+    """Return whether a plan has the layout of dp or fsdp."""
+    mesh = plan.mesh
+    return plan.strategy.traits.averages_with_torch and mesh["pp"] * mesh["cp"] * mesh["tp"] == 1
 
 
 def _is_surely_faster(choice: Prediction, first: Prediction) -> bool:
     """Return whether a layout fits as well as `first` and is faster by more than the typical errors
     of both predictions. Sizes that were not measured never count as faster."""
-    if choice.likely_s is None or first.likely_s is None or not choice.has_measured_size:
+    if choice.likely_s is None or first.likely_s is None or not has_measured_size(choice.plan):
         return False
     return choice.memory_fit == first.memory_fit and choice.likely_s[1] < first.likely_s[0]
 
@@ -327,7 +381,7 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
             with contextlib.suppress(UserError):
                 sized = as_typed(request, batch_size=size)
                 if request.strategy == AUTO:
-                    first = rank(sized, cluster, names)[0]
+                    first = rank(sized, cluster, names, num_best=1)[0]
                 else:
                     draft = lay_out(choose_candidate(sized, cluster, []), cluster)
                     first = predict(draft, cluster.rates)
@@ -354,7 +408,6 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
     changes |= {"strategy": AUTO, "model": plan.config.model, "batch_size": plan.config.batch_size}
     request = as_typed(request, **changes)
-    request.set_by.pop("activation_checkpointing", None)
     suggestions: list[tuple[Settings, Prediction]] = []
     for base_dtype in (None, AUTO, "nf4"):  # None: all weights
         settings: Settings = {}
@@ -365,7 +418,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
         if base_dtype is not None and not settings:
             continue
         with contextlib.suppress(UserError):
-            first = rank(as_typed(request, **settings), cluster)[0]
+            first = rank(as_typed(request, **settings), cluster, num_best=1)[0]
             if not first.fits:
                 continue
             if not settings or plan.requested.strategy != AUTO:

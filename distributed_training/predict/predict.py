@@ -1,6 +1,7 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -189,16 +190,8 @@ class Prediction:
             plan.num_processes == plan.processes_here <= measured_runs.num_gpus
             and plan.model.label in measured_runs.models
             and self._is_gpu_measured
-            and self.has_measured_size
+            and has_measured_size(plan)
         )
-
-    @property
-    def has_measured_size(self) -> bool:
-        """True unless tp or pp splits the model and the micro-batches are smaller than measured
-        micro-batches under tp and pp."""
-        tokens = self.plan.batch.micro_batch_size * self.plan.config.max_length
-        is_split = self.plan.mesh["tp"] * self.plan.mesh["pp"] > 1
-        return not is_split or tokens >= FITTED.validated.split_tokens
 
     @property
     def _is_gpu_measured(self) -> bool:
@@ -256,12 +249,29 @@ class Prediction:
         }
 
 
+def has_measured_size(plan: Draft) -> bool:
+    """Return False if tp or pp splits the model and the micro-batches are smaller than measured
+    micro-batches under tp and pp."""
+    tokens = plan.batch.micro_batch_size * plan.config.max_length
+    is_split = plan.mesh["tp"] * plan.mesh["pp"] > 1
+    return not is_split or bool(tokens >= FITTED.validated.split_tokens)
+
+
 def predict(plan: Draft, rates: Rates | None, *, tokenized: bool = False) -> Prediction:
     """Predict the memory and time of a plan's step. `tokenized` is True if the token cache already
     contains the samples."""
-    return Prediction(
-        plan=plan,
-        rates=rates,
-        memory=estimate_memory(plan, tokenized=tokenized),
-        step=None if rates is None else estimate_step(plan, rates),
-    )
+    prediction = predict_within(plan, rates, math.inf, tokenized=tokenized)
+    assert prediction is not None
+    return prediction
+
+
+def predict_within(
+    plan: Draft, rates: Rates | None, max_s: float, *, tokenized: bool = False
+) -> Prediction | None:
+    """Predict the memory and time of a plan's step. Return None as soon as the step is known to
+    take more than `max_s` seconds."""
+    step = None if rates is None else estimate_step(plan, rates, max_s)
+    if step is not None and step.seconds > max_s:
+        return None
+    memory = estimate_memory(plan, tokenized=tokenized)
+    return Prediction(plan=plan, rates=rates, memory=memory, step=step)

@@ -116,7 +116,9 @@ def run(
         notes.append(_describe_larger_batch(request, cluster))
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
-    choices = rank(configure([*arguments.overrides, *strategy_text]), cluster)
+    num_best = None if arguments.all or arguments.json else MAX_SHOWN
+    request = configure([*arguments.overrides, *strategy_text])
+    choices = rank(request, cluster, num_best=num_best)
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
@@ -130,7 +132,8 @@ def run(
             print()
         if suggestions and not first.fits:
             _override(arguments, **suggestions[0][0])
-            choices = rank(configure([*arguments.overrides, *strategy_text]), cluster)
+            request = configure([*arguments.overrides, *strategy_text])
+            choices = rank(request, cluster, num_best=num_best)
     check_memory(choices[0], cluster)
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
@@ -140,14 +143,14 @@ def run(
     lines += describe_picks(picks, amount)
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
     if not (arguments.explain or arguments.all):
-        lines.append(f"To see the {len(choices)} layouts and their bottlenecks, add --explain.")
+        lines.append("To see other layouts and their bottlenecks, add --explain.")
     print_folded(lines)
     if arguments.explain or arguments.all:
         listed = choices if arguments.all else fitting[:MAX_SHOWN]
         labels = {id(choice): label for label, choice in picks}
         print(f"\n{table(listed, labels)}\n")
         if len(fitting) > len(listed):
-            print(f"--all lists all {len(choices)} layouts.")
+            print("--all lists all layouts.")
         gbit = None
         if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
             gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
@@ -177,7 +180,7 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
     """Return a note about the batch size that CONFIG sets and the size that "auto" chooses."""
     note = f"batch_size is {request.batch_size}, from CONFIG"
     best = choose_batch_size(as_typed(request, batch_size=AUTO), cluster, [])
-    now, then = (rank(each, cluster, SIMPLE)[0].tokens_per_s for each in (request, best))
+    now, then = (rank(each, cluster, SIMPLE, 1)[0].tokens_per_s for each in (request, best))
     if now is not None and then is not None and best.batch_size != request.batch_size:
         note += (
             f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
