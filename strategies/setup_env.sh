@@ -27,7 +27,6 @@ _find_python() {
 _cpu_index=${PYTORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 _wants_cpu_build() {
-    [ "$(uname -s)" = Linux ] || return 1
     ! { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1 || return 1
     "$1" -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)" \
         "$_cpu_index/torch/" 2>/dev/null
@@ -47,7 +46,7 @@ _one_line() {
 
 _make_venv() {
     local python
-    python=$(_find_python) || exit 2
+    python=$(_find_python) || return 2
     echo "Setting up $_root/.venv. This happens once and takes a few minutes, mostly to download PyTorch ..." >&2
     local arguments=() file
     for file in "${_files[@]}"; do arguments+=(-r "$file"); done
@@ -56,7 +55,7 @@ _make_venv() {
         arguments+=(--extra-index-url "$_cpu_index")
     fi
     if command -v uv >/dev/null; then
-        uv venv --quiet --allow-existing --python "$python" "$_root/.venv" || return 2
+        uv venv --quiet --seed --allow-existing --python "$python" "$_root/.venv" || return 2
         uv pip install --python "$_root/.venv/bin/python" --index-strategy unsafe-best-match \
             "${arguments[@]}" || return 2
     else
@@ -65,7 +64,7 @@ _make_venv() {
             ! venv_output=$("$python" -m venv "$_root/.venv" 2>&1); then
             echo "$venv_output" >&2
             echo "error: $python cannot create virtual environments. Install its venv package (Debian, Ubuntu: apt-get install python3-venv)." >&2
-            exit 2
+            return 2
         fi
         "$_root/.venv/bin/python" -u -m pip install --disable-pip-version-check "${arguments[@]}" | _one_line
         [ "${PIPESTATUS[0]}" = 0 ] || return 2
@@ -73,6 +72,10 @@ _make_venv() {
 }
 
 _setup() {
+    if [ "$(uname -s)" != Linux ]; then
+        echo "error: $(uname -s) is not supported. Use Linux, or WSL 2 on Windows: wsl --install." >&2
+        return 2
+    fi
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
         python "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
         return 0
@@ -92,4 +95,5 @@ _setup() {
     export VIRTUAL_ENV="$_root/.venv" PATH="$_root/.venv/bin:$PATH"
 }
 
-_setup || exit 2
+# If the script is sourced in a terminal, `exit` would close the terminal.
+_setup || return 2
