@@ -9,8 +9,9 @@ import logging
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ NON_KEY_OPTIONS = (
 )  # fmt: skip
 PLANNED_MACHINES = ("cluster", "gpu")
 DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
-BEST_HELP = "use the best weights, saved with keep_best=True, instead of the last weights"
+LAST_HELP = "use the last weights instead of those with the lowest validation loss"
 Act = Callable[[argparse.Namespace], int]
 
 
@@ -284,7 +285,7 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     )
     add_model(parser)
     add("--prompt", help="text to continue (default: read prompts from standard input)")
-    add("--best", action="store_true", help=BEST_HELP)
+    add("--last", action="store_true", help=LAST_HELP)
     num_tokens_help = "maximum number of tokens to generate (default: 100)"
     add("--num_tokens", "--max_new_tokens", metavar="N", type=at_least(1), default=100,
         help=num_tokens_help)  # fmt: skip
@@ -317,7 +318,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
         "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
     )
     add("--max_length", metavar="N", type=at_least(1), help=length_help)
-    add("--best", action="store_true", help=BEST_HELP)
+    add("--last", action="store_true", help=LAST_HELP)
     tasks_help = "run these lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
     add("--tasks", metavar="NAMES", help=tasks_help)
     return lambda a: _load("tools.models").evaluate(a)
@@ -340,7 +341,7 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("run", help="folder of a run, such as runs/latest, or its hf/ or best/")
     add("name", help="user/name on the Hub")
     add_model(parser)
-    add("--best", action="store_true", help=BEST_HELP)
+    add("--best", action="store_true", help="upload best/ instead of hf/")
     add("--public", action="store_true", help="create a public repository instead of a private one")
     return lambda a: _load("tools.models").push(a.run, a.name, best=a.best, public=a.public)
 
@@ -360,10 +361,32 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
 }  # fmt: skip
 
 
+def short_help(program: Program) -> str:
+    """Return one page: the commands with their purposes, and the first keys of CONFIG."""
+    tools = ("plan", "compare", "parity", "data")
+    lines = [program.description, "", f"{program.script.name} COMMAND [OPTIONS]", ""]
+    rows = []
+    for name, command in COMMANDS.items():
+        source = _load(f"tools.{name}") if name in tools else command
+        rows.append((name, str(source.__doc__).partition("\n")[0]))
+    keys = [KEYS[name] for name in program.config if name in KEYS][:13]
+    rows += [(f"--{key.name}", key.help) for key in keys]
+    lines += [
+        f"  {name:<18} {textwrap.shorten(text, 58, placeholder=' ...')}" for name, text in rows
+    ]
+    lines += ["", "--help all lists all options, and COMMAND --help the options of one command."]
+    return "\n".join(lines)
+
+
 def run_command(name: str, program: Program) -> int:
     """Parse the options of a command and run it. Return the exit code."""
     if name == "train" and program.argv[:1] == (launch.PLANNED_OPTION,):
         return launch.run_planned_rank(*program.argv[1:])
+    if name == "train" and set(program.argv[:1]) & {"-h", "--help"}:
+        if program.argv[1:] != ("all",):
+            print(short_help(program))
+            return 0
+        program = replace(program, argv=("--help",))
     parser = Parser(prog=program.script.name)
     commands = parser.add_subparsers(parser_class=Parser)
     command = COMMANDS[name]

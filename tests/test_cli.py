@@ -79,7 +79,7 @@ def test_options_of_other_programs_give_advice_that_is_accepted():
 
 
 def test_help_is_complete_grouped_and_narrow():
-    answer = light_pool().script(["--help"], COLUMNS="80")
+    answer = light_pool().script(["--help", "all"], COLUMNS="80")
     lines = answer.stdout.splitlines()
     text = " ".join(answer.stdout.split()).replace("- ", "-")  # argparse breaks lines at hyphens
     assert [line for line in lines if len(line) > 80] == []
@@ -92,6 +92,14 @@ def test_help_is_complete_grouped_and_narrow():
     assert ", ".join(list_strategies()) in text
     for option in ("--preset", "--set", "--num_gpus", "--dry-run"):
         assert f"  {option}" in answer.stdout
+
+
+def test_the_first_help_is_one_page_with_all_commands():
+    lines = light_pool().script(["--help"]).stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[4:16]] == list(cli.COMMANDS)
+    assert "--help all" in lines[-1]
 
 
 @pytest.fixture

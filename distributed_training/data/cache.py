@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize toge
 _NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
 _READ_BYTES = 16 * 2**20  # bytes read at a time
 _LONG_BYTES = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
+PRINT_EVERY_S = 10.0  # time between progress lines without a terminal
 _MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 logger = logging.getLogger(__name__)
 
@@ -161,6 +163,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
     counts = {split: Counts() for split in corpus}
+    printed_at = time.monotonic()
     with tqdm(
         desc="tokenizing", total=num_bytes, unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
@@ -171,6 +174,11 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
             splits[split] = dtypes
             pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
             for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
+                num_records = f"{counts[split].records:,} records"
+                bar.set_postfix_str(num_records)
+                if bar.disable and time.monotonic() - printed_at > PRINT_EVERY_S:
+                    printed_at = time.monotonic()
+                    print_stderr(f"tokenized {num_records}")
                 for name in dtypes.keys() & arrays.keys():
                     with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
                         file.write(arrays[name].astype(dtypes[name]).tobytes())

@@ -16,6 +16,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import format_bytes
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import GIB
@@ -113,7 +114,8 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
     config = plan.config
     num_trained = plan.size.num_trained_parameters(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
-    num_exported = [config.export, config.keep_best].count(True)
+    keeps_best = config.export if config.keep_best == AUTO else config.keep_best
+    num_exported = [config.export, keeps_best].count(True)
     output_bytes = (12 * num_saved + 4 * num_exported) * num_trained
     planned_writes = [(plan.output_dir.absolute(), output_bytes)]
     if plan.offload_dir is not None:

@@ -88,6 +88,10 @@ def choose_model(
     else:
         name, settings = _choose_for_cpu(config, num_processes, strategy, notes)
     model = find_model(name)
+    max_length = settings.get("max_length", config.max_length)
+    if max_length > model.size.num_positions and not config.is_set("max_length"):
+        settings["max_length"] = model.size.num_positions
+        notes.append(f"max_length is {model.size.num_positions}, the model's context length")
     if config.lora_rank and not continues_adapters:
         model.size.adapted_parts(config.lora_targets)
     if continues_adapters:

@@ -1,5 +1,6 @@
 """Make the plan for a run from CONFIG and a machine. This module does not import torch."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
+from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
@@ -15,12 +17,16 @@ from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
 from distributed_training.planner.rank import choose_batch_size, choose_candidate
-from distributed_training.predict.predict import Cluster, predict
+from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
 
+# Assumptions about writing a model to disk: fixed time and speed
+EXPORT_S = 0.1
+EXPORT_BYTES_PER_S = 5e8
+MAX_BEST_SHARE = 0.05  # largest share of the training time in which the best weights are saved
 BATCH_KEYS = ("batch_size", "grad_accum_steps")
 
 
@@ -54,6 +60,10 @@ def make_plan(
         draft, amount = resolve_data_values(draft, data, notes)
     tokenized = data is not None and data.cache in cached_names
     prediction = predict(draft, cluster.rates, tokenized=tokenized)
+    if draft.config.keep_best == AUTO:
+        keeps_best = _keeps_best(draft, amount, prediction, notes)
+        config = draft.config.model_copy(update={"keep_best": keeps_best})
+        draft = replace(draft, config=config)
     deepspeed_json = None
     deepspeed_changes: dict[str, Any] = {}
     if draft.strategy.traits.takes_json:
@@ -82,6 +92,31 @@ def make_plan(
         prediction=prediction.as_record(),
         notes=tuple(notes),
     )
+
+
+def _keeps_best(
+    draft: Draft, amount: Amount | None, prediction: Prediction, notes: list[str]
+) -> bool:
+    """Return whether a run keeps its best weights if `keep_best` is "auto"."""
+    config = draft.config
+    if amount is None or not config.export:
+        return False
+    num_evaluations = math.ceil(amount.epochs)
+    if config.eval_every:
+        num_evaluations += amount.num_steps // config.eval_every
+    if num_evaluations < 2:  # hf/ contains the only weights that are evaluated
+        return False
+    num_trained = draft.size.num_trained_parameters(config.lora_rank, config.lora_targets)
+    save_s = EXPORT_S + 4 * num_trained / EXPORT_BYTES_PER_S
+    if prediction.step is None:
+        return True
+    share = num_evaluations * save_s / (amount.num_steps * prediction.step.seconds)
+    if share > MAX_BEST_SHARE:
+        notes.append(
+            f"the best weights are not kept, because saving them could take {share:.0%} of the "
+            "training time. To keep them, add --keep_best True"
+        )
+    return share <= MAX_BEST_SHARE
 
 
 def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = None) -> Draft:

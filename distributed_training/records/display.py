@@ -88,7 +88,9 @@ class Display:
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]
         seconds = sum(row["step_time_s"] for row in warm_rows or rows)
-        text = f"epoch {last['epoch'] + 1}  loss {last['loss']:.4f}  lr {last['learning_rate']:.1e}"
+        text = f"loss {last['loss']:.4f}"
+        if self._bar is None:  # a bar needs the space
+            text = f"epoch {last['epoch'] + 1}  {text}  lr {last['learning_rate']:.1e}"
         if warm_rows and seconds > 0:  # the clock of a virtual machine may stand still
             speed = sum(row["num_tokens"] for row in warm_rows) / seconds
             remaining_s = (self._total - step) * seconds / len(warm_rows)

@@ -288,7 +288,8 @@ def summary_rows(r: Record) -> dict[str, str]:
         text = f"the perplexity was lower, {format_perplexity(best['perplexity'])}, after "
         text += f"{plural(best['step'], 'step')}. "
         advice = "To keep that model, add --keep_best True."
-        rows["overfitted"] = text + (f"{BEST}/ contains that model." if r.best else advice)
+        kept = f"{BEST}/ contains that model, and generate and eval use it."
+        rows["overfitted"] = text + (kept if r.best else advice)
     if r.skipped_steps:
         rows["skipped"] = f"{plural(len(r.skipped_steps), 'step')} with non-finite gradients"
     return rows | {"record": f"{short_path(r.run_dir)}/record.json"}

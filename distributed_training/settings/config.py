@@ -211,8 +211,10 @@ class RunConfig(Options):
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = checkpoint_key(1,
         aliases=("save_total_limit",))
     """Number of checkpoints to keep. Older checkpoints are deleted."""
-    keep_best: bool = checkpoint_key(False)
-    """Save the weights to best/ after each evaluation with the lowest validation loss so far."""
+    keep_best: bool | Auto = checkpoint_key(AUTO)
+    """Save the weights to best/ after each evaluation with the lowest validation loss so far.
+    auto: True if there are several evaluations, export is True, and saving takes at most 5% of the
+    run."""
     resume: Text | None = checkpoint_key(None, aliases=("resume_from_checkpoint",))
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""

@@ -5,7 +5,7 @@ import os
 import shlex
 
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import best_if_overfitted, short_path
+from distributed_training.records.display import short_path
 from distributed_training.records.record import LAST, Record
 from distributed_training.settings.errors import printable
 from distributed_training.supervise.process import LAUNCHER_VARIABLE
@@ -27,8 +27,7 @@ def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:
     suggestions = {}
     if (plan.run_dir / LAST).is_dir():
         prompt = [] if plan.config.generate is None else ["--prompt", plan.config.generate]
-        best = ["--best"] if best_if_overfitted(record) and record.best else []
-        arguments = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
+        arguments = ["python", script, "generate", short_path(plan.run_dir), *prompt]
         suggestions["generate text"] = shlex.join(arguments)
     folder = plan.run_dir.absolute().parent  # a resumed run may be outside `output_dir`
     suggestions["compare runs"] = shlex.join(["python", script, "report", short_path(folder)])

@@ -49,7 +49,7 @@ from distributed_training.supervise.process import handle_signals
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override
 # them.
-QUIET_DEFAULTS = {"checkpoint_every": 0, "export": False, "generate": None}
+QUIET_DEFAULTS = {"checkpoint_every": 0, "keep_best": False, "export": False, "generate": None}
 # Keys that define the work. The batch size is part of the work, although its keys are not marked as
 # such.
 WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}

@@ -58,6 +58,13 @@ def run_folder(name: str) -> Path:
     return folder.parent if folder.name in (LAST, BEST, MERGED) else folder
 
 
+def choose_weights(arguments: argparse.Namespace) -> str:
+    """Return the name of the folder in a run that has the weights to use: the best ones, if the run
+    kept them and --last is not set."""
+    has_best = (run_folder(arguments.run) / BEST).is_dir()
+    return BEST if has_best and not arguments.last else LAST
+
+
 def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     """Return the model and the folder with its weights and tokenizer.
 
@@ -130,7 +137,7 @@ def load(trained: TrainedModel) -> tuple[Decoder, torch.device]:
 def generate(arguments: argparse.Namespace) -> int:
     """Print text that a run's model generates from the prompt, or from each line of standard input.
     Return the exit code."""
-    trained, tokenizer, chat = find_trained(arguments.run, BEST if arguments.best else LAST)
+    trained, tokenizer, chat = find_trained(arguments.run, choose_weights(arguments))
     model, device = load(trained)
     dialog = list[Message]()
     prompt_mark = "> " if sys.stdin.isatty() else ""
@@ -184,7 +191,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     exit code."""
     run = run_folder(arguments.run)
     plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
-    weights_name = BEST if arguments.best else LAST
+    weights_name = choose_weights(arguments)
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix="run: pip install 'lm-eval[hf]'")
     if arguments.dataset is None and plan is None and not arguments.tasks:
@@ -303,7 +310,8 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     merge exported adapters instead. Return the exit code."""
     run = resolve_user_path(name).resolve()
     if merge:
-        return merge_adapters(run if is_adapter(run) else run / LAST, to)
+        best = run / (BEST if (run / BEST).is_dir() else LAST)
+        return merge_adapters(run if is_adapter(run) else best, to)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"

@@ -135,7 +135,7 @@ class KeepBest(EvaluationCallback):
         history = trainer.history
         lowest = history.best["loss"] if history.best else math.inf
         is_best = trainer.step > 0 and row["loss"] < lowest  # False if the loss is NaN
-        if trainer.plan.config.keep_best and is_best:
+        if trainer.plan.config.keep_best is True and is_best:
             trainer.checkpoints.finish(trainer)
             trainer.set_activity(f"the export after step {trainer.step}")
             trainer.export(trainer.plan.run_dir / records.BEST)

@@ -258,7 +258,8 @@ class Trainer:
     def _generate_sample(self, when: str) -> str | None:
         """Generate, print and return text that continues the prompt in CONFIG's key `generate`.
         Return None if there is no prompt, if the chat template rejects the prompt, or if a signal
-        arrives. If the model is trained on conversations, the prompt is a user message."""
+        arrives. If the model is trained on answers and the user did not set the key, the prompt is
+        that of the first validation sample. For conversations, a prompt is a user message."""
         prompt = self.plan.config.generate
         if prompt is None:
             return None
@@ -269,7 +270,12 @@ class Trainer:
         if topology.rank == 0:
             is_chat = self.data.is_chat
             try:
-                if is_chat:
+                held_out = self.data.validation
+                if held_out.loss_mask is not None and not self.plan.requested.is_set("generate"):
+                    start = held_out.starts[0]
+                    stop = start + 1 + int(held_out.loss_mask[start + 1 :].argmax())
+                    prompt_ids = held_out.tokens[start:stop].tolist()
+                elif is_chat:
                     prompt_ids = tokenizer.encode_chat_prompt([{"role": "user", "content": prompt}])
                 else:
                     prompt_ids = tokenizer.encode_prompt(prompt)

@@ -169,8 +169,8 @@ def free_disk(monkeypatch, num_bytes):
 @pytest.mark.parametrize(
     ("config", "per_parameter"),
     [
-        ({"keep_checkpoints": 3}, 12 * 4 + 4),
-        ({"checkpoint_every": "signal"}, 12 + 4),
+        ({"keep_checkpoints": 3}, 12 * 4 + 4 * 2),
+        ({"checkpoint_every": "signal", "keep_best": False}, 12 + 4),
         ({"keep_best": True}, 12 * 2 + 4 * 2),
         ({"checkpoint_every": 0, "export": False}, 0),
     ],

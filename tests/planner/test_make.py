@@ -41,6 +41,16 @@ def test_a_short_text_is_used_completely(tmp_path):
     assert plan.config.warmup_steps == 10 < plan.num_steps
 
 
+def test_the_best_weights_are_kept_where_this_costs_little(tmp_path):
+    for values, keeps_best, is_noted in (
+        ({}, True, False), ({"epochs": 1}, False, False), ({"export": False}, False, False),
+        ({"eval_every": 1}, False, True), ({"eval_every": 1, "keep_best": True}, True, False),
+    ):  # fmt: skip
+        plan = plan_for(tmp_path, 20_000, **values)
+        assert plan.config.keep_best is keeps_best, values
+        assert any("--keep_best" in note for note in plan.notes) is is_noted
+
+
 def test_two_samples_are_enough(tmp_path):
     plan = plan_for(tmp_path, 32)  # 2 x 64 + 1 tokens
     assert (len(load_planned_data(plan).train), plan.num_steps) == (1, 2)

@@ -7,6 +7,7 @@ import pytest
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model, weights
+from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
@@ -217,3 +218,14 @@ def test_compiled_steps_use_a_cuda_graph():
     ):
         config = decide(gpu(), world_size=2, **values)[0].config
         assert config.cuda_graphs is config.compile is True
+
+
+def test_a_default_max_length_is_lowered_to_the_models_context(monkeypatch):
+    short = SimpleNamespace(size=SimpleNamespace(num_positions=64))
+    monkeypatch.setattr("distributed_training.planner.choose.find_model", lambda name: short)
+    for typed, length in (({}, 64), ({"max_length": 100}, 100)):
+        notes = []
+        config = build_config({"model": "gpt2", **typed})
+        chosen, _ = choose_model(config, GPU_MACHINE, 1, None, notes)
+        assert chosen.max_length == length
+        assert len(notes) == (not typed)
