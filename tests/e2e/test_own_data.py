@@ -29,8 +29,6 @@ def test_a_model_trained_on_chats_answers(tmp_path):
     record = only_record(tmp_path / "runs")
     assert record["data"]["num_train_samples"] == 40
     assert record["data"]["num_validation_samples"] == VALIDATION_SHARE
-    (note,) = [note for note in record["notes"] if "answers" in note]
-    assert 10 < float(re.search(r"([\d.]+)% of the tokens", note)[1]) < 60
     assert record["sample"] == "user: And of Italy?\nassistant: Rome."
     run_dir = record["run_dir"]
     asked = command("generate", run_dir, "--prompt", "And of Italy?", "--temperature", 0)

@@ -161,8 +161,10 @@ def test_a_printed_command_is_accepted(command, tmp_path):
 
 def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path):
     output_dir = tmp_path / "runs"
-    # A small text would be tokenized, which needs transformers.
-    values = {**SMALL, "dataset": "embedded", "strategy": "zero3", "grad_accum_steps": 3}
+    # Other texts are tokenized, at least in part, which needs transformers.
+    table = tmp_path / "large.csv"
+    table.write_text("text\n" + "one more word\n" * 300_000)
+    values = {**SMALL, "dataset": table, "strategy": "zero3", "grad_accum_steps": 3}
     values |= {"output_dir": output_dir}
     command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *settings(values), "--dry-run"]
     result = run_command([*command, "--num_gpus", "2", "--explain"])
