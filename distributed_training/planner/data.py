@@ -114,7 +114,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     num_bytes = sum(source.num_bytes for source in corpus.values())
-    tokenizer = Tokenizer(tokenizer_dir)
+    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
             return _tokenize(draft, tokenizer_dir, Path(cache_dir))
