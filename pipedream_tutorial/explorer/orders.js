@@ -157,7 +157,7 @@ const SCHEDULES = {
   "zb-h1": {
     build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)), title: "ZB-H1",
     idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
-    says: "The backward pass is cut into I and W. W waits until its rank would otherwise idle. No rank holds more than rank 0 under 1F1B.",
+    says: "The backward pass is cut into I and W. Rank r delays W by r microbatches. No rank holds more than rank 0 under 1F1B.",
   },
   "zb-h2": {
     build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
