@@ -59,6 +59,9 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
         topology = build_topology(plan, process, device)
         if plan.strategy.steps_on_host:  # by default, torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
+        # glibc then keeps freed blocks of up to 32 MiB. Otherwise, the kernel would clear the pages
+        # of large tensors in each step again.
+        bytes(2**25 - 2**14)
         claims.hold(plan.run_dir)
         progress.limit_s = find_limit(plan.config, process.world_size)
 
