@@ -15,7 +15,7 @@ from tests.pool import ROOT, SCRIPT
 COMMAND_LINES = {
     "unknown key": ("--preset {tmp}/key.json", ["key.json", "'epoch'", "epochs"]),
     "output_dir is a file": (
-        "--set output_dir={tmp}/file.txt --dry-run", ["file.txt"],
+        "--set output_dir={tmp}/file.txt", ["output_dir=", "file.txt"],
     ),
     "more positions than the model's": (
         "--set max_length=1025 --dry-run", ["max_length=1025", "gpt2-tiny", "1024"],
@@ -23,7 +23,7 @@ COMMAND_LINES = {
     "dataset neither here nor on the Hub": (
         "--set dataset=me/none --dry-run", ["'me/none'", "Hub"],
     ),
-    "weights": ("--set weights={tmp}/none --dry-run", ["weights=", "config.json", "hf/"]),
+    "weights": ("--set weights={tmp}/none --dry-run", ["weights=", "none"]),
     "skip where the engine updates by itself": (
         "--on_nonfinite skip", ["on_nonfinite='skip'", "zero2", "rollback"],
     ),
