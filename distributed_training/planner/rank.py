@@ -435,6 +435,7 @@ def describe_suggestion(settings: Settings, choice: Prediction) -> str:
     """Return a text such as "lora_rank=16 (18.9 GiB per GPU, 0.4 s per step)"."""
     step = "" if choice.step is None else f", {choice.step.seconds:.3g} s per step"
     gib = choice.memory.needed_bytes / GIB
+    settings = settings or {"strategy": choice.plan.strategy.name}
     return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{step})"
 
 
