@@ -46,7 +46,7 @@ _one_line() {
 
 _make_venv() {
     local python
-    python=$(_find_python) || return 2
+    python=$(_find_python) || return 3
     echo "Setting up $_root/.venv. This happens once and takes a few minutes, mostly to download PyTorch ..." >&2
     local arguments=() file
     for file in "${_files[@]}"; do arguments+=(-r "$file"); done
@@ -85,10 +85,12 @@ _setup() {
     ! command -v flock >/dev/null || flock 9
     local python="$_root/.venv/bin/python"
     if ! "$python" "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
-        if ! _make_venv; then
+        local code=0
+        _make_venv || code=$?
+        if [ "$code" = 2 ]; then
             echo "error: Setting up .venv failed. See the message above, then run the same command again." >&2
-            return 2
         fi
+        [ "$code" = 0 ] || return 2
         "$python" "$_root/strategies/check_requirements.py" "${_files[@]}" || return 2
     fi
     exec 9>&-

@@ -105,7 +105,7 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
         torch._functorch.config.activation_memory_budget = 0.9
     has_chunked_loss = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
-        model.hidden = _compile(model.hidden)  # type: ignore[method-assign]
+        model.run = _compile(model.run)  # type: ignore[method-assign]
     else:
         for block in model.blocks.values():
             block.forward = _compile(block.forward)

@@ -68,6 +68,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         if list_checkpoints(plan.run_dir):
             message = f"Stopped. {commands.explain_continuing(plan)}"
     try:
+        if is_on_all_ranks and topology.rank:
+            time.sleep(2)  # rank 0 reports what all ranks raise
         is_first_cause = records.mark_stopped(
             plan.run_dir, status, reason, consequence=lost_connection
         )

@@ -113,10 +113,10 @@ def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
     command = launcher_command("spawn", {**values, "output_dir": output_dir}, "--max_restarts", "1")
     with running(command, log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
-        (worker,) = (found for found in processes_with(log) if found.name() == "rank 1")
+        (worker,) = (found for found in processes_with(log) if found.environ().get("RANK") == "1")
         worker.kill()
         assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
-    assert "note: the run was restarted (1) from step-000" in log.read_text()
+    assert "note: the run was restarted from step-000" in log.read_text()
     (run_dir,) = run_folders(output_dir)
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 151))
     assert_ok(train({**values, "output_dir": tmp_path / "whole"}, num_processes=2))

@@ -90,7 +90,7 @@ def test_from_a_text_to_answers(tmp_path):
     (repository / "notes.txt").write_text(small_text().read_text()[:8_000])
     first = find_command(GUIDE, "python real_model_example.py --dataset notes.txt")
     terminal = Terminal(repository, first)
-    terminal.read_until(r"epoch +1")
+    terminal.read_until(r" [1-9]\d*/\d+")
     before = len(terminal.text)
     os.write(terminal.keyboard, b"\x03")
     assert terminal.end() == 130
