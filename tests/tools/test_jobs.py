@@ -103,7 +103,7 @@ def comparable(plan):
     """Return the fields that must be equal for two plans for the same layout."""
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Draft)}
     compared_fields = {name: value for name, value in fields.items() if name not in OTHERWISE}
-    # `mesh` already contains the axes, a job sets `resume`, and the dry run's data decide `keep_best`.
+    # `mesh` already contains the axes, a job sets `resume`, and the data decide `keep_best`.
     planned_keys = (*MESH_AXES, "resume", "keep_best")
     compared_fields["config"] = {
         k: v for k, v in plan.config.to_key_values().items() if k not in planned_keys
