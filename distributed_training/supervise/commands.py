@@ -17,7 +17,8 @@ def explain_continuing(plan: Plan) -> str:
     option = shlex.join(["--resume", short_path(plan.run_dir)])
     if plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ:
         return f"To continue, run the same command again and add:\n  {printable(option)}"
-    return f"To continue, run:\n  {printable(plan.command)} {option}"  # the last --resume counts
+    command = plan.command.removesuffix(f" {option}")  # a continued run was started with it
+    return f"To continue, run:\n  {printable(command)} {option}"
 
 
 def suggest_commands(plan: Plan, record: Record) -> dict[str, str]:

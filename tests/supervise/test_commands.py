@@ -10,5 +10,7 @@ def test_the_command_that_continues_a_run_is_the_same_command_with_resume():
     typed = "python real_model_example.py --dataset 'my notes.txt' --resume auto"
     plan = SimpleNamespace(command=typed, run_dir=Path("runs/a"), num_processes=1)
     assert commands.explain_continuing(plan).endswith(f"\n  {typed} --resume runs/a")
+    continued = SimpleNamespace(**{**vars(plan), "command": f"{typed} --resume runs/a"})
+    assert commands.explain_continuing(continued) == commands.explain_continuing(plan)
     plan.num_processes = 2  # started by another launcher
     assert commands.explain_continuing(plan).endswith("\n  --resume runs/a")
