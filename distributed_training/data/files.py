@@ -138,7 +138,9 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         _check_names(path, names)
         if len(names) == 1 and (delimiters := {*";\t|"} & {*names[0]}):
             what = f"{path} has no commas in its header {shown(names[0])}"
-            raise UserError(what, fix=f"separate its columns by commas instead of {delimiters}")
+            raise UserError(
+                what, fix=f"separate its columns by commas, not {shown(min(delimiters))}"
+            )
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row:
