@@ -21,7 +21,7 @@ def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] |
     """Write evenly spaced chunks of the training text to `folder`. Return (corpus of the chunks,
     size of the text relative to the chunks, relative uncertainty of the number of samples). A
     validation split consists of the same chunks. Return None if the files cannot be read from the
-    middle."""
+    middle, or have no lines there."""
     train = corpus["train"]
     files = train.files
     if any(file.suffix not in SUFFIXES or encoding_of(file) == "utf-16" for file in files):
@@ -30,6 +30,8 @@ def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] |
     error = MIN_ERROR
     if files:
         chunks = _read_chunks(files)
+        if len(chunks) < 2:  # the text is one long line
+            return None
         names = [folder / f"{number}{files[0].suffix}" for number in range(len(chunks))]
         for name, chunk in zip(names, chunks, strict=True):
             name.write_bytes(chunk)

@@ -104,6 +104,14 @@ def test_a_large_text_is_estimated_until_its_tokens_are_cached(name, tmp_path, m
     assert capped.amount.num_samples == 100
 
 
+def test_a_large_text_of_one_line_has_an_unknown_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAX_DRY_RUN_BYTES", 1000)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    (tmp_path / "line.txt").write_text("one more word " * 2000)
+    plan = plan_for(tmp_path, 1, read=peek_data, dataset=str(tmp_path / "line.txt"))
+    assert plan.amount is None
+
+
 def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, monkeypatch):
     plan = plan_for(tmp_path, 2000)
     expected = load_planned_data(plan).train
