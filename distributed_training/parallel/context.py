@@ -15,11 +15,7 @@ import torch.distributed as dist
 
 from distributed_training.models.attention import Documents, attend
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.private import (
-    all_gather_functional,
-    all_to_all_functional,
-    wait_tensor,
-)
+from distributed_training.parallel.private import all_gather_functional, group_of_name
 
 
 def apply_cp(model: Decoder, cp: int) -> None:
@@ -74,26 +70,35 @@ def _attend_to_all_tokens(
     k, v = (heads.repeat_interleave(repeats, dim=1) for heads in (k, v))
     # For each rank, its heads of q, k and v: [R, B, T / R, (H + 2 G) / R, K]
     parts = [x.transpose(1, 2).unflatten(2, (num_ranks, -1)).movedim(2, 0) for x in (q, k, v)]
-    received = _all_to_all(torch.cat(parts, dim=3), group)
+    received = _all_to_all(torch.cat(parts, dim=3), group.group_name)
     whole = received.movedim(0, 1).flatten(1, 2).transpose(1, 2)  # [B, heads, T, K]
     q, k, v = whole.split([part.shape[3] for part in parts], dim=1)
     y = attend(q, k, v, documents, **options)  # [B, T, H / R, K]
-    returned = _all_to_all(y.unflatten(1, (num_ranks, -1)).movedim(1, 0).contiguous(), group)
+    returned = _all_to_all(y.unflatten(1, (num_ranks, -1)).movedim(1, 0), group.group_name)
     return returned.movedim(0, 2).flatten(2, 3)
 
 
-class _AllToAll(torch.autograd.Function):
+# Full checkpointing would keep the results of an autograd.Function (torch 2.11). It recomputes an
+# operation.
+@torch.library.custom_op("distributed_training::all_to_all", mutates_args=())
+def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
     """Send part i of x [R, ...] to rank i of `group`. Part i of the result is from rank i."""
-
-    @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return wait_tensor(all_to_all_functional(x, None, None, group))
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        gradient = gradient.contiguous()
-        return wait_tensor(all_to_all_functional(gradient, None, None, ctx.group)), None
+    received = x.new_empty(x.shape)
+    dist.all_to_all_single(received, x.contiguous(), group=group_of_name(group))
+    return received
 
 
-_all_to_all = _AllToAll.apply
+@_all_to_all.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _send_gradient_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _all_to_all(gradient, ctx.group), None
+
+
+_all_to_all.register_autograd(_send_gradient_back, setup_context=_keep_group)

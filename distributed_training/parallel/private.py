@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -38,11 +39,10 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
 # Collectives that torch.compile can capture. Their arguments are (tensor, "sum" or "max", group)
-# and (tensor, dimension, group) and, for equal parts, (tensor, None, None, group).
+# and (tensor, dimension, group).
 all_reduce_functional = functional_collectives.all_reduce
 all_gather_functional = functional_collectives.all_gather_tensor
-all_to_all_functional = functional_collectives.all_to_all_single
-wait_tensor = functional_collectives.wait_tensor
+group_of_name = _distributed_c10d._resolve_process_group
 
 
 class ComputeStreamReduceScatter(DefaultReduceScatter):
