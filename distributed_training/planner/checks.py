@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.rank import suggest_settings
+from distributed_training.planner.rank import suggest, suggest_settings
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import format_bytes
 from distributed_training.settings.config import AUTO
@@ -105,6 +105,11 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
         what += plural(plan.processes_here, "process")
         why = cluster.assumption or f"only {machine.ram_bytes / GIB:.1f} GiB is available"
         raise UserError(what, why, suggest_settings(plan, cluster))
+    if plan.requested.strategy == AUTO and plan.strategy.offloads:
+        _, best = suggest(plan, cluster)[0]
+        if not best.plan.strategy.offloads:
+            what = f"all weights of {plan.config.model} fit only with {plan.strategy.name}"
+            raise UserError(what, fix=suggest_settings(plan, cluster))
 
 
 def check_disk(plan: Draft, notes: list[str]) -> None:

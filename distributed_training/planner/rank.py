@@ -67,9 +67,6 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
-    if first.plan.strategy.offloads and not request.lora_rank:
-        draft = replace(first.plan, requested=request)
-        notes.append(f"without offload, the run does not fit: {suggest_settings(draft, cluster)}")
     choose_model(request, cluster.machine, cluster.num_processes, first.plan.strategy, notes)
     return _candidate(first.plan)
 
@@ -406,7 +403,9 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     for the same training or, if there is none, LoRA, then LoRA with a 4-bit base, then offload."""
     request = plan.requested
     changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
-    changes |= {"strategy": AUTO, "model": plan.config.model, "batch_size": plan.config.batch_size}
+    changes |= {"strategy": AUTO, "model": plan.config.model}
+    if request.batch_size != AUTO:
+        changes["batch_size"] = plan.config.batch_size
     request = as_typed(request, **changes)
     suggestions: list[tuple[Settings, Prediction]] = []
     for base_dtype in (None, AUTO, "nf4"):  # None: all weights
@@ -415,14 +414,15 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
             settings["lora_rank"] = LORA_RANK
         if base_dtype == "nf4" and request.base_dtype in (None, AUTO):
             settings["base_dtype"] = base_dtype
-        if base_dtype is not None and not settings:
+        if base_dtype is not None and (not settings or request.weights == "random"):
             continue
         with contextlib.suppress(UserError):
-            first = rank(as_typed(request, **settings), cluster, num_best=1)[0]
+            sized = choose_batch_size(as_typed(request, **settings), cluster, [])
+            first = rank(sized, cluster, num_best=1)[0]
             if not first.fits:
                 continue
             if not settings or plan.requested.strategy != AUTO:
-                if first.plan.strategy.name != plan.strategy.name:
+                if first.plan.strategy.name != plan.requested.strategy:
                     settings["strategy"] = first.plan.strategy.name
                 settings |= layout_settings(first.plan)
             suggestions.append((settings, first))
@@ -432,11 +432,10 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:
-    """Return a text such as "lora_rank=16 (18.9 GiB per GPU, 0.4 s per step)"."""
-    step = "" if choice.step is None else f", {choice.step.seconds:.3g} s per step"
+    """Return a text such as "lora_rank=16 (18.9 GiB per GPU, 5,120 tokens/s)"."""
+    speed = "" if choice.tokens_per_s is None else f", {choice.tokens_per_s:,.0f} tokens/s"
     gib = choice.memory.needed_bytes / GIB
-    settings = settings or {"strategy": choice.plan.strategy.name}
-    return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{step})"
+    return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{speed})"
 
 
 def suggest_settings(plan: Draft, cluster: Cluster) -> str:

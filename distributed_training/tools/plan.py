@@ -21,6 +21,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import count_work
 from distributed_training.planner.rank import (
     SIMPLE,
+    Settings,
     as_typed,
     choose_batch_size,
     describe_suggestion,
@@ -108,38 +109,38 @@ def run(
     is_open = "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options
     strategy_text = ["strategy=auto"] if is_open else []
     request = configure([*arguments.overrides, *strategy_text])
-    sized = choose_batch_size(request, cluster, [])
-    if sized is not request:
-        config = sized
-        _override(arguments, batch_size=config.batch_size)
-    elif machine.num_gpus and not config.is_set("batch_size"):
-        notes.append(_describe_larger_batch(request, cluster))
-    if arguments.tokens is not None:
-        _set_tokens(arguments, config, cluster)
     num_best = None if arguments.all or arguments.json else MAX_SHOWN
-    request = configure([*arguments.overrides, *strategy_text])
-    choices = rank(request, cluster, num_best=num_best)
+
+    def rank_sized(request: Request) -> list[Prediction]:
+        sized = choose_batch_size(request, cluster, [])
+        if arguments.tokens is not None:
+            sized = _with_steps(arguments.tokens, sized, config.max_length, cluster)
+        return rank(sized, cluster, num_best=num_best)
+
+    choices = rank_sized(request)
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
     first = choices[0]
+    suggestions: list[tuple[Settings, Prediction]] = []
     if strategy_text and (not first.fits or first.plan.strategy.offloads):
         suggestions = suggest(replace(first.plan, requested=request), cluster)
         if suggestions:
-            print(f"Training {config.model} on {cluster.name} without offload does not fit.")
-            for settings, choice in suggestions:
-                print(f"  {describe_suggestion(settings, choice)}")
-            print()
-        if suggestions and not first.fits:
-            _override(arguments, **suggestions[0][0])
+            values = parse_overrides(arguments.overrides) | suggestions[0][0]
+            arguments.overrides[:] = format_overrides(values)
             request = configure([*arguments.overrides, *strategy_text])
-            choices = rank(request, cluster, num_best=num_best)
+            choices = rank_sized(request)
+    if machine.num_gpus and request.batch_size != AUTO and not request.is_set("batch_size"):
+        notes.append(_describe_larger_batch(request, cluster))
     check_memory(choices[0], cluster)
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
     first = picks[0][1]
     amount = count_work(first.plan, notes)
     lines = [verdict_of(first, amount, arguments.price)]
+    if suggestions:
+        lines.append(f"Without offload, all weights of {config.model} do not fit. What fits:")
+        lines += [f"  {describe_suggestion(*suggestion)}" for suggestion in suggestions]
     lines += describe_picks(picks, amount)
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
     if not (arguments.explain or arguments.all):
@@ -190,7 +191,7 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
 
 def parse_price(text: str) -> str:
     """Return a price such as "2.5", "2.5 USD" or "$2.5" unchanged."""
-    if not re.fullmatch(r"[^\d.]*\d*\.?\d+\D*", text):
+    if not re.fullmatch(r"[^\d.-]*\d*\.?\d+\D*", text):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a price. Write 2.5 or '2.5 USD'")
     return text
 
@@ -208,28 +209,22 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return local_cluster(machine, count, count, gpu)
 
 
-def _override(arguments: argparse.Namespace, **values: Any) -> None:
-    """Set values as if the user had typed them."""
-    arguments.overrides[:] = format_overrides(parse_overrides(arguments.overrides) | values)
-
-
-def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
-    """Set max_steps to the number of steps that --tokens requires."""
-    text = arguments.tokens.lower()
+def _with_steps(tokens_text: str, request: Request, max_length: int, cluster: Cluster) -> Request:
+    """Return CONFIG with the max_steps that --tokens requires."""
+    text = tokens_text.lower()
     size = _SIZES.get(text[-1:], 1)
     tokens = 0.0
     with contextlib.suppress(ValueError):
         tokens = size * float(text if size == 1 else text[:-1])
     if not 1 <= tokens < 1e18:
-        what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
+        what = f"--tokens {shown(tokens_text)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
-    if "max_steps" in parse_overrides(arguments.overrides):
+    if request.is_set("max_steps"):
         raise UserError(
             "--tokens and --max_steps both set the number of steps", fix="leave out one"
         )
-    sequences_per_step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
-    max_steps = math.ceil(tokens / (sequences_per_step * config.max_length))
-    _override(arguments, max_steps=max_steps)
+    sequences_per_step = int(request.batch_size) * request.grad_accum_steps * cluster.num_processes
+    return as_typed(request, max_steps=math.ceil(tokens / (sequences_per_step * max_length)))
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def describe_picks(picks: Sequence[tuple[str, Prediction]], amount: Amount | str
     lines = [f"{amount}."] if isinstance(amount, str) else []
     work = "steps" if isinstance(amount, str) else amount.total
     size = f"{plan.batch.global_batch_size} x {plan.config.max_length:,} tokens"
-    text = f"{plan.config.model} trains on {work} of {size}"
+    lora = " (LoRA)" if plan.config.lora_rank else ""
+    text = f"{plan.config.model}{lora} trains on {work} of {size}"
     if first.step is None or fastest.step is None or first.likely_s is None:
         return [*lines, f"{text}."]
     low, high = first.likely_s

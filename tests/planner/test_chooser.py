@@ -1,18 +1,25 @@
 """Test that one function chooses the layout for plan, strategy=auto, jobs and advice."""
 
-import argparse
 import dataclasses
 import json
 import random
+import re
+import shlex
+import sys
 
 import pytest
 
+from distributed_training.cli import main
+from distributed_training.planner import make_plan as make_plan_module
+from distributed_training.planner.data import Sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.planner.rank import as_typed, choose_batch_size, rank, suggest
+from distributed_training.planner.rank import describe_suggestion, rank
 from distributed_training.predict.predict import parse_cluster, predict
 from distributed_training.settings.config import AUTO
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
-from distributed_training.tools.jobs import build_options
+from distributed_training.tools import plan as command
 from distributed_training.tools.plan import MAX_SHOWN, as_dict
 from real_model_example import CONFIG
 from tests.support import refused
@@ -34,8 +41,8 @@ SMALL = CLUSTERS[:6]
 
 def facts(plan, cluster):
     """Return everything that plan prints about a layout, and the settings that produce it."""
-    keys = ("batch_size", "activation_checkpointing", "lora_rank", "pipeline_schedule")
-    values = {key: getattr(plan.config, key) for key in keys}
+    keys = ("batch_size", "activation_checkpointing", "lora_rank", "base_dtype")
+    values = {key: getattr(plan.config, key) for key in (*keys, "pipeline_schedule")}
     return json.loads(json.dumps(as_dict(predict(plan, cluster.rates)))), values
 
 
@@ -45,41 +52,58 @@ def random_requests(count):
     for number in range(count):
         cluster = draw.choice(CLUSTERS if number % 10 == 0 else SMALL)
         chosen = {key: draw.choice(values) for key, values in VALUES.items()}
-        typed = [f"{key}={value}" for key, value in chosen.items() if draw.random() < 0.7]
-        yield parse_cluster(cluster), typed
+        yield cluster, [f"--{key}={value}" for key, value in chosen.items() if draw.random() < 0.7]
 
 
-def test_plan_auto_jobs_and_advice_choose_the_same_layout():
-    """For 200 random requests, the first choice of plan, the run with strategy=auto, and the job
-    that plan writes have the same layout, batch and prediction. If the layout does not fit, the
-    advice is the first choice for the advised settings."""
+def configure(options):
+    """Return CONFIG with options of the form --key=value or --key value."""
+    words = [part for option in options for part in option.split("=", 1)]
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return build_config(CONFIG, overrides=[f"{k.removeprefix('--')}={v}" for k, v in pairs])
+
+
+def job_options(file):
+    """Return the script's options in a job that plan wrote."""
+    words = shlex.split(re.search(r"run=\((.+)\)", file.read_text())[1])
+    return words[1 : words.index("--strict")]
+
+
+def test_plan_auto_dry_runs_jobs_and_errors_choose_the_same_layout(monkeypatch, capsys, tmp_path):
+    """For 200 random requests, the command and the job that plan writes, and a dry run with
+    strategy=auto have the same layout, batch and prediction. If all weights fit only with offload,
+    or not at all, the dry run is refused, and the error suggests plan's choice first."""
+    sources = Sources(tokenizer_dir=tmp_path, weights_dir=None, adapters_dir=None)
+    monkeypatch.setattr(
+        make_plan_module, "find_sources", lambda draft, notes, needs_weights: (draft, sources)
+    )
+    monkeypatch.setattr(command, "count_work", lambda draft, notes: "unknown")
+    monkeypatch.setattr(command, "_describe_larger_batch", lambda request, cluster: "")
+    job = tmp_path / "job.slurm"
     num_advised = 0
-    for cluster, typed in random_requests(200):
-
-        def configure(overrides):
-            return build_config(CONFIG, overrides=overrides)
-
-        request = configure([*typed, "strategy=auto"])
-        sized = choose_batch_size(request, cluster, [])
-        overrides = [*typed]
-        if sized is not request:
-            overrides = [text for text in typed if not text.startswith("batch_size=")]
-            overrides.append(f"batch_size={sized.batch_size}")
-        first = rank(configure([*overrides, "strategy=auto"]), cluster, num_best=MAX_SHOWN)[0]
-        expected = facts(first.plan, cluster)
-        assert facts(draft_plan(request, cluster), cluster) == expected
-        arguments = argparse.Namespace(overrides=overrides, preset=None, force=False, strict=False)
-        options = build_options(first.plan, arguments, configure)
-        pairs = zip(options[::2], options[1::2], strict=True)
-        job = configure([f"{key.removeprefix('--')}={value}" for key, value in pairs])
-        assert facts(draft_plan(job, cluster), cluster) == expected
-        if first.fits:
+    for name, typed in random_requests(200):
+        cluster = parse_cluster(name)
+        error = planned = None
+        try:
+            planned = make_plan(configure(typed), cluster, needs_weights=False)
+        except UserError as refusal:
+            error = str(refusal)
+        words = ["plan", "--cluster", name, *typed, "--write", str(job)]
+        monkeypatch.setattr(sys, "argv", ["real_model_example.py", *words])
+        code = main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
+        out, err = capsys.readouterr()
+        if code:  # nothing fits
+            assert error in " ".join(err.split())
             continue
-        planned = dataclasses.replace(first.plan, requested=sized)
-        for settings, choice in suggest(planned, cluster)[:1]:
-            num_advised += 1
-            again = rank(as_typed(sized, **settings), cluster, num_best=1)[0]
-            assert facts(again.plan, cluster) == facts(choice.plan, cluster)
+        options = job_options(job)
+        assert out.partition("  # first")[2].splitlines()[1].endswith(shlex.join(options))
+        chosen = draft_plan(configure(options), cluster)
+        expected = facts(chosen, cluster)
+        if planned is not None:
+            assert facts(planned, cluster) == expected
+            continue
+        num_advised += 1
+        advice = describe_suggestion({}, predict(chosen, cluster.rates))
+        assert error.partition("Set ")[2].partition(", or ")[0].endswith(advice.strip())
     assert num_advised > 5
 
 

@@ -163,6 +163,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
         (["--cluster", "4xH200", "--model", "nobody/nothing"], ["model='nobody/nothing'"]),
         (["--cluster", "4xH201"], ["'H201'", "H200", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["NxMxGPU", "8xH200"]),
+        (["--cluster", "8xH200", "--price", "-1"], ["--price", "'-1'"]),
         (["--cluster", "99999x99999xT4"], ["at most"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["--num_gpus", "--cluster"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
