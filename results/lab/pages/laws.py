@@ -1,18 +1,17 @@
-"""Generate the tables in strategies/LAWS.md with the functions that plan a run.
-
-This module does not import torch."""
+"""Generate the tables in strategies/LAWS.md and the guide's recipes with the functions that plan a
+run. This module does not import torch."""
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
+from distributed_training.planner.rank import rank
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import PipelineRank
 from distributed_training.predict.memory import STATE, estimate_state
-from distributed_training.predict.predict import parse_cluster, predict
+from distributed_training.predict.predict import parse_cluster
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config
@@ -30,52 +29,33 @@ def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
     return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
-# GiB that programs can use on a GPU of each size, as on an RTX 4060, 4070, 4080, 4090 and an H100
-GPU_SIZES = {"8 GB": 7.6, "12 GB": 11.6, "16 GB": 15.6, "24 GB": 23.5, "80 GB": 79.1}
-RECIPE = {"strategy": "dp", "precision": "bf16", "max_length": 1024, "loss_chunk_tokens": 1024}
-QWEN3 = ("0.6B", "1.7B", "4B", "8B")
-SMALL = ("0.6B", "1.7B")  # models that do not need a 4-bit base on these GPUs
-TRAINED: dict[str, dict[str, Any]] = {
-    "LoRA": {"lora_rank": 16},
-    "LoRA, nf4": {"lora_rank": 16, "base_dtype": "nf4"},
-    "all weights": {},
+GPUS = {"RTX-3060": "12 GB", "T4": "16 GB", "RTX-4090": "24 GB"}
+TRAINED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {  # settings and sizes of Qwen3
+    "LoRA": ({"lora_rank": 16}, ("1.7B", "4B", "8B")),
+    "LoRA, nf4": ({"lora_rank": 16, "base_dtype": "nf4"}, ("4B", "8B")),
+    "all weights": ({}, ("0.6B",)),
 }
-BATCH_SIZES = (16, 8, 4, 2, 1)
-MODES = ("none", "selective", "full")
 
 
 def recipes() -> str:
-    """Return a table of settings with which each Qwen3 model should fit on GPUs of each memory
-    size, according to `plan`. The settings are `batch_size` and `activation_checkpointing`. The
-    table omits rows in which nothing fits."""
+    """Return a table of the GiB that Qwen3 models need on each of GPUS: the planner's first choice
+    for four samples of 1,024 tokens, unless it offloads or is not certain to fit."""
+    clusters = [parse_cluster(name) for name in GPUS]
     rows = []
-    for trains, settings in TRAINED.items():
-        for label in QWEN3:
-            if "base_dtype" in settings and label in SMALL:
-                continue
-            config = {**RECIPE, "model": f"Qwen3-{label}", **settings}
-            cells = [_best_fitting(config, size) for size in GPU_SIZES.values()]
-            if set(cells) != {NO_LAYOUT}:
-                rows.append([config["model"], trains, *cells])
-    return markdown_table(rows, ["model", "trains", *GPU_SIZES])
-
-
-def _best_fitting(config: Mapping[str, Any], memory_gib: float) -> str:
-    """Return the text of a table cell: a batch size and a recomputation mode that fit in
-    `memory_gib`. The cell shows the first mode in MODES with which at least four samples fit. If
-    there is no such mode, the cell shows the mode that allows the largest batch."""
-    gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
-    cluster = parse_cluster("1", json.dumps(gpu))
-    fitting = []
-    for mode in MODES:
-        for size in BATCH_SIZES:
-            built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
-            if predict(draft_plan(built, cluster), cluster.rates).gpu_memory_fit == "yes":
-                fitting.append((size, mode))
-                break
-    with_4_samples = [pair for pair in fitting if pair[0] >= 4]
-    best = next(iter(with_4_samples), max(fitting, default=None))
-    return NO_LAYOUT if best is None else ", ".join(str(part) for part in best if part != "none")
+    for trains, (settings, sizes) in TRAINED.items():
+        for label in sizes:
+            model = f"Qwen3-{label}"
+            request = build_config({"model": model, "max_length": 1024, **settings})
+            firsts = [rank(request, cluster, num_best=1)[0] for cluster in clusters]
+            cells = [
+                f"{first.memory.needed_bytes / GIB:.1f}"
+                if first.memory_fit == "yes" and not first.plan.strategy.offloads
+                else NO_LAYOUT
+                for first in firsts
+            ]
+            rows.append([model, trains, *cells])
+    columns = [f"{name} ({size})" for name, size in GPUS.items()]
+    return markdown_table(rows, ["model", "trains", *columns])
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:

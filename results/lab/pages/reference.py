@@ -8,20 +8,15 @@ from distributed_training.settings.config import KEYS
 
 
 def config_reference() -> str:
-    """Return the CONFIG reference as Markdown: all keys with their defaults, by group, followed by
+    """Return the CONFIG reference as Markdown: all keys with their defaults, by group. A star marks
     the keys that must match if runs are to be compared or resumed."""
     lines = []
     for title, keys in itertools.groupby(KEYS.values(), attrgetter("group")):
         lines.append(f"### {title}\n")
         for key in keys:
-            also = ", ".join(f"`{alias}`" for alias in key.aliases)
-            text = format_key_help(key, *([f"also {also}"] if also else []))
-            lines.append(f"- `{key.name}={key.default!r}`: {text}")
+            star = r"\*" if key.work else ""
+            has_choices = any(str(choice) not in key.help for choice in key.choices)
+            text = format_key_help(key) if has_choices else key.help
+            lines.append(f"- `{key.name}={key.default!r}`{star}: {text}")
         lines.append("")
-    names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
-    lines.append("### The work\n")
-    lines.append(
-        "Runs can be compared or resumed only if these keys and the global batch size match: "
-        f"{names}.\n"
-    )
     return "\n".join(lines)
