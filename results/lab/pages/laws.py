@@ -1,7 +1,6 @@
 """Generate the tables in strategies/LAWS.md and the guide's recipes with the functions that plan a
 run. This module does not import torch."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,8 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import rank
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import PipelineRank
-from distributed_training.predict.memory import STATE, estimate_state
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.predict.traffic import sent_by_axis
-from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import list_strategies
 from results.lab.pages.tables import markdown_table
@@ -58,17 +55,6 @@ def recipes() -> str:
     return markdown_table(rows, ["model", "trains", *columns])
 
 
-def state(counts: Sequence[int] = (2, 4, 8)) -> str:
-    """Return a table of the training state's size in GiB for gpt2-xl in bf16, with one column per
-    number of GPUs. Each size is for the GPU with the largest state."""
-    cells = {
-        strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
-    }
-    # The 25 heads cannot be split evenly by tp.
-    possible = {name: row for name, row in cells.items() if row[-1] != NO_LAYOUT}
-    return markdown_table(_merge_rows(possible), ["", *(f"P = {count}" for count in counts)])
-
-
 def _merge_rows(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Merge rows that have the same cells. Each returned row begins with the names of the rows that
     were merged."""
@@ -76,14 +62,6 @@ def _merge_rows(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
     for name, row in cells.items():
         names.setdefault(tuple(row), []).append(f"`{name}`")
     return [[", ".join(same), *row] for row, same in names.items()]
-
-
-def _state_of(strategy: str, num_processes: int) -> str:
-    with contextlib.suppress(UserError):
-        state = estimate_state(plan_of(strategy, num_processes))
-        on_device = sum(state[part] for part in STATE)
-        return f"{on_device / GIB:.1f}"
-    return NO_LAYOUT
 
 
 def activations() -> str:
