@@ -1,6 +1,7 @@
 """Generate the tables in the documents from published records. Each table begins and ends with a
 blank line, which Markdown needs."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,23 @@ def published_table(
     return f"\n{table(records, column_names)}\n"  # Markdown needs the blank lines
 
 
-def published_json(*files: str, key: str, columns: str) -> str:
+def published_json(*files: str, key: str, columns: str, rows: str = "") -> str:
     """Return a table of the entry named `key` in each published JSON file. The table contains one
-    row per item of this entry, and one column per name in `columns`. Raises UserError if a file
-    lacks the entry or a column."""
+    row per item of this entry whose name contains the pattern `rows`, and one column per name in
+    `columns`. Raises UserError if a file lacks the entry or a column."""
     column_names = columns.split(", ")
-    rows = []
+    cells = []
     for file in files:
         entries = load_json(RECORDS_DIR / file, "record")
         known = [name for name, entry in entries.items() if isinstance(entry, dict)]
         _check_names(file, "key", [key], known)
         for row, value in entries[key].items():
+            if not re.search(rows, row):
+                continue
             values = value if isinstance(value, dict) else dict.fromkeys(column_names[:1], value)
             _check_names(f"{file}, {row}", "column", column_names, values)
-            rows.append([row, *(_format_number(values[name]) for name in column_names)])
-    return markdown_table(rows, ["", *(HEADINGS.get(name, name) for name in column_names)])
+            cells.append([row, *(_format_number(values[name]) for name in column_names)])
+    return markdown_table(cells, ["", *(HEADINGS.get(name, name) for name in column_names)])
 
 
 def published_links(*files: str, over: str = "") -> str:
