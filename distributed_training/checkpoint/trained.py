@@ -32,7 +32,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         self.names = [name.removeprefix(WEIGHT_PREFIX) for name in names]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.files.read_whole(f"{WEIGHT_PREFIX}{name}")
+        return self.files.read_whole(f"{WEIGHT_PREFIX}{name}").float()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -75,8 +75,8 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
-        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32. Names and shapes are the same as in the
-        model before vocabulary padding. This method is not collective."""
+        ("exp_avg/<name>", "exp_avg_sq/<name>") in fp32 or bf16. Names and shapes are the same as in
+        the model before vocabulary padding. This method is not collective."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Engine(abc.ABC):
         )
         if dist.get_rank() > 0:
             for part in local_parts:
-                dist.send(part.get().cpu().contiguous(), 0)
+                dist.send(part.get().float().cpu().contiguous(), 0)
             return None
         state: dict[str, torch.Tensor] = {}
         for sender, positions in enumerate(parts_by_rank):

@@ -18,7 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
-from distributed_training.engines.optimizers import build_optimizer, moment_part, parameter_groups
+from distributed_training.engines.optimizers import (
+    build_optimizer,
+    parameter_groups,
+    quantized_part,
+)
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
@@ -146,7 +150,12 @@ class NativeEngine(base.Engine):
         self.local_params = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
         groups = parameter_groups(self.local_params.values(), config.weight_decay)
         lr = float(config.learning_rate)
-        self.optimizer: Any = build_optimizer(config, groups, topology.device)
+        origins = {
+            self.local_params[parameter]: (name, parameter)
+            for _, named_params in self.params_by_stage
+            for name, parameter in named_params
+        }
+        self.optimizer: Any = build_optimizer(config, groups, topology.device, origins)
         # A CUDA graph and compiled code read the learning rate of each step from memory.
         needs_lr_tensor = on_gpu or config.optimizer != "adamw"
         self.lr_tensor = torch.tensor(lr, device=topology.device) if needs_lr_tensor else None
@@ -295,7 +304,7 @@ class NativeEngine(base.Engine):
         if limit is None:
             return
         if self.optimizer.defaults.get("fused"):
-            # The fused kernel divides by this number, which saves one pass over the gradients.
+            # The kernel divides by this number, which saves one pass over the gradients.
             self.optimizer.grad_scale = ((grad_norm + 1e-6) / limit).clamp(min=1.0)
         else:
             nn.utils.clip_grads_with_norm_(self.local_params.values(), limit, grad_norm)
@@ -351,13 +360,15 @@ class NativeEngine(base.Engine):
                 adam_state = self.optimizer.state.get(self.local_params[parameter], {})
                 shape = (rows, *parameter.shape[1:])
                 local = local_part(parameter)
-                build = partial(
-                    build_part, tensor=local, shape=shape, start=start, written_here=written_here
-                )
-                yield build(f"weight/{name}")
-                for moment in base.MOMENTS:
-                    if moment in adam_state:
-                        yield moment_part(build(f"{moment}/{name}"), adam_state[moment])
+                tensors = {"weight": local}
+                tensors |= {key: adam_state[key] for key in base.MOMENTS if key in adam_state}
+                for key, tensor in tensors.items():
+                    quantized = hasattr(tensor, "codes")
+                    part = build_part(
+                        f"{key}/{name}", local if quantized else tensor, shape, start,
+                        written_here=written_here,
+                    )  # fmt: skip
+                    yield quantized_part(part, tensor) if quantized else part
 
     def counters(self) -> dict[str, float]:
         steps = self.optimizer.state.get(self.local_params[self.parameters[0]], {}).get("step", 0)

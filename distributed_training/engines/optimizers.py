@@ -1,11 +1,14 @@
-"""Build AdamW with Adam moments in fp32 or in lower precision.
+"""Build AdamW with Adam moments, and optionally weights, in lower precision.
 
 The second moment is a mean over about 1,000 steps, so it shrinks by at most about a thousandth per
 step. Half the distance between neighboring bf16 values is two to four thousandths of their
-magnitude. With rounding to nearest, the second moment could therefore never shrink. Stochastic
-rounding rounds up or down with probabilities that keep the mean exact."""
+magnitude. With rounding to nearest, the second moment could therefore never shrink, and weights
+would ignore most updates. Stochastic rounding rounds up or down with probabilities that keep the
+mean exact."""
 
-from collections.abc import Iterable, Iterator
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from distributed_training.engines.base import ADAM, MOMENTS
-from distributed_training.parallel.tensor_files import Part
+from distributed_training.parallel.tensor_files import Part, locate_local
 from distributed_training.settings.config import RunConfig
 
 # Maximum number of values per update. If the update is not compiled, the limit saves memory.
@@ -34,39 +37,41 @@ def parameter_groups(
 
 
 def build_optimizer(
-    config: RunConfig, groups: list[dict[str, Any]], device: torch.device
+    config: RunConfig,
+    groups: list[dict[str, Any]],
+    device: torch.device,
+    origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
-    step."""
+    step. `origins` maps each parameter in `groups` to the name and the DTensor of the parameter
+    whose shard it is. The DTensor is the parameter itself if it is not sharded."""
     lr = float(config.learning_rate)
     compiled = bool(config.compile)
     if config.optimizer == "adamw-8bit":
         from distributed_training.engines.adamw_8bit import AdamW8bit
 
         return AdamW8bit(groups, lr, compiled=compiled)
-    if config.optimizer == "adamw-bf16":
-        return AdamWBf16(groups, lr, compiled=compiled)
+    if config.optimizer != "adamw":
+        return AdamWBf16(groups, lr, origins, config.seed, compiled=compiled)
     on_gpu = device.type == "cuda"
     return AdamW(groups, lr, fused=on_gpu, capturable=on_gpu, **ADAM)
 
 
-def moment_part(part: Part, moment: torch.Tensor) -> Part:
-    """Return a copy of `part` that reads and writes the Adam moment `moment` instead of the weight.
-    The moment is converted to fp32 when it is read, and converted back when it is written."""
+def quantized_part(part: Part, moment: Any) -> Part:
+    """Return a copy of `part`, a part of the weight, that reads and writes the quantized Adam
+    moment `moment` in fp32 instead."""
     unpadded = tuple(map(slice, part.size))
 
     def write(values: torch.Tensor) -> None:
+        from distributed_training.engines.adamw_8bit import requantize
+
         padded = torch.zeros(moment.shape, device=moment.device)
         padded[unpadded] = values.to(moment.device)
-        if hasattr(moment, "codes"):
-            from distributed_training.engines.adamw_8bit import requantize
+        requantize(moment, padded)
 
-            requantize(moment, padded)
-        else:
-            moment.copy_(padded)
-
-    # If a tensor is not quantized, `dequantize` converts it to fp32.
-    return replace(part, get=lambda: moment.dequantize()[unpadded], write=write)
+    return replace(
+        part, get=lambda: moment.dequantize()[unpadded], write=write, dtype=torch.float32
+    )
 
 
 class AdamW(torch.optim.AdamW):
@@ -79,14 +84,40 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW for fp32 parameters, with Adam moments in bf16 that are rounded stochastically."""
+    """AdamW with Adam moments in bf16 that are rounded stochastically. Weights are fp32 or, also
+    with stochastic rounding, bf16."""
 
-    found_inf: torch.Tensor | None = None  # 1 skips the update, as in torch's fused AdamW
+    # 1 skips the update, and gradients are divided by `grad_scale`, as in torch's fused AdamW
+    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
+        seed: int,
+        *,
+        compiled: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.01, "fused": True})
         # One compiled function serves parameters of all sizes.
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
+        self.chunk_size = sys.maxsize if compiled else MAX_CHUNK_SIZE
+        keys, firsts = [], []
+        # Parameter -> (values per row of the shard, values between two of its rows), or None if the
+        # shard's rows are consecutive in the whole parameter
+        self.rows: dict[torch.Tensor, tuple[int, int] | None] = {}
+        for local, (name, parameter) in origins.items():
+            start = locate_local(parameter)[1]
+            keys.append(zlib.crc32(f"{seed} {name}".encode()))
+            firsts.append(sum(a * b for a, b in zip(start, parameter.stride(), strict=True)))
+            gap = parameter.stride(0) - local.stride(0)
+            self.rows[local] = (local.stride(0), gap) if gap else None
+        # Hash keys of the parameters and flat indices of the shards' first values, modulo 2**32
+        self.keys, self.firsts = (
+            torch.tensor(values, device=local.device).int() for values in (keys, firsts)
+        )
 
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0. All parameters share the tensor `step`."""
@@ -95,36 +126,41 @@ class AdamWBf16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not self.state:
-            step = torch.zeros((), device=parameters[0].device)
-            for parameter in parameters:
+            step = torch.zeros((), device=self.keys.device)
+            for parameter in self.rows:
                 self.init_state(parameter, step)
-        step = self.state[parameters[0]]["step"]
+        step = next(iter(self.state.values()))["step"]
         skip = None if self.found_inf is None else self.found_inf > 0
         step += 1 if skip is None else ~skip
         beta1, beta2 = ADAM["betas"]
         bias_correction2_rsqrt = (1 - beta2**step).rsqrt()
+        keys = _hash_int32(self.keys ^ _hash_int32(step.int()))
+        places = dict(zip(self.rows, zip(keys, self.firsts, strict=True), strict=True))
         for group in self.param_groups:
             scalars = {
                 "decay": 1 - group["lr"] * group["weight_decay"],
                 "step_size": group["lr"] / (1 - beta1**step),
                 "bias_correction2_rsqrt": bias_correction2_rsqrt,
-                "step": step.int(),
+                "grad_scale": self.grad_scale,
                 "skip": skip,
             }
             for parameter in group["params"]:
-                for chunk in self._chunks(parameter):
-                    self.update(*chunk, **scalars)
+                key, first = places[parameter]
+                rows = self.rows[parameter]
+                for offset, *chunk in self._chunks(parameter):
+                    self.update(*chunk, offset=offset, rows=rows, first=first, key=key, **scalars)
 
-    def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield pieces of the flattened parameter, gradient and Adam moments. Each piece has at
-        most MAX_CHUNK_SIZE values."""
+    def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield the index of the first value and the pieces of the flattened parameter, gradient
+        and Adam moments. Each piece has at most `chunk_size` values."""
         if parameter.grad is None or parameter.numel() == 0:
             return
         moments = (self.state[parameter][key].view(-1) for key in MOMENTS)
         flat = (parameter.detach().view(-1), parameter.grad.flatten(), *moments)
-        yield from zip(*(tensor.split(MAX_CHUNK_SIZE) for tensor in flat), strict=True)
+        pieces = (tensor.split(self.chunk_size) for tensor in flat)
+        for number, chunk in enumerate(zip(*pieces, strict=True)):
+            yield number * self.chunk_size, *chunk
 
 
 def _update(
@@ -133,26 +169,39 @@ def _update(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     *,
+    offset: int,
+    rows: tuple[int, int] | None,
+    first: torch.Tensor,
+    key: torch.Tensor,
     decay: torch.Tensor,
     step_size: torch.Tensor,
     bias_correction2_rsqrt: torch.Tensor,
-    step: torch.Tensor,
+    grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
     """Apply AdamW (arXiv 1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
-    The optimizer state is rounded stochastically to bf16. The random bits for the rounding are a
-    hash of the weight, its gradient and the step. All replicas and all layouts therefore round in
-    the same way, and the state of the random number generators has no effect."""
+    Values in bf16 are rounded stochastically. The random bits are a hash of `key`, which depends on
+    the seed, the parameter's name and the step, and of the value's flat index in the whole
+    parameter. All replicas and all layouts therefore round in the same way, and the state of the
+    random number generators has no effect. `offset` is the index of the first value in the shard,
+    and `first` is the flat index of the shard's first value. `rows` is described in `AdamWBf16`."""
     beta1, beta2 = ADAM["betas"]
+    gradient = gradient.float() if grad_scale is None else gradient.float() / grad_scale
     new_exp_avg = exp_avg.float().lerp(gradient, 1 - beta1)
     new_exp_avg_sq = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)
-    updated = parameter * decay - step_size * new_exp_avg / (
+    updated = parameter.float() * decay - step_size * new_exp_avg / (
         new_exp_avg_sq.sqrt() * bias_correction2_rsqrt + ADAM["eps"]
     )
-    bits = _hash_int32(
-        parameter.view(torch.int32) ^ _hash_int32(gradient.view(torch.int32) ^ _hash_int32(step))
+    index = torch.arange(
+        offset, offset + len(parameter), dtype=torch.int32, device=parameter.device
     )
+    if rows is not None:
+        row_size, gap = rows
+        index = index + index // row_size * gap
+    bits = _hash_int32((index + first) ^ key)
+    if parameter.dtype is torch.bfloat16:
+        updated = _round_to_bf16(updated, _hash_int32(bits))
     rounded_moments = (
         _round_to_bf16(new_exp_avg, bits),
         _round_to_bf16(new_exp_avg_sq, bits >> 16),

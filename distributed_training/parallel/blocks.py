@@ -126,11 +126,13 @@ def apply_fsdp(
 
     `mesh` has one axis, or two axes for HSDP: replicas and shards. The forward and backward passes
     all-gather a block's parameters in `dtype`, by default fp32, and free them after use. The
-    backward pass reduce-scatters gradients in fp32 and, for HSDP, all-reduces the sharded gradients
-    over replicas. The root module's parameters stay gathered, because both the first and the last
-    operation use a tied embedding. If `keep_gathered` is set, the blocks also stay gathered. This
-    setting is for pipeline stages, which use each block for many micro-batches."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    backward pass reduce-scatters gradients in the dtype of the trained weights and, for HSDP,
+    all-reduces the sharded gradients over replicas. The root module's parameters stay gathered,
+    because both the first and the last operation use a tied embedding. If `keep_gathered` is set,
+    the blocks also stay gathered. This setting is for pipeline stages, which use each block for
+    many micro-batches."""
+    weight_dtype = next(weight.dtype for weight in model.parameters() if weight.requires_grad)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=weight_dtype)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -51,7 +51,8 @@ def global_norm(
     the shard, and sums the quotients. Parameters in `duplicate_params` are left out, because
     another stage counts them. The sum over ranks needs one all-reduce of a scalar, unless every
     rank has all gradients."""
-    norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
+    gradients = [local_part(parameter.grad) for parameter in parameters]
+    norms = foreach_norm(gradients, dtype=torch.float32)
     param_grad_norms = torch.stack(norms)
     if topology.world_size == topology.dp_replicate:
         return torch.linalg.vector_norm(param_grad_norms), param_grad_norms

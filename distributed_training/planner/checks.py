@@ -14,6 +14,7 @@ from pathlib import Path
 from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import suggest, suggest_settings
+from distributed_training.predict.costs.precision import SAVED_BYTES
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import format_bytes
 from distributed_training.settings.config import AUTO
@@ -121,7 +122,7 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
     keeps_best = config.export if config.keep_best == AUTO else config.keep_best
     num_exported = [config.export, keeps_best].count(True)
-    output_bytes = (12 * num_saved + 4 * num_exported) * num_trained
+    output_bytes = (SAVED_BYTES[config.optimizer] * num_saved + 4 * num_exported) * num_trained
     planned_writes = [(plan.output_dir.absolute(), output_bytes)]
     if plan.offload_dir is not None:
         planned_writes.append((plan.offload_dir, 20 * plan.size.num_parameters))

@@ -95,6 +95,20 @@ def _check_strategy(candidate: Candidate) -> None:
         fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
         why = "the strategy's engine keeps the optimizer state in fp32"
         _refuse(candidate, "optimizer", strategy_setting, why, fix)
+    if config.has_bf16_weights:
+        fix = "set optimizer to adamw-bf16"
+        splits_model = not _used_axes(candidate).isdisjoint({"cp", "pp"})
+        if splits_model or not strategy.traits.averages_with_torch:
+            why = "only dp, fsdp and tp train weights that have no fp32 copy"
+            _refuse(candidate, "optimizer", strategy_setting, why, fix)
+        if config.lora_rank:
+            why = "the adapters' fp32 copy is small"
+            _refuse(candidate, "optimizer", f"lora_rank={config.lora_rank}", why, fix)
+        if config.precision != "bf16":
+            other = f"precision={config.precision!r}"
+            _refuse(
+                candidate, "optimizer", other, "the weights are in bf16", "set precision to bf16"
+            )
     if config.gradient_compression != "none" and not _uses_ddp(candidate):
         why = "this layout does not use PyTorch's DDP, whose communication hook the key selects"
         fix = "set strategy to dp, or gradient_compression to none"

@@ -70,6 +70,8 @@ class PipelineRank:
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
         self.recomputes = config.activation_checkpointing != "none"
         self.dtype_bytes = 4 if config.precision == "fp32" else 2
+        # Bytes per trained weight, and per value of its gradient, in engines without a master copy
+        self.weight_bytes = 2 if config.has_bf16_weights else 4
         # Number of tokens of a micro-batch on each rank along cp
         self.tokens = plan.batch.micro_batch_size * config.max_length // self.cp
         # Size in bytes of one micro-batch's hidden states between two blocks, before sharding, and

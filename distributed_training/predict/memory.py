@@ -12,6 +12,7 @@ from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.lora import frozen_bytes
 from distributed_training.predict.costs.loss import loss_bytes
 from distributed_training.predict.costs.pp import pending_bytes
+from distributed_training.predict.costs.precision import SAVED_BYTES
 from distributed_training.predict.costs.zero import bucket_bytes
 from distributed_training.predict.mechanism import (
     ComponentBytes,
@@ -105,13 +106,15 @@ def estimate_state(plan: Draft) -> dict[str, int]:
 
 
 def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
-    """Return the number of bytes that a process copies for a checkpoint: its share of the fp32
+    """Return the number of bytes that a process copies for a checkpoint: its share of the
     weights and Adam moments, and its engine's private state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     trained_parameters = max(process.trained_parameters for process in ranks)
     num_writers = plan.batch.num_replicas * plan.mesh["cp"]
-    per_parameter = 12 / num_writers + plan.engine_bytes_per_parameter
+    per_parameter = (
+        SAVED_BYTES[plan.config.optimizer] / num_writers + plan.engine_bytes_per_parameter
+    )
     if plan.steps_between_exchanges is not None:  # replicas differ
         per_parameter += 12
     return round(trained_parameters * per_parameter)

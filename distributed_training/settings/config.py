@@ -99,10 +99,12 @@ class RunConfig(Options):
     step."""
     warmup_steps: CountOrZero = training_key(10, aliases=("warmup", "num_warmup_steps"))
     """Optimizer steps over which the learning rate rises linearly from 0."""
-    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = training_key("adamw")
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16-weights"] = training_key(
+        "adamw")
     """Optimizer. adamw: state in fp32 (16 bytes per trained parameter, including weights and
     gradients). adamw-bf16: state in bf16 with stochastic rounding (12 bytes). adamw-8bit: state in
-    8 bits (10 bytes; needs `pip install torchao`)."""
+    8 bits (10 bytes; needs `pip install torchao`). adamw-bf16-weights: also weights and gradients
+    in bf16 with stochastic rounding (8 bytes)."""
     weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = training_key(1.0,
@@ -235,6 +237,11 @@ class RunConfig(Options):
     rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
     """Seconds to wait for all ranks to join."""
     # fmt: on
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether trained weights and their gradients are in bf16, without an fp32 copy."""
+        return self.optimizer == "adamw-bf16-weights"
 
     def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, in the order of the fields."""

@@ -204,11 +204,12 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
 
     With an NF4 base, this rank's device already holds the whole base model. All weights are rounded
     to the compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
-    matrices of blocks), and trained weights are stored in fp32."""
+    matrices of blocks). Trained weights are stored in fp32 or, if the optimizer has no fp32 copy,
+    in bf16."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     model = plan.model.build_meta_model(dropout=config.dropout)
-    if config.lora_rank and compute_dtype is not None:
+    if (config.lora_rank or config.has_bf16_weights) and compute_dtype is not None:
         model.to(compute_dtype)
     model.compute_dtype = compute_dtype
     if plan.packing:

@@ -32,6 +32,8 @@ def build_engine(plan):
     with torch.device("meta"):
         model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
     model.compute_dtype = COMPUTE_DTYPES[plan.config.precision]
+    if plan.config.has_bf16_weights:
+        model.to(torch.bfloat16)
     weights = InitialWeights(source=model.random_source(1, torch.device("cpu"), hashed=False))
     return NativeEngine(model, weights, plan, cpu_topology(plan))
 
@@ -49,10 +51,16 @@ def train(engine, *seeds):
 
 @pytest.mark.parametrize(
     ("optimizer", "steps"),
-    [("adamw", ()), ("adamw", (0, 1)), ("adamw-bf16", (0, 1)), ("adamw-8bit", (0, 1))],
+    [
+        ("adamw", ()),
+        *((name, (0, 1)) for name in ("adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16-weights")),
+    ],
 )
 def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
-    plan = dataclasses.replace(plan, config=with_values(plan.config, optimizer=optimizer))
+    changes = {"precision": "bf16"} if optimizer == "adamw-bf16-weights" else {}
+    plan = dataclasses.replace(
+        plan, config=with_values(plan.config, optimizer=optimizer, **changes)
+    )
     engine, resumed = build_engine(plan), build_engine(plan)
     train(engine, *steps)
     write_parts(tmp_path / "state", engine.state_parts())

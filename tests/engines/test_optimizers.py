@@ -1,4 +1,5 @@
-"""Test AdamW with bf16 and 8-bit Adam moments, and test gradient clipping."""
+"""Test AdamW with bf16 and 8-bit Adam moments and with bf16 weights, and test gradient
+clipping."""
 
 from types import SimpleNamespace
 
@@ -16,15 +17,17 @@ RATE = 1e-3
 def build(name, parameter):
     groups = [{"params": [parameter], "weight_decay": 0.1}]
     config = merged({"optimizer": name, "learning_rate": RATE, "compile": False})
-    return build_optimizer(config, groups, parameter.device)
+    return build_optimizer(config, groups, parameter.device, {parameter: ("weight", parameter)})
 
 
 def train(name, gradients):
     """Run one optimizer step per gradient. Return the parameter and its optimizer state."""
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, gradients[0].numel()).view(-1, 512))
+    dtype = torch.bfloat16 if name == "adamw-bf16-weights" else torch.float32
+    start = torch.linspace(-1, 1, gradients[0].numel()).view(-1, 512)
+    parameter = torch.nn.Parameter(start.to(dtype))
     optimizer = build(name, parameter)
     for gradient in gradients:
-        parameter.grad = gradient.clone()
+        parameter.grad = gradient.to(dtype, copy=True)
         optimizer.step()
     return parameter.detach(), optimizer.state[parameter]
 
@@ -46,6 +49,20 @@ def test_bf16_moments_follow_fp32_moments_on_average_despite_tiny_updates():
     assert float(ratio.std()) < 0.1
     start = torch.linspace(-1, 1, 16 * 512).view(-1, 512)
     assert (rounded - exact).norm() < 0.02 * (exact - start).norm()
+
+
+def test_bf16_weights_follow_fp32_weights_on_average_despite_tiny_updates():
+    """An update of 1e-3 is smaller than half the distance between bf16 values near 1, so rounding
+    to nearest would not change these weights. If the random bits of the steps were equal, errors
+    would grow with the number of steps instead of its square root."""
+    gradients = [torch.ones(16, 512)] * 100
+    exact, _ = train("adamw", gradients)
+    rounded, _ = train("adamw-bf16-weights", gradients)
+    assert rounded.dtype is torch.bfloat16
+    large = exact.abs() > 0.5
+    errors = (rounded.float() - exact)[large]
+    assert abs(float(errors.mean())) < 0.001  # of a change of 0.1
+    assert float(errors.std()) < 0.03
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("adamw-bf16", 0.01), ("adamw-8bit", 0.1)])

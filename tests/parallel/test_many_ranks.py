@@ -1,12 +1,17 @@
-"""Set up 128 ranks on this machine with torch's fake process group, which sends nothing."""
+"""Set up ranks on this machine with torch's fake process group, which sends nothing."""
+
+import contextlib
+import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.tensor_files import locate_local
 from distributed_training.predict.memory import estimate_state
 from distributed_training.supervise.process import Process
 from distributed_training.train.run import build_engine, build_topology
@@ -22,27 +27,34 @@ LAYOUTS = {
 SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, hidden_size=128)
 
 
-def measure_rank(plan, rank):
-    """Build one rank's engine. Return the number of elements in the unsharded parameters of the
-    rank's stage, the number of bytes in the rank's shards, and the ranks in its tp group."""
+@contextlib.contextmanager
+def fake_engine(plan, rank):
+    """Build one rank's engine."""
+    world_size = plan.num_processes
     process = Process(
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         local_rank=rank % RANKS_PER_NODE,
-        local_world_size=RANKS_PER_NODE,
+        local_world_size=min(world_size, RANKS_PER_NODE),
     )
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        topology = build_topology(plan, process, torch.device("cpu"))
-        engine = build_engine(plan, topology)
+        yield build_engine(plan, build_topology(plan, process, torch.device("cpu")))
+    finally:
+        dist.destroy_process_group()
+        debug._clear_sharding_prop_cache()  # cached results contain this rank's mesh
+
+
+def measure_rank(plan, rank):
+    """Return the number of elements in the unsharded parameters of a rank's stage, the number of
+    bytes in the rank's shards, and the ranks in its tp group."""
+    with fake_engine(plan, rank) as engine:
         num_elements = sum(parameter.numel() for parameter in engine.parameters)
         shard_bytes = sum(local_part(parameter).nbytes for parameter in engine.parameters)
         tp_ranks = (
             [rank] if engine.tp_group is None else dist.get_process_group_ranks(engine.tp_group)
         )
         return num_elements, shard_bytes, tp_ranks
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -65,3 +77,45 @@ def test_shards_of_128_ranks_have_the_planned_sizes(name, tmp_path, monkeypatch)
         assert tp_ranks == list(range(rank - rank % tp, rank - rank % tp + tp))
     largest_bytes = max(shard_bytes for _, shard_bytes, _ in by_rank.values())
     assert largest_bytes == pytest.approx(estimate_state(plan)["optimizer"] / 2, rel=0.06)
+
+
+def run_updates(plan, rank):
+    """Run two optimizer steps on one rank, with gradients that depend only on the parameter and the
+    step. Return {part name: (slices of the whole tensor, values)}."""
+    with fake_engine(plan, rank) as engine:
+        for step in range(2):
+            for name, parameter in zip(engine.gradient_names, engine.parameters, strict=True):
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+                gradient = torch.randn(parameter.shape, generator=generator)
+                shard, start = locate_local(parameter)
+                slices = tuple(slice(a, a + n) for a, n in zip(start, shard.shape, strict=True))
+                engine.local_params[parameter].grad = gradient[slices].to(shard.dtype)
+            engine.optimizer.step()
+        return {
+            part.name: (
+                tuple(slice(a, a + n) for a, n in zip(part.start, part.size, strict=True)),
+                part.get().clone(),
+            )
+            for part in engine.state_parts()
+        }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("adamw-bf16", "float32"), ("adamw-bf16-weights", "bfloat16")]
+)
+def test_shards_are_rounded_like_whole_tensors(optimizer, dtype, tmp_path):
+    """FSDP's shards are uneven with 3 ranks. With tp, a shard of some matrices is a range of
+    columns. With both, FSDP shards the shards of tp."""
+    config = {"optimizer": optimizer, "precision": "bf16", "batch_size": 2, "max_length": 64}
+    whole = run_updates(plan_for(tmp_path, CPU_MACHINE, 1, strategy="dp", **config), 0)
+    weight_dtypes = {part.dtype for name, (_, part) in whole.items() if name.startswith("weight/")}
+    assert weight_dtypes == {getattr(torch, dtype)}
+    for size, layout in (
+        (3, {"strategy": "fsdp"}),
+        (2, {"strategy": "tp"}),
+        (4, {"strategy": "3d", "pp": 1, "tp": 2}),
+    ):
+        plan = plan_for(tmp_path, CPU_MACHINE, size, **layout, **config)
+        for rank in range(size):
+            for name, (slices, values) in run_updates(plan, rank).items():
+                assert torch.equal(values, whole[name][1][slices]), (layout, rank, name)

@@ -226,6 +226,19 @@ def test_low_precision_optimizers_need_fewer_bytes(optimizer, bytes_per_paramete
 
 
 @pytest.mark.parametrize(
+    ("strategy", "num_processes", "per_gpu"), [("dp", 1, 8), ("dp", 2, 8), ("fsdp", 4, 2)]
+)
+def test_weights_without_an_fp32_copy_need_eight_bytes(strategy, num_processes, per_gpu, tmp_path):
+    config = {"strategy": strategy, "model": "gpt2-xl", "batch_size": 1, "max_length": 16}
+    config |= {"optimizer": "adamw-bf16-weights"}
+    memory = peak(tmp_path, num_processes, **config).peak_by_component
+    state = sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
+    assert state == pytest.approx(per_gpu * SIZES["gpt2-xl"].num_parameters, rel=0.01)
+    if strategy == "dp":  # the passes use the weights themselves
+        assert memory["copies"] == 0
+
+
+@pytest.mark.parametrize(
     ("precision", "axes", "expected"),
     [
         ("bf16", {"dp_shard": 4}, (1 + 2, 4, 2)),

@@ -17,7 +17,7 @@ def gradient_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic per step for averaging gradients. If an engine instead averages parameters
     every few steps, return the mean traffic per step."""
     bytes_by_operation = {"all_reduce": 2 * rank.trained_parameters}
-    if rank.config.gradient_compression == "none":
+    if rank.config.gradient_compression == "none" and not rank.config.has_bf16_weights:
         matrices = (
             _matrix_shapes(rank) * rank.trained_share
         )  # adapters are as small as compressed matrices

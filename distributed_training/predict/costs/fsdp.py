@@ -25,24 +25,26 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
             (1 if rank.pp > 1 else 2) * block_bytes + outer_bytes
         )
         traffic["dp_shard", "reduce_scatter"] = (
-            rank.exchanges_per_step * 4 * rank.trained_parameters
+            rank.exchanges_per_step * rank.weight_bytes * rank.trained_parameters
         )
     if rank.mesh["dp_replicate"] > 1:  # between replicas, once per step
-        traffic["dp_replicate", "all_reduce"] = 4 * rank.trained_parameters // rank.shards
+        traffic["dp_replicate", "all_reduce"] = (
+            rank.weight_bytes * rank.trained_parameters // rank.shards
+        )
     return traffic
 
 
 def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
-    """Return the sizes in bytes of gathered parameters, and of unsharded fp32 gradients before
-    their reduce-scatter. Parameters outside the blocks stay gathered. Only the current block and
-    the prefetched blocks are gathered."""
+    """Return the sizes in bytes of gathered parameters, and of unsharded gradients before their
+    reduce-scatter. Parameters outside the blocks stay gathered. Only the current block and the
+    prefetched blocks are gathered."""
     if rank.pp > 1:  # see costs/pp.py
         return {}
     if point == "update" and rank.trained_share:
-        # Gradients of the root module in fp32, and of the output layer's weight in the compute
-        # dtype
+        # Gradients of the root module in the dtype of the weights, and of the output layer's weight
+        # in the compute dtype
         return {
-            "buffers": 4 * rank.parameters_outside_blocks
+            "buffers": rank.weight_bytes * rank.parameters_outside_blocks
             + rank.dtype_bytes * rank.embedding_parameters
         }
     num_blocks = max(1, rank.num_blocks)
@@ -54,15 +56,15 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) 
     block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
     return {
         "copies": rank.dtype_bytes * rank.parameters_outside_blocks + gathered_blocks,
-        "buffers": 4 * (block_parameters / num_blocks),
+        "buffers": rank.weight_bytes * (block_parameters / num_blocks),
     }
 
 
 def _moved_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes per parameter that are read and written when values are copied to
-    and from buffers. Parameters are copied out of a buffer twice, and gradients are copied once as
-    fp32."""
-    return 4 * rank.dtype_bytes + 4 + rank.dtype_bytes if rank.pp == 1 else 0
+    and from buffers. Parameters are copied out of a buffer twice, and gradients are copied once in
+    the dtype of the weights."""
+    return 5 * rank.dtype_bytes + rank.weight_bytes if rank.pp == 1 else 0
 
 
 FSDP = Mechanism(

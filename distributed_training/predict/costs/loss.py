@@ -41,7 +41,7 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
     output_gradient_bytes = 0.0
     if rank.trained_share and not rank.has_buckets and rank.num_microbatches == 1:
         output_gradient_bytes = (
-            rank.dtype_bytes if rounds_or_shards else 4
+            rank.dtype_bytes if rounds_or_shards else rank.weight_bytes
         ) * rank.embedding_parameters
     outer_bytes = rank.hidden_bytes * (
         rank.hidden_share + 2
@@ -59,7 +59,7 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
         share = min(chunk, rank.tokens) / rank.tokens
         eager_bytes = 0 if rank.config.compile else EAGER_BYTES_PER_LOGIT
         chunk_bytes = share * num_logits * (rank.dtype_bytes + eager_bytes)
-        if rank.dtype_bytes < 4 and not rounds_or_shards:
+        if rank.dtype_bytes < rank.weight_bytes and not rounds_or_shards:
             chunk_bytes = max(chunk_bytes, 4 * output_parameters)
         return LossBytes(kept, kept + chunk_bytes, 0, outer_bytes, output_gradient_bytes)
     outer_bytes += rank.trained_share * rank.dtype_bytes * rank.embedding_parameters
@@ -91,7 +91,7 @@ def _second_gradient_bytes(
     gradient."""
     in_fsdp_buffers = rank.plan.uses_fsdp and rank.pp == 1
     if point == "update" and rank.trained_share and not in_fsdp_buffers:
-        return {"buffers": 4 * rank.embedding_parameters}
+        return {"buffers": rank.weight_bytes * rank.embedding_parameters}
     return {}
 
 

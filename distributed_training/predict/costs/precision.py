@@ -11,15 +11,19 @@ from distributed_training.predict.mechanism import (
 
 # Size of the Adam moments in bytes per parameter. torchao's 8-bit moments have one fp32 scale per
 # 256 values.
-MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
-# Bytes per parameter that AdamW and clipping read and write for weights and gradients
-UPDATE_BYTES = 12 + 12
+MOMENT_BYTES = {
+    "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256), "adamw-bf16-weights": 4
+}  # fmt: skip
+# Size of a weight and both Adam moments in a checkpoint, which stores 8-bit moments in fp32
+SAVED_BYTES = {"adamw": 12, "adamw-bf16": 8, "adamw-8bit": 12, "adamw-bf16-weights": 6}
+# Number of times that AdamW and clipping read and write the weight or the gradient of a parameter
+NUM_UPDATE_ACCESSES = 3 + 3
 
 
 def state_bytes(rank: PipelineRank) -> ComponentBytes:
     return {
-        "parameters": 4 / rank.shards,
-        "gradients": 4 / rank.shards,
+        "parameters": rank.weight_bytes / rank.shards,
+        "gradients": rank.weight_bytes / rank.shards,
         "optimizer": MOMENT_BYTES[rank.config.optimizer] / rank.shards,
     }
 
@@ -40,16 +44,18 @@ def rounded_weight_bytes(
 
 
 def update_bytes(rank: PipelineRank) -> float:
-    return (UPDATE_BYTES + 2 * MOMENT_BYTES[rank.config.optimizer]) * (
-        rank.trained_parameters / rank.shards
-    )
+    moment_bytes = 2 * MOMENT_BYTES[rank.config.optimizer]
+    per_parameter = NUM_UPDATE_ACCESSES * rank.weight_bytes + moment_bytes
+    return per_parameter * rank.trained_parameters / rank.shards
 
 
 def uses_autocast(plan: Draft) -> bool:
     """Return whether autocast rounds fp32 weights in each forward pass. FSDP and pipelines round
     weights without autocast."""
+    config = plan.config
     is_unsharded = plan.mesh["pp"] == 1 and not plan.uses_fsdp
-    return is_unsharded and plan.config.precision != "fp32" and not plan.strategy.traits.takes_json
+    rounds = config.precision != "fp32" and not config.has_bf16_weights
+    return is_unsharded and rounds and not plan.strategy.traits.takes_json
 
 
 # Weights are rounded and gradients are widened in every micro-batch.

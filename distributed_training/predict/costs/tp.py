@@ -27,7 +27,7 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
     summed over tp. `rank.tp_partial_parameters` is the number of these parameters."""
     num_microbatches = rank.num_microbatches
     exchanged_bytes = num_microbatches * 4 * rank.num_blocks * rank.hidden_bytes
-    reduced_bytes = 4 * rank.tp_partial_parameters // rank.shards
+    reduced_bytes = rank.weight_bytes * rank.tp_partial_parameters // rank.shards
     gathered_bytes = 0
     if rank.has_last_stage:
         exchanged_bytes += num_microbatches * rank.hidden_bytes
@@ -35,8 +35,9 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
             gathered_bytes += num_microbatches * 8 * rank.tokens * rank.tp
         else:
             reduced_bytes += num_microbatches * 12 * rank.tokens
-    if rank.has_first_stage:  # parameters are fp32 if FSDP does not round them
-        embedding_bytes_per_value = rank.dtype_bytes if rank.plan.num_processes > rank.tp else 4
+    if rank.has_first_stage:
+        rounds = rank.plan.num_processes > rank.tp  # FSDP rounds parameters
+        embedding_bytes_per_value = rank.dtype_bytes if rounds else rank.weight_bytes
         exchanged_bytes += (
             rank.trained_share
             * num_microbatches
@@ -84,7 +85,7 @@ def embedding_gradient_bytes(
     redistributed to the parameter's placements."""
     is_replicated = rank.pp == 1 and not rank.plan.uses_fsdp
     if point == "update" and is_replicated and rank.trained_share and not rank.size.tied:
-        return {"buffers": 2 * 4 * rank.embedding_parameters}
+        return {"buffers": 2 * rank.weight_bytes * rank.embedding_parameters}
     return {}
 
 
