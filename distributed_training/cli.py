@@ -242,11 +242,7 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         type=Path,
         help="runs, folders of runs, or records (default: output_dir)",
     )
-    add(
-        "--all",
-        action="store_true",
-        help="show all runs, not only the newest groups of comparable runs",
-    )
+    add("--all", action="store_true", help="show all runs, not only the newest 20")
     html_help = "also write the tables and plots of losses into one HTML page"
     add("--html", type=Path, metavar="FILE", help=html_help)
     return lambda a: _load("records.report").main(a, program.output_dir)

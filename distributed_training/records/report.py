@@ -3,11 +3,10 @@ command `report`."""
 
 import argparse
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed_training.records.display import short_name, short_path
+from distributed_training.records.display import short_path
 from distributed_training.records.plots import draw_plots
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import (
@@ -22,56 +21,42 @@ from distributed_training.records.results import (
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import check_replaced, plural, resolve_user_path
 
-MAX_TABLES = 3
+MAX_RUNS = 20
 COMMAND = "python real_model_example.py report"
 _KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
 def build_sections(comparisons: Sequence[Comparison], *, has_plots: bool = True) -> list[Section]:
-    """Return one section per comparison, by default with its plots. If there are several sections,
-    headings and plot names are numbered."""
-    sections = []
-    for number, comparison in enumerate(comparisons, 1):
-        is_numbered = len(comparisons) > 1
-        settings = comparison.settings
-        heading = settings.get("model", "Runs")
-        plots = draw_plots(comparison.finished) if has_plots else {}
-        section = Section(
-            heading=f"{number}. {heading}" if is_numbered else heading,
-            settings=settings,
+    """Return one section per comparison, by default with its plots."""
+    return [
+        Section(
+            heading=comparison.settings.get("model", "Runs"),
+            settings=comparison.settings,
             notes=comparison.notes,
             tables=comparison.tables(),
-            plots={f"{n}-{number}" if is_numbered else n: png for n, png in plots.items()},
+            plots=draw_plots(comparison.finished) if has_plots else {},
+            verdict=comparison.verdict,
         )
-        sections.append(section)
-    return sections
+        for comparison in comparisons
+    ]
 
 
-def group_by_work(records: Sequence[Record]) -> list[Comparison]:
-    """Group runs that did the same work into comparisons. The comparison that contains the newest
-    run comes first. Each run has its own row."""
+def compare_runs(records: Sequence[Record]) -> Comparison:
+    """Return a comparison with one row per run, from oldest to newest. The name of a row contains
+    the settings in which the runs differ."""
     records = sorted(records, key=lambda r: r.started_at)
-    different_keys = differing_keys([record.work for record in records])
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for r in reversed(records):
-        groups[repr([r.work.get(key) for key in different_keys])].insert(0, r)
-    comparisons = []
-    for group in groups.values():
-        common = common_settings(group)
-        layouts = []
-        for r in group:
-            texts = [f"{Path(r.run_dir).name} {r.layout_name}"]
-            texts += [f"{key} {show(r)}" for key, show in SETTINGS.items() if key not in common]
-            layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
-        differing_settings = {
-            key: short_name(str(group[0].work.get(key)))
-            for key in different_keys
-            if key not in _KEYS_IN_SETTINGS
-        }
-        comparisons.append(
-            Comparison(layouts=layouts, differing_settings=differing_settings, row_heading="run")
-        )
-    return comparisons
+    common = common_settings(records)
+    keys = differing_keys([record.work for record in records])
+    # Prefer settings that were requested to settings that follow from them.
+    requested = differing_keys([record.config_requested for record in records])
+    keys = [key for key in keys if key in requested] or keys
+    layouts = []
+    for r in records:
+        texts = [f"{Path(r.run_dir).name} {r.layout_name}"]
+        texts += [f"{key} {show(r)}" for key, show in SETTINGS.items() if key not in common]
+        texts += [f"{key} {r.work.get(key)}" for key in keys if key not in _KEYS_IN_SETTINGS]
+        layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
+    return Comparison(layouts=layouts, row_heading="run")
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
@@ -108,15 +93,14 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     if not records:
         what = f"There is no run record in {', '.join(map(short_path, paths))}"
         raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
-    comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
-    sections = build_sections(comparisons, has_plots=arguments.html is not None)
+    shown = sorted(records, key=lambda r: r.started_at)[0 if arguments.all else -MAX_RUNS :]
+    sections = build_sections([compare_runs(shown)], has_plots=arguments.html is not None)
     heading = short_path(os.path.commonpath([r.run_dir for r in records]))
     if len(records) > 1:
         heading = f"{len(records)} runs in {heading}"
     note = ""
-    if num_hidden := len(records) - sum(len(comparison.records) for comparison in comparisons):
-        hidden_text = plural(num_hidden, "older run")
-        note = f"Not shown: {hidden_text} with other settings. To show all runs, add --all."
+    if num_hidden := len(records) - len(shown):
+        note = f"Not shown: {plural(num_hidden, 'older run')}. To show all runs, add --all."
     page = ("Training runs", heading, sections, note)
     print(render("txt", *page), flush=True)
     if html := arguments.html:

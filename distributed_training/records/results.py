@@ -5,6 +5,7 @@ model, the data, the global batch and other settings."""
 import base64
 import platform
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.records.display import (
+    amount_of,
     best_if_overfitted,
     bottleneck_name,
     fill_template,
@@ -27,6 +29,7 @@ from distributed_training.settings.files import plural
 
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
+VISIBLE_LOSS = 0.01  # nats per token; curves that differ by less look equal in a plot
 _NAME_WIDTH = 26  # width of the first column on a terminal
 # Columns that only pages show, because a terminal has 80 columns
 _PAGE_COLUMNS = {
@@ -192,15 +195,14 @@ class Section:
     notes: Sequence[str]
     tables: Sequence[Table]
     plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
+    verdict: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Layouts whose runs did the same work."""
+    """Layouts whose runs are compared."""
 
     layouts: list[LayoutRow]
-    # Key of the work -> value, for keys whose values differ between comparisons
-    differing_settings: dict[str, str] = field(default_factory=dict)
     row_heading: str = "strategy"  # heading of the first column
 
     @property
@@ -217,12 +219,40 @@ class Comparison:
         if not self.records:
             return {}
         device = {"device": self.records[0].machine["gpu_name"] or "CPU"}
-        return common_settings(self.records) | device | self.differing_settings
+        return common_settings(self.records) | device
+
+    @property
+    def verdict(self) -> str:
+        """Return sentences about the amount of work, the fastest layout and the loss curves. If the
+        runs are not comparable, name the settings in which they differ instead."""
+        works = [record.work for record in self.records]
+        if keys := [key for key in differing_keys(works) if key != "seed"]:
+            return f"The runs are not comparable, because they differ in {', '.join(keys)}."
+        column = RESULTS["tokens/s"]
+        speeds = {
+            layout.name: statistics.fmean(values)
+            for layout in self.finished
+            if (values := column.values(layout.finished_records))
+        }
+        if len(speeds) < 2:
+            return ""
+        *_, second, first = sorted(speeds, key=lambda name: speeds[name])
+        losses = defaultdict(list)
+        for r in self.records:
+            for step, loss in r.loss_curve:
+                if loss is not None:
+                    losses[r.work["seed"], step].append(loss)
+        difference = max((max(values) - min(values) for values in losses.values()), default=0.0)
+        curves = "Loss curves coincide" if difference < VISIBLE_LOSS else "Training losses differ"
+        return (
+            f"Each run trained on {amount_of(self.records[0]).total}. {first} is the fastest, with "
+            f"{speeds[first]:,.0f} tokens/s, {speeds[first] / speeds[second]:.3g} times {second}. "
+            f"{curves}: the largest difference at a step is {difference:.1g}."
+        )
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences about failed runs and overfitting. If the runs are not comparable, also
-        name the settings in which they differ."""
+        """Return sentences about failed runs and overfitting."""
         notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
             for r in layout.records:
@@ -236,9 +266,6 @@ class Comparison:
                         f"{layout.name} {result}: its validation loss was {best['loss']:.3f} after "
                         f"step {best['step']} and {r.evaluations[-1]['loss']:.3f} at the end."
                     )
-        works = [record.work for record in self.records]
-        if keys := [key for key in differing_keys(works) if key != "seed"]:
-            notes.append(f"The runs are not comparable, because they differ in {', '.join(keys)}.")
         return notes
 
     def tables(self) -> list[Table]:
@@ -251,8 +278,10 @@ class Comparison:
         about = (
             "Each time is the median over the steps of a run. With several seeds, cells show the "
         )
-        about += "mean ± standard deviation. Peak RAM is that of the process that uses the most, "
-        about += "and it includes libraries."
+        about += "mean ± standard deviation. Memory is that of the process that uses the most: "
+        about += (
+            "PyTorch reserves GPU memory (without its CUDA context), and RAM includes libraries."
+        )
         table = self._table("Results", about, self.layouts, RESULTS)
         table.columns["status"] = [layout.status for layout in self.layouts]
         return table
@@ -260,9 +289,9 @@ class Comparison:
     def _predictions(self) -> Table:
         """Return the table that compares each plan's prediction with its run."""
         about = (
-            "The peak is that of tensors on the fullest GPU or, without GPUs, of the RAM of the "
+            "The peak is that of allocated memory on the fullest GPU or, without GPUs, of the RAM "
         )
-        about += "fullest process, with libraries. Each prediction was made before its run."
+        about += "of the fullest process, with libraries. Each prediction was made before its run."
         layouts = self.finished if any(r.prediction for r in self.records) else []
         return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
 
@@ -314,11 +343,11 @@ def render(form: str, title: str, heading: str, sections: Sequence[Section], not
 
     The forms are:
     - txt: text for a terminal, with only the first table of each section and without plots
-    - md: Markdown, which refers to the plots as files
     - html: a single file without scripts or network access"""
     page = fill_template(
         f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
-        tabulate=tabulate, align=_column_alignment, b64encode=base64.b64encode, fold=fold,
+        text_columns=_TEXT_COLUMNS, b64encode=base64.b64encode, fold=fold,
+        zip=zip,
         terminal_table=_terminal_table,
     )  # fmt: skip
     return "\n".join(map(printable, page.splitlines())) if form == "txt" else page

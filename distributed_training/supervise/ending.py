@@ -96,7 +96,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     cluster = local_cluster(machine, plan.num_processes, plan.processes_here)
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  The peak was {peak}. The plan predicted "
-        f"{format_bytes(predicted['peak_bytes'])} of GPU memory per process.\n"
+        f"  The peak was {peak} of allocated memory. The plan predicted "
+        f"{format_bytes(predicted['peak_bytes'])} per process.\n"
         f"  To need less, {suggest_settings(plan, cluster)}."
     )

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
-    check_replaced(out, OTHER_OUT_FIX, "compare.md", "compare.html")
+    check_replaced(out, OTHER_OUT_FIX, "compare.html")
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
@@ -319,7 +319,7 @@ def describe_result(run: Run) -> str:
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
-    """Write the plots, compare.md and compare.html, and print the tables."""
+    """Write compare.html, and print the tables."""
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
         groups.setdefault(run.work, {}).setdefault(run.name, []).append(run)
@@ -341,12 +341,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     heading = (
         f"{runs_text} finished. The runs were executed one after another, each in new processes."
     )
-    for form in ("md", "html"):
-        page = render(form, title, heading, sections)
-        (out / f"compare.{form}").write_text(page, encoding="utf-8")
-    plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
-    check_replaced(out, OTHER_OUT_FIX, *plots)
-    for name, png in plots.items():
-        (out / name).write_bytes(png)
+    page = render("html", title, heading, sections)
+    (out / "compare.html").write_text(page, encoding="utf-8")
     print(f"\n{render('txt', title, heading, sections)}")
-    print(f"\nWrote {short_path(out)}/compare.md and compare.html.")
+    print(f"\nWrote {short_path(out)}/compare.html.")

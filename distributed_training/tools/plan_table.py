@@ -80,7 +80,7 @@ def legend(cluster: Cluster, gbit: float | None) -> str:
     return f"""\
 first: the simplest of the fastest layouts
 m2, m4: micro-batches per replica; +full: activation_checkpointing=full
-GiB: memory of the fullest process; tight, unlikely: may not fit
+GiB: allocated memory and CUDA context of the fullest process; tight, unlikely: may not fit
 MFU: share of the peak FLOP/s; error: measured times relative to predictions
 not validated: never measured. {source}"""
 

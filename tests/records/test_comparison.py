@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from distributed_training.records.report import group_by_work
+from distributed_training.records.report import compare_runs
 from distributed_training.records.results import Comparison, LayoutRow
 from tests.support import made_record
 
@@ -53,27 +53,26 @@ def rows_of(comparison, title="Results"):
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}
 
 
-def test_works_are_newest_first_with_oldest_runs_first_and_differences_named():
+def test_rows_of_a_report_are_oldest_first_and_name_what_differs():
     work = made_record().work
     records = [
         made_record(run_dir="a-1", started_at="2026-01-03", config__precision="fp32"),
-        made_record(run_dir="a-2", work__seed=7, work__global_batch_size=64, started_at="2026-02"),
+        made_record(run_dir="a-2", work__seed=7, started_at="2026-02"),
         made_record(run_dir="a-3", started_at="2026-01-01", strategy__name="dp"),
         made_record(run_dir="a-4", started_at="2026-01-02", work=dict(reversed(work.items()))),
     ]
-    newest, oldest = group_by_work(records)
-    assert newest.differing_settings == {"seed": "7", "global_batch_size": "64"}
-    assert oldest.differing_settings == {"seed": "42", "global_batch_size": "32"}
-    # Settings that differ are in the row names.
-    assert oldest.settings["batch"] == "4 x 512"
-    assert "precision" not in oldest.settings
-    rows = rows_of(oldest)
-    names = ["a-3 dp, precision bf16", "a-4 zero2, precision bf16", "a-1 zero2, precision fp32"]
-    assert list(rows) == names
+    comparison = compare_runs(records)
+    assert comparison.settings["batch"] == "4 x 512"
+    assert "precision" not in comparison.settings
+    rows = rows_of(comparison)
+    texts = ["dp, precision bf16", "zero2, precision bf16", "zero2, precision fp32"]
+    names = [f"a-{n} {text}, seed 42" for n, text in zip((3, 4, 1), texts, strict=True)]
+    assert list(rows) == [*names, "a-2 zero2, precision bf16, seed 7"]
     assert rows[names[0]]["peak GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
-    first, _ = group_by_work([made_record(), other])
-    assert first.differing_settings == {"data_fingerprint": "0123456789abcdef"}
+    comparison = compare_runs([made_record(), other])
+    assert "data_fingerprint 0123456789abcdef" in list(rows_of(comparison))[1]
+    assert "data_fingerprint" in comparison.verdict
 
 
 def test_an_unfinished_run_shows_its_last_step():
@@ -94,8 +93,14 @@ def test_means_and_spreads_are_taken_over_the_runs(over_seeds):
     assert rows["dp"]["tokens/s"] == "50,000"
     assert [row["status"] for row in rows.values()] == ["ok", "1 of 2 not run yet", "failed"]
     assert over_seeds.notes == ["tp failed: 16 heads <&> 3 processes"]
+    verdict = over_seeds.verdict
+    for text in ("zero2", "120,000", "2.4 times dp", "64 steps"):
+        assert text in verdict
+    assert "coincide" in verdict
+    over_seeds.layouts[1].records[0].loss_curve[-1] = (4, 3.0)
+    assert "coincide" not in over_seeds.verdict
     over_seeds.layouts[1].records[0].work["global_batch_size"] = 7
-    assert "global_batch_size" in over_seeds.notes[-1]
+    assert "global_batch_size" in over_seeds.verdict
 
 
 def test_predictions_are_shown_next_to_measurements(over_seeds):
@@ -114,7 +119,6 @@ def test_without_a_gpu_memory_means_ram_per_process():
 
 def test_an_overfitted_run_is_reported():
     evaluations = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
-    (work,) = group_by_work([made_record(evaluations=evaluations)])
-    (note,) = work.notes
+    (note,) = compare_runs([made_record(evaluations=evaluations)]).notes
     assert "overfitted" in note
     assert re.findall(r"[\d.]*\d", note)[-3:] == ["3.000", "20", "3.200"]
