@@ -53,23 +53,23 @@ class TrainedModel:
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
-        computation use this dtype. The exception is a quantized base model, which stays quantized
-        and keeps its compute dtype.
+        computation use this dtype. The exception is a base model in NF4, which stays quantized and
+        keeps its compute dtype. A base model in fp8 is dequantized, and computation is not in fp8.
 
         If `dtype` is None, weights and computation use fp32. If fp32 weights would take more than a
         quarter of the available RAM, each weight keeps its stored dtype instead. Computation still
         uses fp32."""
         model = self.spec.build_meta_model()
         weights = self._checked_weights(model)
-        rounding_dtype = self.adapters.rounding_dtype() if self.adapters else None
-        model.compute_dtype = rounding_dtype if rounding_dtype and dtype else dtype or torch.float32
+        nf4_dtype = self.adapters.nf4_dtype() if self.adapters else None
+        model.compute_dtype = nf4_dtype if nf4_dtype and dtype else dtype or torch.float32
         keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
         for name, parameter in model.named_parameters():
             stored_dtype = (
                 self.weights(name, (slice(0, 1),)).dtype if keeps_dtypes else model.compute_dtype
             )
             parameter.data = parameter.data.to(stored_dtype)
-        if self.adapters and rounding_dtype and dtype:
+        if self.adapters and nf4_dtype and dtype:
             from distributed_training.models.nf4 import quantize_matrices
 
             quantize_matrices(model, weights, device)

@@ -21,7 +21,7 @@ from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import UserError
 
 PREFIX = "base_model.model."
-_ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class _Adapter(NamedTuple):
@@ -46,26 +46,30 @@ class Adapters:
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
     origin: object  # folder or run of the adapters, for messages
 
-    def rounding_dtype(self) -> torch.dtype | None:
-        """Return the compute dtype if the base was in NF4, or None if the base was not quantized.
-        Raises UserError if bitsandbytes is not installed."""
-        if self.rounding is None:
+    def nf4_dtype(self) -> torch.dtype | None:
+        """Return the compute dtype if the base was in NF4, otherwise None. Raises UserError if
+        bitsandbytes is not installed."""
+        base_dtype, _, precision = (self.rounding or "").partition(" ")
+        if base_dtype != "nf4":
             return None
         if importlib.util.find_spec("bitsandbytes") is None:
             what = f"{self.origin}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
             raise UserError(what, why, "run: pip install bitsandbytes")
-        return _ROUNDINGS[self.rounding]
+        return _DTYPES[precision]
 
     def trained_base(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights on which the adapters were trained. If the base was
-        quantized, the source returns dequantized NF4 values."""
-        dtype = self.rounding_dtype()
-        if dtype is None:
+        quantized, the source returns dequantized values."""
+        if self.rounding is None:
             return base
-        from distributed_training.models.nf4 import dequantized_source
+        if (dtype := self.nf4_dtype()) is not None:
+            from distributed_training.models import nf4
 
-        return dequantized_source(base, size, dtype)
+            return nf4.dequantized_source(base, size, dtype)
+        from distributed_training.models import fp8
+
+        return fp8.dequantized_source(base, size, _DTYPES[self.rounding.split()[1]])
 
     def merged(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights with the adapters merged in. The weights and the
@@ -186,7 +190,8 @@ def save_adapters(
 def base_rounding(config: RunConfig) -> str | None:
     """Return the quantization format of the base model and the compute dtype as one string, such as
     "nf4 bf16". Return None if the base model is not quantized."""
-    return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
+    is_quantized = config.base_dtype in ("fp8", "nf4")
+    return f"{config.base_dtype} {config.precision}" if is_quantized else None
 
 
 def to_peft(

@@ -20,6 +20,9 @@ from distributed_training.parallel.private import (
 )
 from distributed_training.settings.config import RunConfig
 
+# Outputs of matrices in models/nf4.py and models/fp8.py
+QUANTIZED_MATMULS = {f"distributed_training.{dtype}_matmul.default" for dtype in ("nf4", "fp8")}
+
 
 def apply_checkpointing(model: Decoder, mode: str, *, compiled: bool = False) -> None:
     """Apply activation checkpointing to every block, in place. Call this function after apply_lora
@@ -67,7 +70,7 @@ class _SelectivePolicy:
         if name.startswith("_c10d_functional."):
             self.latest_is_sum = "reduce" in name
             return False
-        if op in ATTENTION_OPS or name == "distributed_training.nf4_matmul.default":
+        if op in ATTENTION_OPS or name in QUANTIZED_MATMULS:
             return True
         if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return False

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from distributed_training.models import fp8
 from distributed_training.models.decoder import Block, Decoder
+from distributed_training.models.fp8 import Fp8Linear
 from distributed_training.models.llama.model import LlamaBlock
 from distributed_training.settings.config import RunConfig
 
@@ -52,11 +54,12 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     last: Any = block.mlp_out.adapter
     linear: Any = block.mlp_out
     stored = [linear.weight.to(x.dtype)]
-    if hasattr(linear, "scales"):  # NF4 codes and their scales (models/nf4.py)
+    if hasattr(linear, "scales"):  # codes and their scales
         stored = [linear.weight, linear.scales]
     factors = first.factors(x)
+    is_fp8 = isinstance(linear, Fp8Linear)  # otherwise, codes are NF4
     y, hidden = _GatedMLP.apply(
-        block.mlp_in.matmul(x), *factors, last.a.to(x.dtype), block.unit_size, *stored
+        block.mlp_in.matmul(x), *factors, last.a.to(x.dtype), block.unit_size, is_fp8, *stored
     )
     return y + F.linear(hidden * last.scale, last.b.to(x.dtype))  # type: ignore[no-any-return]
 
@@ -67,13 +70,17 @@ class _GatedMLP(torch.autograd.Function):
     The activations are not saved. The backward pass computes them again, for the gradient of A."""
 
     @staticmethod
-    def forward(ctx, y, hidden, b, a, unit_size, *stored):  # type: ignore[no-untyped-def]
+    def forward(ctx, y, hidden, b, a, unit_size, is_fp8, *stored):  # type: ignore[no-untyped-def]
         act = activate(y, hidden, b, unit_size)
         ctx.save_for_backward(y, hidden, b, a, *stored)
         ctx.unit_size = unit_size
+        ctx.is_fp8 = is_fp8
         if len(stored) == 1:
-            return F.linear(act, *stored), F.linear(act, a)
-        out = torch.ops.distributed_training.nf4_matmul(act, *stored, act.shape[-1])
+            out = F.linear(act, *stored)
+        elif is_fp8:
+            out = fp8.product(act, *stored)
+        else:
+            out = torch.ops.distributed_training.nf4_matmul(act, *stored, act.shape[-1])
         return out, F.linear(act, a)
 
     @staticmethod
@@ -81,13 +88,15 @@ class _GatedMLP(torch.autograd.Function):
         y, hidden, b, a, *stored = ctx.saved_tensors
         if len(stored) == 1:
             d_act = d_out @ stored[0]
+        elif ctx.is_fp8:
+            d_act = fp8.input_gradient(d_out, *stored)
         else:
             columns = a.shape[1]
             d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored, columns)
         d_y, act = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
         d_a = d_last_hidden.flatten(0, -2).t() @ act.flatten(0, -2)
         d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)
-        return d_y, d_y @ b, d_b, d_a, None, *[None] * len(stored)
+        return d_y, d_y @ b, d_b, d_a, None, None, *[None] * len(stored)
 
 
 # These are not `triton_op`s, because torch.compile would see inside them, and copy y (torch 2.11).

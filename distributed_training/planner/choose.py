@@ -173,6 +173,10 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     config = request.model_copy(update=resolved)
     candidate = replace(candidate, config=config, mesh=mesh)
     check_settings(request, candidate, options, notes)
+    if config.base_dtype == "fp8" and machine.compute_capability < (8, 9):
+        what = f"base_dtype='fp8' is not supported by {machine.gpu_name or 'a CPU'}"
+        fix = "set base_dtype to None or nf4"
+        raise UserError(what, "fp8 needs a GPU with compute capability 8.9", fix)
     config_values = {name: getattr(config, name) for name in KEYS}
     config_values |= _choose_switches(candidate, machine, notes)
     config_values |= batch.model_dump(include=set(OPEN_BATCH))

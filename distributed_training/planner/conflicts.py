@@ -135,12 +135,20 @@ def _check_base(candidate: Candidate) -> None:
             why = f"frozen weights then have the dtype {config.precision}"
             _refuse(candidate, key, other, why, "set base_dtype to None")
         return
+    strategy_setting = f"strategy={config.strategy!r}"
+    matrices = candidate.model.size.block_matrices
+    if config.base_dtype == "fp8":
+        if not candidate.strategy.traits.builds_on_device or candidate.mesh["tp"] > 1:
+            why = "the strategy's engine does not compute in fp8"
+            _refuse(candidate, key, strategy_setting, why, "set strategy to dp or fsdp")
+        if odd := [n for shape in matrices for n in shape if n % 16]:
+            why = f"fp8 needs multiples of 16, but a matrix has {odd[0]} rows or columns"
+            _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
+        return
     split_axes = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
     if not candidate.strategy.traits.builds_on_device or set(split_axes.values()) != {1}:
-        strategy_setting = f"strategy={config.strategy!r}"
         why = "quantized layers must stay whole or be sharded by FSDP"
         _refuse(candidate, key, strategy_setting, why, "set strategy to dp or fsdp")
-    matrices = candidate.model.size.block_matrices
     if odd_columns := [columns for _, columns in matrices if columns % 64]:
         why = f"each group of 64 values shares a scale, but a matrix has {odd_columns[0]} columns, "
         why += "which is not a multiple of 64"

@@ -155,9 +155,10 @@ class RunConfig(Options):
     activation_checkpointing: Literal["none", "full", "selective"] = memory_key("none")
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
     selective: everything except matrix multiplications and attention."""
-    base_dtype: Literal["auto", "bf16", "nf4"] | None = memory_key(None, work=True)
-    """With lora_rank: dtype of the frozen weights. nf4: 4 bits per weight in the blocks' matrices
-    (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
+    base_dtype: Literal["auto", "bf16", "fp8", "nf4"] | None = memory_key(None, work=True)
+    """With lora_rank: dtype of the frozen weights. fp8: 8 bits per weight in the blocks' matrices,
+    which are multiplied in fp8 (on GPUs with compute capability 8.9 or higher). nf4: 4 bits per
+    weight (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory_key(AUTO)
     """Compute the loss in chunks of this many tokens, so that only one chunk's logits are in
     memory. 0: all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step

@@ -343,8 +343,9 @@ def merge_adapters(exported: Path, to: str | None) -> int:
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
     if trained.adapters and trained.adapters.rounding:
-        note = "the base model was in NF4. The export contains its dequantized weights plus the "
-        print(f"note: {note}adapters.")
+        base_dtype = trained.adapters.rounding.split()[0]
+        note = f"the base model was in {base_dtype}. The export contains its dequantized weights "
+        print(f"note: {note}plus the adapters.")
     print(f"Exported the merged model to {short_path(folder)} in Hugging Face format.")
     return 0
 

@@ -220,6 +220,10 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
     fingerprint = weights_checksum(model, source) if config.lora_rank else 0
+    if config.base_dtype == "fp8":
+        from distributed_training.models.fp8 import use_fp8
+
+        source = use_fp8(model, source, topology.device)
     weights = InitialWeights(source=source, round_to=compute_dtype)
     if config.base_dtype == "nf4":
         from distributed_training.models.nf4 import quantize_matrices

@@ -21,6 +21,7 @@ from distributed_training.predict.mechanism import Mechanism
 MECHANISMS = (
     lora.LORA,
     lora.NF4,
+    lora.FP8,
     block.BLOCK,
     block.TENSOR_OVERHEAD,
     precision.FP32,

@@ -26,7 +26,7 @@ def block_costs(timing: Timing) -> PassCosts:
     """Return the total costs of a block's matrix multiplications, attention and element-wise
     operations for each pass."""
     costs = np.zeros((3, 3))
-    for n, k in _matrix_shapes(timing):
+    for n, k in matrix_shapes(timing):
         costs += (
             timing.gemm_cost(timing.tokens, k, n),
             timing.gemm_cost(timing.tokens, n, k),
@@ -40,7 +40,7 @@ def block_costs(timing: Timing) -> PassCosts:
 
 def last_gemm_cost(timing: Timing) -> Cost:
     """Return the cost of a block's last matrix multiplication in the forward pass."""
-    n, k = _matrix_shapes(timing)[-1]
+    n, k = matrix_shapes(timing)[-1]
     return timing.gemm_cost(timing.tokens, k, n)
 
 
@@ -60,7 +60,7 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
     return forward, 2 * forward
 
 
-def _matrix_shapes(rank: PipelineRank) -> list[tuple[float, float]]:
+def matrix_shapes(rank: PipelineRank) -> list[tuple[float, float]]:
     """Return the (rows, columns) of each matrix in a block, as stored on one rank. tp splits the
     matrices alternately by rows and by columns."""
     return [

@@ -3,7 +3,7 @@ import torch."""
 
 import numpy as np
 
-from distributed_training.predict.costs.block import backward_bytes, mlp_values
+from distributed_training.predict.costs.block import backward_bytes, matrix_shapes, mlp_values
 from distributed_training.predict.costs.zero import OFFLOADED
 from distributed_training.predict.mechanism import (
     ComponentBytes,
@@ -12,6 +12,7 @@ from distributed_training.predict.mechanism import (
     PipelineRank,
     Timing,
 )
+from distributed_training.predict.rates import FITTED
 
 
 def adapter_costs(timing: Timing) -> PassCosts:
@@ -58,13 +59,11 @@ def _fuses_mlp(rank: PipelineRank) -> bool:
 
 def base_bytes(rank: PipelineRank) -> int:
     """Return the size in bytes of the base model's parameters, in the compute dtype or quantized.
-    NF4 uses 4 bits per value and one fp32 scale per 64 values."""
-    saved = (
-        (16 * rank.dtype_bytes - 9) * _num_block_values(rank) // 16
-        if rank.config.base_dtype == "nf4"
-        else 0
-    )
-    return rank.dtype_bytes * rank.parameters - rank.num_blocks * saved
+    NF4 uses 4 bits per value and one fp32 scale per 64 values. fp8 uses 8 bits per value, and the
+    scales of its rows are not counted."""
+    bits = {"nf4": 4.5, "fp8": 8.0}.get(rank.config.base_dtype or "", 8.0 * rank.dtype_bytes)
+    saved = (rank.dtype_bytes - bits / 8) * _num_block_values(rank)
+    return rank.dtype_bytes * rank.parameters - round(rank.num_blocks * saved)
 
 
 def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
@@ -94,7 +93,7 @@ def dequantized_matrix_bytes(rank: PipelineRank) -> float:
     gradients in the block's MLP, or 0 if the matrix is smaller. If the matrix is larger, memory
     peaks at the end of the backward pass, when the matrix is in memory. Otherwise, memory peaks in
     the MLP."""
-    largest = max(rows * columns for rows, columns in rank.size.block_matrices)
+    largest = max(rows * columns for rows, columns in matrix_shapes(rank))
     return max(0, rank.dtype_bytes * largest - backward_bytes(rank) - adapter_backward_bytes(rank))
 
 
@@ -105,8 +104,26 @@ def dequantize_costs(timing: Timing) -> PassCosts:
     )
 
 
-def _num_block_values(rank: PipelineRank) -> int:
-    return sum(rows * columns for rows, columns in rank.size.block_matrices)
+def fp8_costs(timing: Timing) -> PassCosts:
+    """Return by how much the costs of a block change if its matrices are multiplied in fp8. The
+    other operand of each product is quantized, and the backward pass transposes the matrices."""
+    costs = np.zeros((3, 3))
+    for rows, columns in matrix_shapes(timing):
+        for index, (k, n) in enumerate(((columns, rows), (rows, columns))):
+            costs[index] += (1 / FITTED.fp8_speed - 1) * timing.gemm_cost(timing.tokens, k, n)
+            costs[index] += timing.memory_cost((timing.dtype_bytes + 1) * timing.tokens * k)
+        costs[1] += timing.memory_cost(2 * rows * columns)
+    return costs
+
+
+def fp8_bytes(rank: PipelineRank) -> float:
+    """Return the number of bytes that fp8 adds to the peak memory of a block's backward pass: the
+    quantized gradient and the transposed copy of the largest matrix."""
+    return max(rows * columns + rank.tokens * rows for rows, columns in matrix_shapes(rank))
+
+
+def _num_block_values(rank: PipelineRank) -> float:
+    return sum(rows * columns for rows, columns in matrix_shapes(rank))
 
 
 LORA = Mechanism(
@@ -119,4 +136,9 @@ NF4 = Mechanism(
     is_used=lambda plan: plan.config.base_dtype == "nf4",
     backward_bytes=dequantized_matrix_bytes,
     block_costs=dequantize_costs,
+)
+FP8 = Mechanism(
+    is_used=lambda plan: plan.config.base_dtype == "fp8",
+    backward_bytes=fp8_bytes,
+    block_costs=fp8_costs,
 )

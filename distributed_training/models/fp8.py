@@ -1,0 +1,161 @@
+"""Store frozen matrices in fp8 (e4m3) with one scale per row, and multiply by them in fp8.
+
+A matrix W [rows, columns] is stored once, as codes and scales with `W = scales[:, None] * codes`.
+The other operand of a product is quantized when it is needed, with one scale per token:
+
+- Forward: `y = x W^T` sums over columns, so the scales of W can be applied to the result.
+- Backward: `dx = dy W` sums over rows, and each row has a different scale. dy is therefore
+  multiplied by the scales of W before it is quantized, and the product uses only the codes.
+
+GPUs multiply fp8 matrices only if both operands are contiguous along the summed dimension, so the
+backward pass transposes the codes of one matrix at a time.
+
+Codes are viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits.
+Scales are rounded to the compute dtype before the codes are computed."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
+from distributed_training.models.initial_weights import Slices, WeightSource
+from distributed_training.models.size import ModelSize
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # largest e4m3 number
+
+
+class Fp8Linear(Linear):
+    """Linear layer with a frozen matrix in fp8."""
+
+    scales: nn.Parameter
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = multiply(x, self.weight, self.scales)
+        bias = self.cast_bias(x.dtype)
+        return y if bias is None else y + bias
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, codes, scales):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(codes, scales)
+        return product(x, codes, scales)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return input_gradient(dy, *ctx.saved_tensors), None, None
+
+
+multiply = _Multiply.apply
+
+
+def product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `x W^T`, [.., columns] -> [.., rows], without autograd."""
+    y: torch.Tensor = fp8_matmul(*quantize(x.flatten(0, -2)), codes, scales)
+    return y.view(*x.shape[:-1], -1)
+
+
+def input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `dy W`, [.., rows] -> [.., columns]."""
+    dx: torch.Tensor = fp8_matmul(*quantize(dy.flatten(0, -2).float() * scales.float()), codes)
+    return dx.view(*dy.shape[:-1], -1)
+
+
+def quantize(
+    x: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in e4m3, and its scales [rows, 1] in `dtype`. torch.compile fuses this
+    function with the operation before it."""
+    scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).to(dtype)
+    scales = scales.clamp(min=torch.finfo(dtype).tiny)
+    return (x.float() / scales.float()).to(E4M3), scales
+
+
+# torch.compile must not see the views and the transposed matrix, which it could keep from the
+# forward pass.
+@torch.library.custom_op(
+    "distributed_training::fp8_matmul",
+    mutates_args=(),
+    schema="(Tensor x, Tensor x_scales, Tensor codes, Tensor? scales=None) -> Tensor",
+)
+def fp8_matmul(x, x_scales, codes, scales=None):  # type: ignore[no-untyped-def]
+    """Multiply x [tokens, columns], which is in e4m3, by the rows of a matrix. Without `scales`,
+    multiply x [tokens, rows] by the columns of its codes. Return the result in the dtype of
+    `codes`."""
+    w = codes.view(E4M3)
+    if scales is None:
+        w = _transpose(w)
+        scales = x_scales.new_ones(len(w))
+    # With a scale per row, GPUs only write bf16.
+    out_dtype = torch.bfloat16 if x.is_cuda else codes.dtype
+    return torch._scaled_mm(
+        x, w.t(), scale_a=x_scales, scale_b=scales.float().view(1, -1), out_dtype=out_dtype,
+        use_fast_accum=x.is_cuda,
+    ).to(codes.dtype)  # fmt: skip
+
+
+@fp8_matmul.register_fake
+def _(x, x_scales, codes, scales=None):  # type: ignore[no-untyped-def]
+    columns = codes.shape[1] * codes.itemsize if scales is None else len(codes)
+    return codes.new_empty(len(x), columns)
+
+
+def _transpose(codes: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous transposed copy of an e4m3 matrix."""
+    if not codes.is_cuda:
+        return codes.t().contiguous()
+    # Imports Triton, which only GPUs have
+    from distributed_training.models.transpose import transpose_bytes
+
+    return transpose_bytes(codes.view(torch.uint8)).view(E4M3)
+
+
+def dequantize(values: torch.Tensor) -> torch.Tensor:
+    """Return a matrix in fp32 after it has been quantized from its dtype."""
+    codes, scales = quantize(values, values.dtype)
+    return codes.float() * scales.float()
+
+
+def use_fp8(model: Decoder, source: WeightSource, device: torch.device) -> WeightSource:
+    """Convert the matrices in the blocks of a model on the meta device to Fp8Linears, in place.
+    Given a `source` of the original parameters, return a source of the converted parameters, which
+    quantizes matrices on `device`. Each matrix is first rounded to the dtype of the parameter that
+    it replaces."""
+    dtypes = {}
+    for name, parameter in list(model.named_parameters()):
+        if is_block_matrix(name, model.size):
+            layer_name = name.removesuffix(".weight")
+            dtypes[layer_name] = parameter.dtype
+            linear: Any = model.get_submodule(layer_name)
+            linear.__class__ = Fp8Linear
+            rows, columns = parameter.shape
+            for key, shape in (
+                ("weight", (rows, columns // parameter.itemsize)),
+                ("scales", (rows,)),
+            ):
+                linear.register_parameter(key, nn.Parameter(parameter.new_empty(shape)))
+
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        layer_name, _, key = name.rpartition(".")
+        if key == "bias" or layer_name not in dtypes:
+            return source(name, slices)
+        dtype = dtypes[layer_name]
+        # A scale depends on a whole row, even if this rank stores only some of the columns.
+        values = source(f"{layer_name}.weight", slices[:1]).to(device).to(dtype)
+        codes, scales = quantize(values, dtype)
+        return scales[:, 0] if key == "scales" else codes.view(dtype)[(slice(None), *slices[1:])]
+
+    return read
+
+
+def dequantized_source(source: WeightSource, size: ModelSize, dtype: torch.dtype) -> WeightSource:
+    """Return a source of the weights that training uses if the base model is quantized to fp8 and
+    the compute dtype is `dtype`."""
+
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        values = source(name, ())
+        return (dequantize(values.to(dtype)) if is_block_matrix(name, size) else values)[slices]
+
+    return read

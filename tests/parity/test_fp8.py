@@ -1,0 +1,122 @@
+"""Compare LoRA training on a base in fp8 with training on the dequantized base, and between
+layouts."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distributed_training.models import fp8
+from distributed_training.start import rendezvous
+from tests.parity import cases
+from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
+from tests.planner.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+MODULE = "tests.parity.test_fp8"
+ONE = {"strategy": "dp", **micro_batches(1)}
+FP8 = {**BASE, "lora_rank": 4, "lora_alpha": 8.0, "base_dtype": "fp8", "learning_rate": 1e-2}
+LAYOUTS = {
+    "dp": {"strategy": "dp", **micro_batches(2)},
+    "fsdp": {"strategy": "fsdp", **micro_batches(1)},
+    "selective": {**ONE, "activation_checkpointing": "selective"},
+    "pp": {**mesh(pp=2), **micro_batches(2)},
+}
+E4M3 = torch.float8_e4m3fn
+
+
+def with_fp8(function: Any, arguments: dict[str, Any]) -> Any:
+    """Call a function of `cases` on a CPU that counts as a GPU with fp8."""
+    detect = rendezvous.detect_machine
+    rendezvous.detect_machine = lambda: dataclasses.replace(detect(), compute_capability=(9, 0))
+    try:
+        return function(arguments)
+    finally:
+        rendezvous.detect_machine = detect
+
+
+def train(arguments: dict[str, Any]) -> Any:
+    return with_fp8(cases.train, arguments)
+
+
+def resume(arguments: dict[str, Any]) -> Any:
+    return with_fp8(cases.resume, arguments)
+
+
+def train_dequantized(arguments: dict[str, Any]) -> Any:
+    """Train like `train`, but multiply by the dequantized matrices. Activations and gradients are
+    not quantized."""
+    multiply = fp8.multiply
+    fp8.multiply = lambda x, codes, scales: F.linear(x, codes.view(E4M3).float() * scales[:, None])
+    try:
+        return train(arguments)
+    finally:
+        fp8.multiply = multiply
+
+
+def rounded(x, dim):
+    """Round the rows (dim 1) or columns (dim 0) of a matrix to e4m3, with one scale each."""
+    scale = x.abs().amax(dim, keepdim=True) / 448
+    return (x / scale).to(E4M3).float() * scale
+
+
+def test_products_equal_products_of_rounded_matrices():
+    torch.manual_seed(0)
+    x, dy, w = torch.randn(2, 5, 64), 1e-9 * torch.randn(2, 5, 96), 0.02 * torch.randn(96, 64)
+    codes, scales = fp8.quantize(w, w.dtype)
+    x.requires_grad_()
+    y = fp8.multiply(x, codes.view(w.dtype), scales[:, 0])
+    y.backward(dy)
+    w = rounded(w, 1)
+    torch.testing.assert_close(fp8.dequantize(w), w)
+    row_scales = w.abs().amax(1) / 448
+    expected = rounded(x.detach().view(10, 64), 1) @ w.T
+    torch.testing.assert_close(y.view(10, 96), expected)
+    expected = rounded(dy.view(10, 96) * row_scales, 1) @ (w / row_scales[:, None])
+    torch.testing.assert_close(x.grad.view(10, 64), expected, rtol=1e-4, atol=0)
+
+
+def relative(found, expected):
+    """Return the largest relative differences of losses, gradient norms and weights."""
+    differences = [
+        max(abs(a / b - 1) for a, b in zip(found[what], expected[what], strict=True))
+        for what in ("losses", "grad_norms")
+    ]
+    state = expected["state"].items()
+    return *differences, max((found["state"][n] - w).norm() / w.norm() for n, w in state)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return run_cases({"one": {**FP8, **ONE}}, 1, module=MODULE)["one"]
+
+
+def test_training_follows_the_dequantized_base(one):
+    found = run_cases({"one": {**FP8, **ONE}}, 1, module=MODULE, function="train_dequantized")
+    loss, norm, weights = relative(one, found["one"])
+    assert 1e-6 < loss < 5e-4
+    assert norm < 0.02
+    assert weights < 0.1
+
+
+def test_layouts_equal_one_process(one):
+    """A rounding error of another order of summation can move a value to the next e4m3 number."""
+    layouts = {name: {**FP8, **values} for name, values in LAYOUTS.items()}
+    for name, found in run_cases(layouts, 2, module=MODULE).items():
+        loss, norm, weights = relative(found, one)
+        assert (loss < 2e-5, norm < 2e-4, weights < 5e-3) == (True, True, True), name
+
+
+def test_a_resumed_run_is_bitwise_equal():
+    assert_resumes({"fsdp": {**FP8, **LAYOUTS["fsdp"]}}, 2, module=MODULE)
+
+
+def test_only_gpus_with_fp8_are_accepted(tmp_path):
+    a100 = dataclasses.replace(GPU_MACHINE, gpu_name="A100", compute_capability=(8, 0))
+    for machine in (a100, CPU_MACHINE):
+        with refused("base_dtype", "fp8", machine.gpu_name or "CPU", "8.9", "nf4"):
+            plan_for(tmp_path, machine, 1, **FP8)
+    with refused("base_dtype", "fp8", "zero2"):
+        plan_for(tmp_path, GPU_MACHINE, 1, **{**FP8, "strategy": "zero2"})
