@@ -101,7 +101,7 @@ RESULTS = {
         lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, True
     ),
     "MFU": Column(lambda r: r.performance.get("mfu"), "{:.1%}".format),
-    "peak GPU memory": Column(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
+    "reserved GPU memory": Column(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
     "peak RAM": Column(lambda r: r.memory.get("peak_host_bytes"), format_bytes),
     "training loss": Column(
         lambda r: nan_if_none(r.loss_curve[-1][1]) if r.loss_curve else None, "{:.3f}".format, True

@@ -56,7 +56,7 @@ WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.item
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 OTHER_OUT_FIX = "name another folder with --out"
 INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
-PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
+PRINTED_COLUMNS = ("tokens/s", "reserved GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
 AnyRun = TypeVar("AnyRun", bound="Run")

@@ -139,7 +139,9 @@ def run(
     amount = count_work(first.plan, notes)
     lines = [verdict_of(first, amount, arguments.price)]
     if suggestions:
-        lines.append(f"Without offload, all weights of {config.model} do not fit. What fits:")
+        assumption = cluster.assumption and f" {cluster.assumption}."
+        text = f"Without offload, all weights of {config.model} do not fit.{assumption} What fits:"
+        lines.append(text)
         lines += [f"  {describe_suggestion(*suggestion)}" for suggestion in suggestions]
     lines += describe_picks(picks, amount)
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]

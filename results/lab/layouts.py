@@ -54,7 +54,7 @@ from results.lab.runs import Measured, Runs, collect, read_plan
 NUM_STEPS = 12
 NUM_WARMUP = 4  # steps that summarize_performance skips in a run of NUM_STEPS
 COLUMNS = (
-    "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
+    "strategy", "batch", "tokens/s", "ms per step", "MFU", "reserved GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
 REDUCTION_METHOD = (

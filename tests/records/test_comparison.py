@@ -68,7 +68,7 @@ def test_rows_of_a_report_are_oldest_first_and_name_what_differs():
     texts = ["dp, precision bf16", "zero2, precision bf16", "zero2, precision fp32"]
     names = [f"a-{n} {text}, seed 42" for n, text in zip((3, 4, 1), texts, strict=True)]
     assert list(rows) == [*names, "a-2 zero2, precision bf16, seed 7"]
-    assert rows[names[0]]["peak GPU memory"] == "12.00 GiB"
+    assert rows[names[0]]["reserved GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
     comparison = compare_runs([made_record(), other])
     assert "data_fingerprint 0123456789abcdef" in list(rows_of(comparison))[1]

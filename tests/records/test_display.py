@@ -32,7 +32,7 @@ def test_summary_shows_the_results():
     assert rows["perplexity before"] == "33.12"
     assert rows["validation perplexity"] == "20.1"
     assert (rows["tokens/s"], rows["ms per step"], rows["MFU"]) == ("131,072", "125.0", "31.4%")
-    assert (rows["peak GPU memory"], rows["peak RAM"]) == ("12.00 GiB", "5.00 GiB")
+    assert (rows["reserved GPU memory"], rows["peak RAM"]) == ("12.00 GiB", "5.00 GiB")
     assert rows["record"] == "runs/x/record.json"
 
 

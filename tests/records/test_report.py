@@ -136,7 +136,7 @@ def test_the_page_has_the_values_of_the_records_and_needs_no_network():
     rows = [dict(cells[10 * row : 10 * row + 10]) for row in range(3)]
     assert rows == [
         {"run": name, "tokens/s": speed, "ms per step": "125.0", "MFU": "31.4%",
-         "training loss": "3.062", "peak GPU memory": "12.00 GiB", "peak RAM": "5.00 GiB",
+         "training loss": "3.062", "reserved GPU memory": "12.00 GiB", "peak RAM": "5.00 GiB",
          "validation loss": "3.0000", "validation perplexity": "20.1", "status": status}
         for name, speed, status in zip(
             names, ("131,072", "65,536", "131,072"), ("ok", "ok", "failed 5/64"), strict=True

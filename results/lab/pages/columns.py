@@ -10,7 +10,7 @@ from distributed_training.records.results import EMPTY_CELL, RESULTS, SETTINGS, 
 
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 DEFAULT = (
-    "strategy", "processes", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory",
+    "strategy", "processes", "batch", "tokens/s", "ms per step", "MFU", "reserved GPU memory",
     "peak RAM", "training loss", "validation perplexity", "status",
 )  # fmt: skip
 
