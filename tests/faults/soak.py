@@ -1,29 +1,30 @@
 """Inject random faults into runs of all strategies, many at a time, and measure the lost steps.
 
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
-    python -m tests.faults.soak --seed 1 --repeat zero2:3   # repeats one mission
+    python -m tests.faults.soak --seed 1 --strategies zero2   # repeats the missions of zero2
 
 A mission is one run on two or four CPU processes, started with --num_gpus as a user would. Up
 to three random faults strike at random steps, and after each fault the run is restarted with
 `resume=auto`. The final weights must equal the weights of a run without faults. Goodput is the
-number of useful steps divided by the number of executed steps."""
+number of useful steps divided by the number of executed steps. The fault "disk full" mounts a disk,
+which needs root."""
 
 import argparse
+import collections
 import contextlib
+import itertools
 import json
+import math
 import os
-import platform
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from safetensors.numpy import load_file
 
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
-from tests.conftest import SMALL, clean_environment, heavy_pool, settings
+from tests.conftest import SMALL, clean_environment, settings
 from tests.parity.support import small_infinity
 from tests.pool import ROOT
 
@@ -43,8 +44,6 @@ SAVED_EVERY = 8
 HANG_S = 30
 FAULTS_PER_MISSION = 3
 LIMIT_S = 200.0  # time limit of one start
-RESERVE_S = 110.0  # no fault begins if less time remains
-WEEK_S = 7 * 86400.0  # longest run; subprocess accepts no infinite timeout
 TOLERANCE = 1e-4  # for a weight's difference in the 2-norm, relative to the weight
 TWO_STAGES = {"grad_accum_steps": 2, "batch_size": 2}
 # Strategy -> (processes, CONFIG).
@@ -70,7 +69,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-NEEDS_EXTENSIONS = ("offload", "infinity")  # strategies that need DeepSpeed's extensions
+NEEDS_EXTENSIONS = {"offload", "infinity"}  # strategies that need DeepSpeed's extensions
 
 
 @dataclass(frozen=True)
@@ -124,39 +123,32 @@ class Mission:
     seed: int
     folder: Path
     kinds: Sequence[str]
-    num_faults: int
-    cores: list[int]
-    time_left: Callable[[], float]
-    warm: bool = False  # run in processes of tests.pool, without a launcher
 
     def run(self) -> dict[str, Any]:
         """Run the mission, and return its row for the record."""
         self.runs = self.folder / "runs"
         self.runs.mkdir(parents=True)
-        rng = random.Random(f"{self.seed} {self.strategy} {self.number}")
-        self.faults: list[dict[str, Any]] = []
+        self.starts: list[dict[str, Any]] = []
         self.failures: list[str] = []
         with small_disk(self.runs) if "disk full" in self.kinds else contextlib.nullcontext():
-            status = self._run_with_faults(rng)
+            status = self._run_with_faults()
             useful_steps = saved_steps(self.runs)
             weights = read_weights(self.runs)
-        steps_paid = sum(fault["steps"] for fault in self.faults)
+        kinds = ", ".join(start["kind"] for start in self.starts)
+        print(f"{self.strategy}:{self.number} {kinds}: {self.failures or 'passed'}", flush=True)
         return {
             "strategy": self.strategy, "number": self.number, "status": status,
-            "useful_steps": useful_steps, "steps_paid": steps_paid, "failures": self.failures,
-            "starts": self.faults, "weights": weights,
+            "useful_steps": useful_steps, "steps_paid": sum(s["steps"] for s in self.starts),
+            "failures": self.failures, "starts": self.starts, "weights": weights,
         }  # fmt: skip
 
-    def _run_with_faults(self, rng: random.Random) -> str | None:
-        for _ in range(self.num_faults):
+    def _run_with_faults(self) -> str:
+        rng = random.Random(f"{self.seed} {self.strategy} {self.number}")
+        for _ in range(FAULTS_PER_MISSION if self.number else 0):
             kind = rng.choice(self.kinds)
-            share = rng.random()
-            rank = rng.randrange(STRATEGIES[self.strategy][0])
-            if self.time_left() < RESERVE_S:
-                break
             begin = saved_steps(self.runs)
-            step = min(NUM_STEPS, begin + 2 + int(share * (NUM_STEPS - begin - 1)))
-            row = self._start(kind, rank, step)
+            step = min(NUM_STEPS, begin + 2 + int(rng.random() * (NUM_STEPS - begin - 1)))
+            row = self._start(kind, rng.randrange(STRATEGIES[self.strategy][0]), step)
             self._check_outcome(row)
             if row["status"] == "ok":
                 return "ok"
@@ -165,26 +157,22 @@ class Mission:
             self.failures.append(
                 f"without a fault, the run ended with status {row['status']!r}: {row['tail']}"
             )
-        return row["status"]
+        return str(row["status"])
 
     def _start(self, kind: str, rank: int, step: int) -> dict[str, Any]:
         """Start the run with the given fault, and wait until all its processes have ended. Return a
         row that describes this start."""
-        start_folder = self.folder / f"start-{len(self.faults)}"
+        start_folder = self.folder / f"start-{len(self.starts)}"
         (start_folder / "processes").mkdir(parents=True)
         begin = saved_steps(self.runs)
         (self.runs / "filled").unlink(missing_ok=True)
         job = {
-            "folder": str(start_folder),
-            "kind": kind,
-            "rank": rank,
+            "folder": str(start_folder), "disk": str(self.runs), "kind": kind, "rank": rank,
             "step": step,
-            "cores": self.cores,
-        }
-        environment = {"SOAK": json.dumps(job | {"disk": str(self.runs)}), "OMP_NUM_THREADS": "1"}
+        }  # fmt: skip
         began = time.time()
         log = start_folder / "log"
-        code = self._launch(environment, log, start_folder / "processes")
+        code = self._launch(json.dumps(job), log, start_folder / "processes")
         ended = time.time()
         output = log.read_text(errors="replace")
         strike_file = start_folder / "struck"
@@ -201,18 +189,16 @@ class Mission:
             "exit_code": code,
             "from": begin, "steps": num_steps,
             "steps_lost": begin + num_steps - saved_steps(self.runs),
-            "seconds": round(ended - began, 1),
             "recorded_s": (
                 round(written - struck_at, 1) if struck_at and written > struck_at else None
             ),
-            "ended_s": round(ended - struck_at, 1) if struck_at else None, "tail": "",
+            "ended_s": round(ended - struck_at, 1) if struck_at else None,
+            "tail": output[-3000:] if record.get("status") != "ok" else "",
         }  # fmt: skip
-        if row["status"] != "ok":
-            row["tail"] = output[-3000:]
-        self.faults.append(row)
+        self.starts.append(row)
         return row
 
-    def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> int | None:
+    def _launch(self, job: str, log: Path, processes: Path) -> int | None:
         """Start the launcher and wait. Return its exit code, or None if it was killed at the time
         limit."""
         count, values = STRATEGIES[self.strategy]
@@ -222,27 +208,17 @@ class Mission:
             "hang_timeout_s": HANG_S, "resume": "auto", **values,
             **({"offload_dir": self.folder / "offload"} if self.strategy == "infinity" else {}),
         })  # fmt: skip
-        limit_s = min(LIMIT_S, max(1.0, self.time_left()))
-        if self.warm:
-            result = heavy_pool().script(
-                arguments, num_processes=count, script=WORKER, limit_s=limit_s, **environment
-            )
-            log.write_text(result.stdout + result.stderr)
-            return result.returncode
         command = [sys.executable, str(WORKER), "--num_gpus", str(count), *arguments]
+        environment = clean_environment(DS_ACCELERATOR="cpu", SOAK=job, OMP_NUM_THREADS="1")
         with log.open("w") as out:
             launcher = subprocess.Popen(
-                command, cwd=ROOT, env=clean_environment(DS_ACCELERATOR="cpu", **environment),
+                command, cwd=ROOT, env=environment,
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + LIMIT_S
         while launcher.poll() is None or any(running_pids(processes)):
             if time.monotonic() > end:
-                if self.time_left() > 0:
-                    remaining = sorted(running_pids(processes))
-                    self.failures.append(
-                        f"processes {remaining} were still running after {limit_s:.0f} s"
-                    )
+                self.failures.append(f"{sorted(running_pids(processes))} ran for {LIMIT_S:.0f} s")
                 launcher.kill()
                 for process in running_pids(processes):
                     with contextlib.suppress(ProcessLookupError):
@@ -255,16 +231,15 @@ class Mission:
     def _check_outcome(self, row: dict[str, Any]) -> None:
         """Record a failure if the run did not end as required after this fault. Also record in
         `row["named"]` whether the run's messages name the cause."""
-        if not row["struck"] or self.time_left() <= 0:
+        if not row["struck"]:
             return
         expected = FAULTS[row["kind"]]
         words = f"{row['error']}\n{row['said']}"
-        row["named"] = bool(re.search(expected.named.format(rank=row["rank"]), words))
-        if row["status"] == "ok" and expected.status != ("ok",):
-            row["named"] = True
+        is_named = bool(re.search(expected.named.format(rank=row["rank"]), words))
+        row["named"] = is_named or (row["status"] == "ok" and expected.status != ("ok",))
         violations = {
             f"status {row['status']!r}": row["status"] not in expected.status,
-            "the culprit is not named": not (row["named"] or self.warm),
+            "the culprit is not named": not row["named"],
             f"{row['steps_lost']} steps lost":
                 row["steps_lost"] > 2 * SAVED_EVERY and not expected.removes,
             f"exit code {row['exit_code']}": (row["status"], row["exit_code"]) == ("ok", 1),
@@ -277,181 +252,79 @@ class Mission:
             self.failures.append(f"{row['kind']} at step {row['step']}: {'; '.join(texts)}")
 
 
-class Soak:
-    """Runs missions on `jobs` threads until time is up or `num_faults` faults have struck."""
+def soak(
+    seed: int,
+    num_faults: int,
+    seconds: float,
+    jobs: int,
+    strategies: Sequence[str],
+    kinds: Sequence[str],
+    out: Path | None,
+) -> dict[str, Any]:
+    """Run rounds with one mission per strategy, `jobs` missions at a time, until `num_faults`
+    faults have struck or time is up. Return the record, which is also written after each round."""
+    end = time.monotonic() + seconds
+    missions: list[dict[str, Any]] = []
+    struck = 0
+    with (
+        ThreadPoolExecutor(jobs) as pool,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
 
-    def __init__(
-        self, seed: int, num_faults: int, seconds: float, jobs: int,
-        strategies: Sequence[str], kinds: Sequence[str], warm: bool, folder: Path,
-    ) -> None:  # fmt: skip
-        self.seed = seed
-        self.num_faults = num_faults
-        self.warm = warm
-        self.folder = folder
-        self.strategies = list(strategies)
-        self.kinds = list(kinds)
-        self.jobs = jobs
-        self.end = time.monotonic() + seconds
-        self.lock = threading.RLock()
-        self.num_begun = dict.fromkeys(strategies, 0)
-        self.reference_weights: dict[str, dict[str, Any]] = {}
-        self.not_run: dict[str, str] = {}
-        self.missions: list[dict[str, Any]] = []
-        self.broken: list[dict[str, Any]] = []  # errors of the soak itself
-        self.struck = 0
-        self.extensions = warm or not set(NEEDS_EXTENSIONS) & set(strategies)
-
-    def time_left(self) -> float:
-        return self.end - time.monotonic()
-
-    def run(self, on_mission_end: Callable[[], None] = lambda: None) -> None:
-        """Run all missions. Call `on_mission_end` after each mission."""
-        threads = [
-            threading.Thread(target=self._run_missions, args=(slot, on_mission_end), daemon=True)
-            for slot in range(self.jobs)
-        ]
-        threads += [] if self.extensions else [threading.Thread(target=self._build, daemon=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _build(self) -> None:
-        """Build DeepSpeed's extensions once for all missions."""
-        script = [sys.executable, str(ROOT / "tests" / "build_extensions.py")]
-        completed = subprocess.run(
-            script, env=clean_environment(), capture_output=True, text=True,
-            timeout=max(1, self.time_left()),
-        )  # fmt: skip
-        with self.lock:
-            if completed.returncode:
-                why = f"extensions cannot be built: {completed.stderr.strip()[-300:]}"
-                self.not_run |= {name: why for name in NEEDS_EXTENSIONS if name in self.strategies}
-            self.extensions = True
-
-    def _next(self) -> tuple[str, int] | None:
-        """Choose the strategy with the fewest missions among the strategies that can run now.
-        Return the strategy and its next mission number, or None if no strategy can run now."""
-        with self.lock:
-            ready = [
-                name for name in self.strategies
-                if name not in self.not_run and (self.extensions or name not in NEEDS_EXTENSIONS)
-                and (not self.num_begun[name] or name in self.reference_weights)
-            ]  # fmt: skip
-            if not ready:
-                return None
-            name = min(ready, key=lambda name: self.num_begun[name])
-            self.num_begun[name] += 1
-            return name, self.num_begun[name] - 1
-
-    def _run_missions(self, slot: int, on_mission_end: Callable[[], None]) -> None:
-        while self.time_left() > RESERVE_S and self.struck < self.num_faults:
-            mission = self._next()
-            if mission is None:
-                time.sleep(0.2)
-                continue
-            try:
-                row = self.run_mission(*mission, slot)
-                with self.lock:
-                    self._add_result(row)
-            except Exception:  # skip the mission and report the error
-                with self.lock:
-                    self.broken.append(
-                        {"mission": mission, "error": traceback.format_exc()[-2000:]}
-                    )
-            with self.lock:
-                on_mission_end()
-
-    def run_mission(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
-        """Run mission `number` of a strategy, and return its row for the record."""
-        cores = sorted(os.sched_getaffinity(0))
-        per_job = len(os.sched_getaffinity(0)) // self.jobs
-        mission_cores = cores[slot * per_job : (slot + 1) * per_job] if per_job >= 2 else []
-        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:
-            return Mission(
-                strategy, number, self.seed, Path(folder), self.kinds,
-                min(FAULTS_PER_MISSION, self.num_faults) if number else 0, mission_cores,
-                self.time_left, self.warm,
-            ).run()  # fmt: skip
-
-    def _add_result(self, row: dict[str, Any]) -> None:
-        weights = row.pop("weights")
-        name = row["strategy"]
-        if row["number"] == 0:
-            if row["failures"]:
-                self.not_run[name] = row["failures"][0]
-            else:
-                self.reference_weights[name] = weights
-            return
-        if row["status"] != "ok" and self.time_left() <= 0:
-            return  # stopped because the time was over
-        self.struck += sum(start["struck"] for start in row["starts"])
-        row |= (
-            compare_weights(weights, self.reference_weights[name]) if row["status"] == "ok" else {}
-        )
-        if row.get("largest_difference", 0) > TOLERANCE:
-            row["failures"].append(f"weights differ by {row['largest_difference']:.1e}")
-        self.missions.append(row)
-        kinds = ", ".join(start["kind"] for start in row["starts"][:FAULTS_PER_MISSION])
-        end = "; ".join(row["failures"]) or "passed"
-        print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
-
-    def record(self) -> dict[str, Any]:
-        """Return the record of all missions, for publication."""
-        with self.lock:
-            starts = [(m, start) for m in self.missions for start in m["starts"] if start["struck"]]
-            useful, paid = (
-                sum(m[k] for m in self.missions) for k in ("useful_steps", "steps_paid")
+        def run_round(number: int) -> list[dict[str, Any]]:
+            return list(
+                pool.map(
+                    lambda name: Mission(
+                        name, number, seed, Path(folder, f"{name}-{number}"), kinds
+                    ).run(),
+                    strategies,
+                )
             )
-            return {
-                "seed": self.seed, "jobs": self.jobs, "num_faults": len(starts),
-                "num_missions": len(self.missions),
-                "num_failed": sum(bool(m["failures"]) for m in self.missions),
-                "goodput": round(useful / paid, 4) if paid else None,
-                "useful_steps": useful, "steps_paid": paid, "num_steps": NUM_STEPS,
-                "saved_every": SAVED_EVERY, "hang_timeout_s": HANG_S, "versions": versions(),
-                "machine": {"num_cpus": os.cpu_count(), "kernel": platform.release()},
-                "not_run": self.not_run, "broken": self.broken,
-                "by_fault": totals_by(starts, lambda _, start: start["kind"]),
-                "by_strategy": totals_by(starts, lambda mission, _: mission["strategy"]),
-                "failures": [m for m in self.missions if m["failures"]],
-                "missions": [without_tails(m) for m in self.missions if not m["failures"]],
-            }  # fmt: skip
+
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{folder}/extensions")
+        if NEEDS_EXTENSIONS & {*strategies}:
+            subprocess.run([sys.executable, ROOT / "tests/build_extensions.py"], check=True)
+        references = {row["strategy"]: row for row in run_round(0)}
+        assert not any(row["failures"] for row in references.values())
+        for number in itertools.count(1):
+            for row in run_round(number):
+                weights = row.pop("weights")
+                if row["status"] == "ok":
+                    row |= compare_weights(weights, references[row["strategy"]]["weights"])
+                    if row["largest_difference"] > TOLERANCE:
+                        row["failures"].append(f"weights differ by {row['largest_difference']:.1e}")
+                missions.append(row)
+                struck += sum(start["struck"] for start in row["starts"])
+            record = build_record(missions) | {"seed": seed, "jobs": jobs}
+            if out is not None:
+                out.write_text(json.dumps(record, indent=1) + "\n")
+            if struck >= num_faults or time.monotonic() > end:
+                return record
+    raise AssertionError("missions never end")
 
 
-def totals_by(
-    starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
-) -> dict[str, dict[str, Any]]:
-    """Group (mission, start) pairs by the result of `key`. Return the totals of each group, keyed
-    by this result."""
-    rows = {}
-    for name in sorted({key(*pair) for pair in starts}):
-        group = [pair for pair in starts if key(*pair) == name]
-        missions = {id(mission): mission for mission, _ in group}.values()
-        ended_s = sorted(start["ended_s"] for _, start in group)
-        rows[name] = {
-            "faults": len(group),
-            "named": sum(start.get("named", False) for _, start in group),
-            "ended_s": {"median": statistics.median(ended_s), "most": ended_s[-1]},
-            "recorded_s_most": max((s["recorded_s"] or 0 for _, s in group), default=None),
-            "steps_lost": {
-                "mean": round(statistics.mean(start["steps_lost"] for _, start in group), 1),
-                "most": max(start["steps_lost"] for _, start in group),
-            },
-            "missions": len(missions),
-            "bit_identical": sum(m.get("bit_identical", False) for m in missions),
-            "failed": sum(bool(m["failures"]) for m in missions),
-            "goodput": round(
-                sum(m["useful_steps"] for m in missions) / sum(m["steps_paid"] for m in missions), 4
-            ),
-        }
-    return rows
-
-
-def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
-    """Return a mission without its logs, which are not needed if the mission succeeds."""
-    starts = [{k: v for k, v in start.items() if k != "tail"} for start in mission["starts"]]
-    return {**mission, "starts": starts}
+def build_record(missions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of all missions, for publication."""
+    by_fault = collections.defaultdict(list)
+    for start in (start for mission in missions for start in mission["starts"] if start["struck"]):
+        by_fault[start["kind"]].append(start)
+    useful, paid = (sum(row[key] for row in missions) for key in ("useful_steps", "steps_paid"))
+    return {
+        "num_faults": sum(map(len, by_fault.values())), "num_missions": len(missions),
+        "num_failed": sum(bool(mission["failures"]) for mission in missions),
+        "goodput": round(useful / paid, 4), "versions": versions(), "num_steps": NUM_STEPS,
+        "saved_every": SAVED_EVERY, "hang_timeout_s": HANG_S,
+        "by_fault": {
+            kind: {
+                "faults": len(starts),
+                "named": sum(start["named"] for start in starts),
+                "ended_s_most": max(start["ended_s"] for start in starts),
+                "steps_lost_most": max(start["steps_lost"] for start in starts),
+            }
+            for kind, starts in sorted(by_fault.items())
+        },
+        "missions": missions,
+    }  # fmt: skip
 
 
 def compare_weights(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
@@ -486,15 +359,6 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=False)
 
 
-def can_mount() -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with small_disk(Path(folder)):
-                return True
-        except (OSError, subprocess.CalledProcessError):
-            return False
-
-
 def saved_steps(runs: Path) -> int:
     """Return the step of the newest checkpoint, or 0 if no checkpoint exists."""
     paths = runs.glob("*-*/checkpoints/step-*/meta.json")
@@ -517,80 +381,22 @@ def read_weights(runs: Path) -> dict[str, Any]:
     return load_file(files[-1]) if files else {}
 
 
-def soak(
-    seed: int,
-    num_faults: int,
-    seconds: float = WEEK_S,
-    *,
-    jobs: int = 1,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    kinds: Sequence[str] = tuple(FAULTS),
-    warm: bool = False,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """Run missions until `num_faults` faults have struck or time is up. Return the record."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        soak_run = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
-        exclude_unsupported(soak_run)
-
-        def write() -> None:
-            if out is not None:
-                out.write_text(json.dumps(soak_run.record(), indent=1) + "\n")
-
-        soak_run.run(write)
-        write()
-        return soak_run.record()
-
-
-def exclude_unsupported(soak_run: Soak) -> None:
-    """Exclude strategies and faults that this machine does not support. Set the folder for
-    DeepSpeed's extensions unless the environment already names one."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(soak_run.folder / "extensions"))
-    if "infinity" in soak_run.strategies and not has_libaio():
-        soak_run.not_run["infinity"] = "libaio is not installed"
-    if "disk full" in soak_run.kinds and not can_mount():
-        soak_run.kinds.remove("disk full")
-        soak_run.not_run["disk full"] = "a separate disk cannot be mounted on this machine"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--faults", type=int, default=10**6, help="end after this many faults")
-    parser.add_argument("--seconds", type=float, default=WEEK_S)
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        help="number of missions to run at the same time (default: 1)",
-    )
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--jobs", type=int, default=1, help="missions at the same time")
+    supported = [name for name in STRATEGIES if name != "infinity" or has_libaio()]
+    parser.add_argument("--strategies", nargs="+", default=supported, choices=STRATEGIES)
     parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS)
-    parser.add_argument(
-        "--repeat",
-        metavar="STRATEGY:NUMBER",
-        help="repeat one mission, and print its result with the ends of its logs",
-    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the command without starting it"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="only check the command")
     a = parser.parse_args()
     if a.dry_run:
-        print("The command is accepted. Nothing was started.")
         return
     print(f"seed {a.seed}", flush=True)
-    if a.repeat is not None:
-        name, _, number = a.repeat.partition(":")
-        with tempfile.TemporaryDirectory() as folder:
-            soak_run = Soak(a.seed, a.faults, a.seconds, 1, [name], a.kinds, False, Path(folder))
-            exclude_unsupported(soak_run)
-            row = soak_run.run_mission(name, int(number))
-        print(json.dumps({**row, "weights": None}, indent=1))
-        return
-    record = soak(
-        a.seed, a.faults, a.seconds, jobs=a.jobs, strategies=a.strategies, kinds=a.kinds, out=a.out
-    )
+    record = soak(a.seed, a.faults, a.seconds, a.jobs, a.strategies, a.kinds, a.out)
     print(
         f"{record['num_faults']} faults in {record['num_missions']} missions, "
         f"{record['num_failed']} failed, goodput {record['goodput']}"

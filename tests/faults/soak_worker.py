@@ -159,8 +159,6 @@ def register_process() -> None:
 
 
 def main() -> int:
-    if JOB["cores"]:
-        os.sched_setaffinity(0, JOB["cores"])
     register_process()
     real_model_example.__file__ = __file__  # so that the ranks run this script
     return real_model_example.main()
