@@ -51,7 +51,6 @@ def test_options_keep_the_order_of_the_command_line():
     [
         (["--stratgy", "dp"], ["'--stratgy'", " strategy?"]),
         (["--dryrun"], [" dry-run?"]),
-        (["--batch", "8"], [" batch_size?"]),
         (["--temperature", "1"], ["'--temperature'", "--help"]),
         (["--gradient-checkpointing"], ["Use --activation_checkpointing full"]),
         (["--fp16"], ["'--fp16'", "--precision fp16"]),

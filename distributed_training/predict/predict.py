@@ -29,7 +29,6 @@ from distributed_training.settings.machine import (
 )
 
 _CLUSTER_PATTERN = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
-MAX_PROCESSES = 2**16
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
 # end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
 MemoryFit = Literal["yes", "tight", "unlikely", "no"]
@@ -52,8 +51,8 @@ class Cluster:
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     """Parse a cluster in the form `nodes x GPUs x kind`, such as "2x8xH100-80GB". The numbers may
     be omitted, as in "8xH200" (one node) or "L4" (one GPU). If `gpu` names the kind, the form is
-    `nodes x GPUs`, such as "2x8". Raises UserError for text in any other form, an unknown GPU, or
-    more than MAX_PROCESSES GPUs."""
+    `nodes x GPUs`, such as "2x8". Raises UserError for text in any other form, or an unknown
+    GPU."""
     match = _CLUSTER_PATTERN.fullmatch(text.strip())
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
@@ -63,9 +62,6 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         why = "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs"
         raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
     nodes, gpus_per_node = [1] * (2 - len(numbers)) + numbers
-    if nodes * gpus_per_node > MAX_PROCESSES:
-        what = f"--cluster {shown(text)} has {nodes * gpus_per_node:,} GPUs"
-        raise UserError(what, fix=f"plan for at most {MAX_PROCESSES:,} GPUs")
     gpu_spec = parse_gpu(gpu or name)
     machine = Machine(
         num_gpus=gpus_per_node,
@@ -90,20 +86,16 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     )
 
 
-def local_cluster(
-    machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
-) -> Cluster:
-    """Return the cluster of a local run: this machine and, with several nodes, identical machines.
-    `gpu` is the name or JSON description of the GPU whose rates are used instead of the rates of
-    this machine's GPU."""
+def local_cluster(machine: Machine, num_processes: int, processes_here: int) -> Cluster:
+    """Return the cluster of a local run: this machine and, with several nodes, identical
+    machines."""
     rates = None
     if machine.num_gpus == 0:
         name = f"a CPU with {plural(machine.num_cpus, 'core')} ({plural(num_processes, 'process')})"
         rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
     else:
         name = f"{num_processes} x {machine.gpu_name}"
-        gpu_spec = find_gpu(machine.gpu_name) if gpu is None else parse_gpu(gpu)
-        if gpu_spec is not None:
+        if (gpu_spec := find_gpu(machine.gpu_name)) is not None:
             rates = gpu_rates(with_power_limit(gpu_spec, machine.power_w))
             if (file := calibration_file(str(machine.gpu_name))).is_file():
                 rates = from_calibration(json.loads(file.read_text()), rates)

@@ -111,10 +111,10 @@ class Display:
             self._bar = None
 
 
-def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
-    """Wrap text to `width` with indented continuation lines. URLs and paths are not broken."""
+def fold(text: str, indent: int = 0) -> str:
+    """Wrap text to WIDTH with indented continuation lines. URLs and paths are not broken."""
     return textwrap.fill(
-        text, width, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False
+        text, WIDTH, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False
     )
 
 

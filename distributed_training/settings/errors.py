@@ -1,12 +1,11 @@
 """Define the process's exit codes and the exceptions that users see."""
 
-import difflib
 import errno
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from distributed_training.settings.launchers import prints_messages
 
@@ -37,19 +36,6 @@ class UserError(ValueError):
         if not self.command:
             return message
         return f"{message.removesuffix(self.command).rstrip()}\n  {self.command}"
-
-
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the element of `names` that begins with `word` or is most similar to `word`. Return
-    None if no element is similar."""
-    original_by_lower = {name.lower(): name for name in names}
-    if completions := [
-        name for name in original_by_lower if len(word) > 3 and name.startswith(word.lower())
-    ]:
-        return original_by_lower[min(completions, key=len)]
-    # A name that differs more would mislead the user.
-    closest = difflib.get_close_matches(word.lower(), original_by_lower, n=1, cutoff=0.7)
-    return original_by_lower[closest[0]] if closest else None
 
 
 def _sentence(text: str) -> str:

@@ -4,13 +4,14 @@ schemas that list the accepted values. This module does not import torch."""
 
 import argparse
 import contextlib
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from distributed_training.settings.errors import UserError, nearest
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
 
 Number = TypeVar("Number", int, float)
@@ -149,8 +150,9 @@ def advise_on_name(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(word.lower().replace("-", "_"))
     names = _key_names_by_alias(keys) | {name: name for name in others}
-    close = nearest(word, names)
-    return advice or (close and f"did you mean {names[close]}?")
+    # A name that differs more would mislead the user.
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
+    return advice or (f"did you mean {names[close[0]]}?" if close else None)
 
 
 def _key_names_by_alias(keys: Iterable[Key]) -> dict[str, str]:

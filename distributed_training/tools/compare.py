@@ -39,7 +39,7 @@ from distributed_training.records.results import (
 )
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import check_replaced, load_json, parse_as, plural
+from distributed_training.settings.files import load_json, parse_as, plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
@@ -54,7 +54,6 @@ QUIET_DEFAULTS = {"checkpoint_every": 0, "keep_best": False, "export": False, "g
 # such.
 WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
-OTHER_OUT_FIX = "name another folder with --out"
 INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "reserved GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
@@ -116,7 +115,6 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
-    check_replaced(out, OTHER_OUT_FIX, "compare.html")
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")

@@ -17,12 +17,12 @@ from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.planner.rank import layout_name
-from distributed_training.predict.predict import local_cluster, parse_cluster
+from distributed_training.predict.predict import local_cluster
 from distributed_training.records.display import describe_prediction, fold, verdict
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import printable
 from distributed_training.settings.machine import detect_machine
-from distributed_training.start.launch import requested_cluster
+from distributed_training.start.launch import planned_cluster, requested_cluster
 from distributed_training.supervise.process import Process
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
@@ -42,12 +42,10 @@ def print_plan(
     that the launcher started. Without a launcher, the plan is for this machine."""
     if process is not None and process.rank > 0:
         return 0
-    if options.cluster is not None or options.gpu is not None:
-        cluster = parse_cluster(options.cluster or "1", options.gpu)
-    elif process is None:
-        cluster = requested_cluster(config, options.num_gpus)
-    else:
-        cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
+    launched = None
+    if process is not None:
+        launched = local_cluster(detect_machine(), process.world_size, process.local_world_size)
+    cluster = planned_cluster(options) or launched or requested_cluster(config, options.num_gpus)
     plan = make_plan(config, cluster, peek_data, needs_weights=False)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)

@@ -3,48 +3,30 @@
 import argparse
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distributed_training.data.report import Amount
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.choose import choose_model
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
-from distributed_training.settings.config import Request
 from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import parse_overrides
-from distributed_training.settings.strategies import named_strategy
 
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
-# `layout_settings` returns these keys, so they are not compared with the typed keys.
-_LAYOUT_KEYS = {"pipeline_schedule", "micro_batch_size"}
 
 
-def build_options(
-    plan: Draft, arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request]
-) -> list[str]:
+def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
     """Return the options with which the script produces this plan: the preset, the typed keys, the
-    layout and every key that the planner set."""
-    strategy = plan.strategy.name
-    base = configure([*arguments.overrides, f"strategy={strategy}"])
-    if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
-        base, _ = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
-    requested = plan.requested.to_key_values()
-    chosen_values: dict[str, Any] = {
-        name: requested[name]
-        for name, value in base.to_key_values().items()
-        if requested[name] != value and name not in _LAYOUT_KEYS
+    keys that the planner set as if they were typed, and the layout."""
+    set_by = plan.requested.set_by
+    requested = plan.requested.to_key_values().items()
+    values = parse_overrides(arguments.overrides) | {
+        name: value for name, value in requested if set_by.get(name) == "command line"
     }
-    values = (
-        parse_overrides(arguments.overrides)
-        | {"strategy": strategy}
-        | chosen_values
-        | layout_settings(plan)
-    )
+    values |= {"strategy": plan.strategy.name} | layout_settings(plan)
     options = ["--preset", arguments.preset] if arguments.preset else []
     options += [f"--{name}" for name in ("force", "strict") if getattr(arguments, name)]
     for name, value in values.items():

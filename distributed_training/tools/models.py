@@ -13,12 +13,7 @@ import torch
 from tqdm import tqdm
 
 from distributed_training.checkpoint import export, resume
-from distributed_training.checkpoint.trained import (
-    SavedWeights,
-    TrainedModel,
-    open_trained_folder,
-    trained_model_of_run,
-)
+from distributed_training.checkpoint.trained import SavedWeights, TrainedModel, open_trained_folder
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus
@@ -40,7 +35,7 @@ from distributed_training.records.display import Display, format_perplexity, sho
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, with_values
-from distributed_training.settings.errors import UserError, print_stderr
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
@@ -105,22 +100,15 @@ def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
 
 
 def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:
-    """Return the weights and the tokenizer of a run, and whether the run trained on conversations.
-    If the run has no hf/, use the weights of its newest checkpoint."""
-    checkpoint = newest_checkpoint(resolve_user_path(name).resolve())
-    if checkpoint is None or weights_name == BEST or (checkpoint.parents[1] / LAST).is_dir():
-        spec, folder = find_weights(name, weights_name)
-        trained = open_trained_folder(spec, folder, base_folder(folder))
-        tokenizer = Tokenizer(find_tokenizer(folder, spec), spec.class_keys)
-        chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
-        if (folder.parent / RECORD_FILE).is_file():
-            chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
-        return trained, tokenizer, chat
-    print_stderr(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.")
-    plan, record, meta, state = read_checkpoint(checkpoint)
-    tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
-    trained = trained_model_of_run(plan, state, meta.base_fingerprint)
-    return trained, tokenizer, tokenizer.is_chat_form(record.data.get("form"))
+    """Return the weights and the tokenizer of a run, and whether the run trained on
+    conversations."""
+    spec, folder = find_weights(name, weights_name)
+    trained = open_trained_folder(spec, folder, base_folder(folder))
+    tokenizer = Tokenizer(find_tokenizer(folder, spec), spec.class_keys)
+    chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
+    if (folder.parent / RECORD_FILE).is_file():
+        chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
+    return trained, tokenizer, chat
 
 
 def load(trained: TrainedModel) -> tuple[Decoder, torch.device]:

@@ -28,15 +28,14 @@ from distributed_training.planner.rank import (
     rank,
     suggest,
 )
-from distributed_training.predict.predict import Cluster, Prediction, local_cluster, parse_cluster
+from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.predict.rates import calibration_file
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import check_replaced, shown
-from distributed_training.settings.machine import detect_machine
+from distributed_training.settings.files import shown
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
-from distributed_training.start.launch import requested_processes
+from distributed_training.start.launch import planned_cluster, requested_cluster
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command
 from distributed_training.tools.jobs import build_batch_script, build_options
@@ -78,12 +77,9 @@ def run(
     """Rank the layouts and print them. `configure` applies `key=value` strings to CONFIG. Return
     the exit code."""
     command = shlex.join(["python", *sys.argv])
-    job_file = None
-    if arguments.write:
-        job_file = Path(arguments.write).expanduser()
-        check_replaced(job_file.parent, "name another file with --write", job_file.name)
-
-    cluster = _cluster(arguments)
+    job_file = Path(arguments.write).expanduser() if arguments.write else None
+    request = configure(arguments.overrides)
+    cluster = _cluster(arguments, request)
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
@@ -99,8 +95,7 @@ def run(
             raise KeyboardInterrupt
         if outcome.exit_code != 0:
             raise UserError("measuring this machine failed", fix="see the messages above")
-        cluster = _cluster(arguments)
-    request = configure(arguments.overrides)
+        cluster = _cluster(arguments, request)
     machine = cluster.machine
     notes = list[str]()
     strategy = named_strategy(request)
@@ -162,10 +157,10 @@ def run(
     if cluster.num_processes > cluster.processes_per_node:
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
     for label, choice in picks:
-        options = build_options(choice.plan, arguments, configure)
+        options = build_options(choice.plan, arguments)
         print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
     if job_file is not None:
-        options = build_options(first.plan, arguments, configure)
+        options = build_options(first.plan, arguments)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
         job = build_batch_script(
@@ -198,17 +193,9 @@ def parse_price(text: str) -> str:
     return text
 
 
-def _cluster(arguments: argparse.Namespace) -> Cluster:
-    """Return the cluster given by --cluster, or this machine."""
-    gpu = arguments.gpu
-    if arguments.cluster is not None:
-        return parse_cluster(arguments.cluster, gpu)
-    machine = detect_machine()
-    if gpu is not None and machine.num_gpus == 0:
-        fix = f"to specify the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
-        raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
-    count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
-    return local_cluster(machine, count, count, gpu)
+def _cluster(arguments: argparse.Namespace, request: Request) -> Cluster:
+    """Return the cluster given by --cluster or --gpu, or this machine."""
+    return planned_cluster(arguments) or requested_cluster(request, arguments.num_gpus or "all")
 
 
 def _with_steps(tokens_text: str, request: Request, max_length: int, cluster: Cluster) -> Request:

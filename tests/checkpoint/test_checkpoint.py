@@ -355,7 +355,6 @@ def test_resume_auto_follows_links_to_runs_and_skips_what_it_cannot_read(tmp_pat
     os.mkfifo(runs / "pipe")
     damaged = make_run(runs, "e", 5)
     (damaged / "record.json").unlink()
-    os.mkfifo(damaged / "record.json")
     assert find_checkpoint("auto", runs) == moved / "checkpoints" / "step-00000003"
 
 
