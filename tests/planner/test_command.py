@@ -9,10 +9,9 @@ import pytest
 
 from distributed_training.cli import main
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import local_cluster, parse_cluster, predict
+from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
-from distributed_training.tools import plan as command
 from real_model_example import CONFIG
 from tests.conftest import light_pool
 from tests.e2e.support import assert_refused
@@ -204,20 +203,3 @@ def test_an_open_batch_and_strategy_are_chosen_with_notes(changes, reason):
     assert first.startswith(f"batch_size is {planned.config.batch_size}, ")
     assert reason in first
     assert second.startswith("the planner chose strategy=dp")
-
-
-@pytest.mark.parametrize("model", ["gpt2", "gpt2-xl"])
-@pytest.mark.parametrize("batch_size", ["1", "32", "auto"])
-@pytest.mark.parametrize(
-    "name", ["H200", "4xH100-80GB", "2x4xA100-80GB", "2xRTX-4090", "T4", "2x1xL4"]
-)
-def test_strategy_auto_uses_the_first_layout_of_plan(monkeypatch, capsys, model, batch_size, name):
-    options = "--cluster", name, "--model", model, "--batch_size", batch_size
-    assert plan(monkeypatch, *options, "--json") == 0
-    first, *_ = json.loads(capsys.readouterr().out)
-    cluster = parse_cluster(name)
-    texts = [f"model={model}", f"batch_size={batch_size}"]
-    planned = draft_plan(merged(CONFIG, *texts), cluster)
-    prediction = predict(planned, cluster.rates)
-    assert json.loads(json.dumps(command.as_dict(prediction))) == first
-    assert prediction.fits

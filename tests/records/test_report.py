@@ -99,21 +99,7 @@ def test_a_closed_output_pipe_gives_no_traceback(runs):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_only_pages_of_earlier_reports_are_replaced(runs, tmp_path):
-    page = tmp_path / "index.html"
-    page.write_bytes(b"<!DOCTYPE html>my own")
-    with refused(str(page)):
-        main([str(runs), "--html", str(page)])
-    assert page.read_bytes() == b"<!DOCTYPE html>my own"
-    page.unlink()
-    for _ in range(2):
-        main([str(runs), "--html", str(page)])
-
-
 def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("notes")
-    with refused(str(tmp_path / "file"), "--html"):
-        main([str(runs), "--html", str(tmp_path / "file")])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for typed, path in (([], "runs"), (["."], "report FOLDER"), (["./x"], "x")):

@@ -64,7 +64,7 @@ def evaluated(model, file, *options):
     }
 
 
-def agree(found, nats, count, text):
+def assert_agrees(found, nats, count, text):
     num_bytes = len(text.encode())
     assert (found["targets"], found["bytes"]) == (count, num_bytes)
     assert found["loss"] == pytest.approx(nats / count, abs=2e-4)
@@ -80,7 +80,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
     assert count == len(ids) - 1
     # The first token, the start token, is never a target.
-    agree(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
+    assert_agrees(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
 
 
 def test_only_answers_of_chats_are_evaluated_without_template_marks(model, tmp_path):
@@ -96,7 +96,9 @@ def test_only_answers_of_chats_are_evaluated_without_template_marks(model, tmp_p
         samples.append((chat_ids, [place >= start for place in range(len(chat_ids))]))
     # The run packs records, which does not change the loss.
     text = "".join(f"{answer}\n" for answer in answers)
-    agree(evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text)
+    assert_agrees(
+        evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text
+    )
 
 
 def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tmp_path):  # noqa: F811
