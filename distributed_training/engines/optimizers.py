@@ -193,13 +193,12 @@ def _update(
     updated = parameter.float() * decay - step_size * new_exp_avg / (
         new_exp_avg_sq.sqrt() * bias_correction2_rsqrt + ADAM["eps"]
     )
-    index = torch.arange(
-        offset, offset + len(parameter), dtype=torch.int32, device=parameter.device
-    )
+    # The sizes are int64 in Triton, whatever the dtype of the index (torch 2.11).
+    index = torch.arange(offset, offset + len(parameter), device=parameter.device)
     if rows is not None:
         row_size, gap = rows
         index = index + index // row_size * gap
-    bits = _hash_int32((index + first) ^ key)
+    bits = _hash_int32((index.int() + first) ^ key)
     if parameter.dtype is torch.bfloat16:
         updated = _round_to_bf16(updated, _hash_int32(bits))
     rounded_moments = (
