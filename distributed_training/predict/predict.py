@@ -242,12 +242,11 @@ class Prediction:
 
 
 def has_measured_size(plan: Draft) -> bool:
-    """Return False if tp or pp splits the model and the micro-batches are smaller than measured
-    micro-batches under tp and pp."""
-    tokens = plan.batch.micro_batch_size * plan.config.max_length
-    if plan.mesh["cp"] > 1:  # never measured
-        return False
-    is_split = plan.mesh["tp"] * plan.mesh["pp"] > 1
+    """Return False if cp, tp or pp splits the model and the micro-batches are smaller than measured
+    micro-batches under these axes."""
+    mesh = plan.mesh
+    tokens = plan.batch.micro_batch_size * plan.config.max_length // mesh["cp"]
+    is_split = mesh["cp"] * mesh["tp"] * mesh["pp"] > 1
     return not is_split or bool(tokens >= FITTED.validated.split_tokens)
 
 

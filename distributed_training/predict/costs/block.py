@@ -79,6 +79,8 @@ def _attention_cost(timing: Timing) -> Cost:
     uses_mask = packing is not None and not _uses_packed_kernel(timing)
     length = timing.config.max_length if uses_mask else timing.plan.attention_span
     rate = timing.rates.attention_flops * length / (length + FITTED.attention_half)
+    if _head_size(timing) >= 128:
+        rate *= timing.rates.wide_attention
     fitted = FITTED.packed_attention
     if timing.dtype_bytes == 4:  # the kernel for fp32 is compute-bound at any length
         rate = timing.rates.fp32_gemm_flops / 2
@@ -99,9 +101,13 @@ def _attention_cost(timing: Timing) -> Cost:
     return seconds * ARITHMETIC
 
 
+def _head_size(timing: Timing) -> int:
+    return timing.size.attention_width // timing.size.num_heads
+
+
 def _uses_packed_kernel(timing: Timing) -> bool:
     """Return whether models/attention.py uses a special kernel for packed records."""
-    head_size = timing.size.attention_width // timing.size.num_heads
+    head_size = _head_size(timing)
     on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
     return on_gpu and not timing.config.dropout and head_size % 8 == 0 and head_size <= 256
 

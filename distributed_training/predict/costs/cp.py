@@ -55,18 +55,17 @@ def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     return (exchange_cost(timing),) if mode == "selective" else ()
 
 
-def activation_bytes(rank: PipelineRank) -> float:
-    """Return the number of bytes that a block keeps for its backward pass in addition to those of
+def exchanged_bytes(rank: PipelineRank) -> float:
+    """Return the number of bytes that a block's backward pass needs in addition to those of
     costs/block.py: attention's output before the all-to-all, and repeated key/value heads."""
-    if rank.recomputes:
-        return 0
     qkv, output = exchanged_values(rank)
     return rank.tokens * rank.dtype_bytes * (output + qkv - rank.size.block_matrices[0][0])
 
 
 CP = Mechanism(
     is_used=lambda plan: plan.mesh["cp"] > 1,
-    activation_bytes=activation_bytes,
+    activation_bytes=lambda rank: 0 if rank.recomputes else exchanged_bytes(rank),
+    backward_bytes=lambda rank: exchanged_bytes(rank) if rank.recomputes else 0,
     layer_traffic=cp_traffic,
     block_costs=exchange_costs,
     recomputed_costs=recomputed_costs,
