@@ -400,7 +400,8 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
 
 def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     """Return settings with which the run of `plan` would fit, and their predictions: another layout
-    for the same training or, if there is none, LoRA, then LoRA with a 4-bit base, then offload."""
+    for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
+    4-bit base, then offload."""
     request = plan.requested
     changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
     changes |= {"strategy": AUTO, "model": plan.config.model}
@@ -408,14 +409,15 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
         changes["batch_size"] = plan.config.batch_size
     request = as_typed(request, **changes)
     suggestions: list[tuple[Settings, Prediction]] = []
-    for base_dtype in (None, AUTO, "nf4"):  # None: all weights
-        settings: Settings = {}
-        if base_dtype is not None and not request.lora_rank:
-            settings["lora_rank"] = LORA_RANK
-        if base_dtype == "nf4" and request.base_dtype in (None, AUTO):
-            settings["base_dtype"] = base_dtype
-        if base_dtype is not None and (not settings or request.weights == "random"):
-            continue
+    alternatives: list[Settings] = [{}]
+    if not request.lora_rank and not request.has_bf16_weights:
+        alternatives.append({"optimizer": "adamw-bf16-weights"})
+    if request.weights != "random":
+        adapters = {} if request.lora_rank else {"lora_rank": LORA_RANK}
+        nf4 = {"base_dtype": "nf4"} if request.base_dtype in (None, AUTO) else {}
+        alternatives += [settings for settings in (adapters, adapters | nf4) if settings]
+    for alternative in alternatives:
+        settings = dict(alternative)
         with contextlib.suppress(UserError):
             sized = choose_batch_size(as_typed(request, **settings), cluster, [])
             first = rank(sized, cluster, num_best=1)[0]
@@ -426,7 +428,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
                     settings["strategy"] = first.plan.strategy.name
                 settings |= layout_settings(first.plan)
             suggestions.append((settings, first))
-            if base_dtype is None and not first.plan.strategy.offloads:
+            if not alternative and not first.plan.strategy.offloads:
                 break
     return sorted(suggestions, key=lambda suggestion: suggestion[1].plan.strategy.offloads)
 
@@ -443,4 +445,4 @@ def suggest_settings(plan: Draft, cluster: Cluster) -> str:
     texts = [describe_suggestion(*suggestion) for suggestion in suggest(plan, cluster)]
     if texts:
         return f"set {', or '.join(texts)}"
-    return "use more GPUs, a smaller model, a smaller batch_size or optimizer=adamw-bf16"
+    return "use more GPUs, a smaller model, a smaller batch_size or optimizer=adamw-bf16-weights"

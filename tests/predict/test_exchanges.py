@@ -16,6 +16,7 @@ from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")
+BF16_WEIGHTS = {"optimizer": "adamw-bf16-weights", "precision": "bf16"}
 TOPK = {"strategy": "compressed", "compression": "topk-int8"}
 
 
@@ -41,6 +42,11 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"strategy": "zero2", "optimizer": "adamw-bf16"}, "optimizer='adamw-bf16'"),
         ({"strategy": "local_sgd", "optimizer": "adamw-8bit"}, "optimizer='adamw-8bit'"),
+        ({"strategy": "3d", "tp": 2, **BF16_WEIGHTS}, "used with strategy='3d'"),  # pp is 2
+        ({"strategy": "cp", **BF16_WEIGHTS}, "used with strategy='cp'"),
+        ({"strategy": "compressed", **BF16_WEIGHTS}, "used with strategy='compressed'"),
+        ({"lora_rank": 8, **BF16_WEIGHTS}, "used with lora_rank=8"),
+        ({**BF16_WEIGHTS, "precision": "fp32"}, "used with precision='fp32'"),
     ],
 )
 def test_unsupported_exchange_settings_are_refused(values, said):
