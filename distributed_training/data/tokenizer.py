@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data import hub, pieces
-from distributed_training.data.chats.align import render_builtin
-from distributed_training.data.chats.render import Conversation, Rendered, Renderer
+from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
@@ -25,7 +24,8 @@ from distributed_training.settings.files import load_json, shown
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
-CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template; see `render_builtin`
+# Template for tokenizers that have none of their own
+CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
 # Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut
 # documents.
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -324,7 +324,7 @@ class Tokenizer:
         special tokens that the tokenizer puts at the beginning and end of a string."""
         options = {"add_special_tokens": add_special_tokens}
         if self._backend is None:
-            rows = self._hf_tokenizer(list(texts), **options)["input_ids"]
+            rows = (self._hf_tokenizer(text, **options)["input_ids"] for text in texts)
         else:  # The "fast" variant omits character offsets, which would double the time.
             encodings = self._backend.encode_batch_fast(list(texts), **options)
             rows = (encoding.ids for encoding in encodings)
@@ -334,34 +334,29 @@ class Tokenizer:
         """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
         loss. Concatenating the ids of a document's pieces gives the ids of `tokenizer(document)`.
         No special tokens are added to pieces that the tokenizer's own chat template rendered."""
-        encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        for add_special_tokens in (False, True):
-            plain = list[int]()  # indices of pieces that are entirely in the loss
-            for index, piece in enumerate(batch):
-                is_whole = not piece.templated and piece.begins and piece.ends
-                if is_whole != add_special_tokens:
-                    continue
-                if piece.spans is None:
-                    plain.append(index)
-                else:
-                    encoded[index] = self._encode_spans(piece, add_special_tokens)
-            if not plain:
-                continue
-            texts = [batch[index].text for index in plain]
-            ids_of_texts = self.encode_texts(texts, add_special_tokens=add_special_tokens)
-            encoded |= {i: (ids, None) for i, ids in zip(plain, ids_of_texts, strict=True)}
-        rows = []
-        prefix, suffix = self.added_ids
-        for index, piece in enumerate(batch):
-            ids, mask = encoded[index]
-            if not piece.templated and piece.begins != piece.ends:
-                ids = np.concatenate([prefix, ids] if piece.begins else [ids, suffix])
-            rows.append((ids.astype(np.int32, copy=False), mask))
+        encoded = iter(self.encode_texts([piece.text for piece in batch if piece.spans is None]))
+        rows: list[tuple[np.ndarray, np.ndarray | None]] = []
+        for piece in batch:
+            mask = None
+            if piece.spans is None:
+                ids = next(encoded)
+            else:
+                ids, mask = self._encode_spans(piece)
+            if self._backend is None and not piece.templated:
+                # Some Python tokenizers add an end only to text without one.
+                (ids,) = self.encode_texts([piece.text], add_special_tokens=True)
+            elif not piece.templated:
+                prefix, suffix = self.added_ids
+                prefix = prefix[: len(prefix) * piece.begins]
+                suffix = suffix[: len(suffix) * piece.ends]
+                ids = np.concatenate([prefix, ids, suffix])
+                if mask is not None:  # The added end belongs to an answer that ends the text.
+                    ends = np.full(len(suffix), mask[-1:].any())
+                    mask = np.concatenate([np.zeros(len(prefix), bool), mask, ends])
+            rows.append((ids, mask))
         return rows
 
-    def _encode_spans(
-        self, piece: Piece, add_special_tokens: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_spans(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask) for a piece with spans. Only the spans are in the loss.
 
         As in transformers, a token is in the loss if at least one of its characters is in the loss.
@@ -373,7 +368,7 @@ class Tokenizer:
             what = f"tokenizer {self.folder} cannot be used for data with answers"
             why = f"{self.facts.kind} does not tell which characters a token stands for"
             raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
-        encoding = self._backend.encode(piece.text, add_special_tokens=add_special_tokens)
+        encoding = self._backend.encode(piece.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
         mask = np.zeros(len(ids), bool)
@@ -441,21 +436,12 @@ class Tokenizer:
         return plain, with_tools
 
     @cached_property
-    def renderer(self) -> Renderer | None:
-        """Renderer of the tokenizer's own chat template, or None if the tokenizer has no such
-        template."""
-        if self._templates is None:
-            return None
+    def renderer(self) -> Renderer:
+        """Renderer of the tokenizer's own chat template or, if there is none, of the built-in
+        template. The tokenizer adds its special tokens to text from the built-in template."""
+        templates = self._templates or [CHAT_TEMPLATE.read_text()] * 2
         names = dict(self._hf_tokenizer.special_tokens_map)
-        return Renderer(self._templates, names, self.special_pattern)
-
-    def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
-        """Return the samples of a conversation, rendered with the tokenizer's own chat template or,
-        if there is none, with the built-in template. Raises UserError with `where`, the location in
-        the dataset, if the conversation cannot be rendered."""
-        if self.renderer is not None:
-            return self.renderer.render_samples(conversation, where)
-        return render_builtin(conversation, self.facts.special["eos_token"], where)
+        return Renderer(templates, names, self.special_pattern)
 
     def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as
@@ -466,8 +452,6 @@ class Tokenizer:
     def answer_end_id(self) -> int:
         """Id of the token that ends an answer: the first special token after the answer, or
         end-of-text if there is none."""
-        if self.renderer is None:
-            return self.eos_id
         pair = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
         system = {"role": "system", "content": "."}
         for messages in (pair, [system, *pair]):  # Some templates require a system message.
@@ -497,12 +481,10 @@ class Tokenizer:
     def encode_chat_prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
-        if self.renderer is not None:
-            return self.encode_texts([self.renderer.render_prompt(messages)])[0].tolist()
-        answer = {"role": ASSISTANT, "content": ""}
-        conversation = Conversation([*messages, answer])
-        (sample,) = render_builtin(conversation, self.facts.special["eos_token"], "")
-        return self.encode_prompt(sample.text[: sample.spans[-1][0]])
+        text = self.renderer.render_prompt(messages)
+        if self.facts.has_template:
+            return self.encode_texts([text])[0].tolist()
+        return self.encode_prompt(text)
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
         """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can load it. If

@@ -203,7 +203,7 @@ def count_notes(file, texts):
         return [Rendered(texts[int(where.split()[-1]) - 1], [(0, 1)])]
 
     tokenizer = SimpleNamespace(
-        render_samples=render_samples,
+        renderer=SimpleNamespace(render_samples=render_samples),
         is_chat_form=bool,
         facts=SimpleNamespace(has_template=True),
         special_pattern=re.compile("(?!)"),

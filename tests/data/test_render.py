@@ -6,8 +6,8 @@ import re
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from distributed_training.data.chats.align import render_builtin
 from distributed_training.data.chats.render import Conversation, Renderer
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.support import refused
 
 NO_TOKENS = re.compile("(?!)")
@@ -47,12 +47,18 @@ def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     assert [sample.text] == texts
 
 
-def test_our_template_counts_removed_reasoning_and_refuses_documents():
+def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents():
+    renderer = Tokenizer(EMBEDDED_DIR).renderer
     answer = {**SAID[1], "reasoning_content": "hm"}
-    (sample,) = render_builtin(Conversation([SAID[0], answer]), "|", "here")
-    assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4|", 1)
-    with refused("documents"):
-        render_builtin(Conversation(SAID, documents=[{"text": "a"}]), "|", "here")
+    (sample,) = renderer.render_samples(Conversation([SAID[0], answer]), "here")
+    assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4<|endoftext|>", 1)
+    assert [sample.text[slice(*span)] for span in sample.spans] == [" 4<|endoftext|>"]
+    for unsupported in ({"documents": [{"text": "a"}]}, {"tools": [{"name": "f"}]}):
+        with refused("here", "documents"):
+            renderer.render_samples(Conversation(SAID, **unsupported), "here")
+    with refused("here", "tool calls"):
+        called = {**SAID[1], "tool_calls": [{"function": {"name": "f"}}]}
+        renderer.render_samples(Conversation([SAID[0], called]), "here")
 
 
 def test_content_parts_are_joined_if_the_template_fails_on_them():

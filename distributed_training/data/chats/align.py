@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distributed_training.data.pieces import ASSISTANT, Message, Span
-from distributed_training.settings.errors import UserError
 
 Render = Callable[..., str]  # (messages, ask=bool) -> text
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
@@ -185,37 +184,6 @@ def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
         thoughts += _THOUGHT.findall(content)
     stripped = (thought.strip() for thought in thoughts if isinstance(thought, str))
     return any(thought and thought not in text for thought in stripped)
-
-
-def render_builtin(conversation: Any, eos: str, where: str) -> list[Rendered]:
-    """Render a conversation in the format of the built-in template,
-    assets/chat/chat_template.jinja. Return a list with one sample, whose text is, for example:
-
-        user: What is 2 + 2?
-        assistant: 4<|endoftext|>user: And 3 + 3?
-        assistant: 6<|endoftext|>
-
-    Return [] if no answer is in the loss. Raises UserError if the conversation contains tools, tool
-    calls or documents."""
-    has_calls = any(message.get("tool_calls") for message in conversation.messages)
-    if has_calls or conversation.tools or conversation.documents:
-        what = f"{where} has tools or documents, but the tokenizer has no chat template"
-        fix = "use the tokenizer of a chat model, or remove these records"
-        raise UserError(what, "the built-in template does not support them", fix)
-    text = ""
-    spans = []
-    num_removed = 0
-    for index, message in enumerate(join_parts(conversation.messages)):
-        if message["role"] == ASSISTANT:
-            text += f"{ASSISTANT}:"
-            start = len(text)
-            text += f" {message['content']}{eos}"
-            if index not in conversation.skip:
-                spans.append((start, len(text)))
-                num_removed += _lost_thoughts(message, text[start:])
-        else:
-            text += f"{message['role']}: {message['content']}\n"
-    return [Rendered(text, spans, num_removed)] if spans else []
 
 
 def join_parts(messages: Sequence[Message]) -> list[Message]:

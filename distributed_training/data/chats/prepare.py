@@ -102,7 +102,7 @@ def _render(
 ) -> Iterator[Piece]:
     """Render a conversation and yield its pieces. Update `counts` if the record is left out and
     with the notes that apply."""
-    samples = tokenizer.render_samples(conversation, where)
+    samples = tokenizer.renderer.render_samples(conversation, where)
     if not samples:
         counts.left_out[NO_ANSWER] += 1
     contents = [message["content"] for message in join_parts(conversation.messages)]
