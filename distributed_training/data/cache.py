@@ -40,7 +40,6 @@ _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
 _NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
 _READ_BYTES = 16 * 2**20  # bytes read at a time
-_LONG_BYTES = 20_000_000  # announce tokenizing if a corpus exceeds this many bytes
 PRINT_EVERY_S = 10.0  # time between progress lines without a terminal
 _MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 logger = logging.getLogger(__name__)
@@ -95,7 +94,8 @@ def token_cache_dir() -> Path:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a complete folder: the form of the text, facts about the tokenizer
-    and, for each split, the array dtypes and the `Counts`, and the SHA-256 of the tokens."""
+    and, for each split, the array dtypes and the `Counts`, and the SHA-256 of the tokens,
+    including their division into splits."""
     return json.loads((folder / _META_FILE).read_bytes())
 
 
@@ -109,15 +109,9 @@ def is_intact(folder: Path) -> bool:
     """Return whether a cache folder is complete and its tokens are unchanged. This function reads
     all tokens."""
     try:
-        return read_tokens_digest(folder) == _digest(folder)
+        return bool(read_meta(folder)["sha256"] == _digest(folder))
     except (OSError, ValueError, KeyError):  # a file is missing, or meta.json is damaged
         return False
-
-
-def read_tokens_digest(folder: Path) -> str:
-    """Return the SHA-256 of the tokens in a complete folder, including their division into
-    splits."""
-    return str(read_meta(folder)["sha256"])
 
 
 def _digest(folder: Path) -> str:
@@ -153,9 +147,6 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     tokenizer.check_export()
     num_bytes = sum(source.num_bytes for source in corpus.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
-    if num_bytes > _LONG_BYTES:
-        size = f"{num_bytes / 1e6:.0f} MB"
-        print_stderr(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens")
     by_line = config.pack is False
     partial_folder = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left behind by a process that was killed

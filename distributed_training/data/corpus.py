@@ -15,10 +15,8 @@ from typing import Any
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Record
 from distributed_training.data.files import (  # fmt: skip
-    BLOCK_SIZE,
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
-    column_names,
     encoding_of,
     open_file,
     read_records,
@@ -61,13 +59,6 @@ class Source:
     columns: Mapping[str, str] | None = None
 
     @property
-    def unread(self) -> list[str]:
-        """Columns of a Parquet file that `read_records` does not read, or [] for other files."""
-        names = column_names(self.files[0])
-        known = {*COLUMNS, *(self.columns or {}).values()}
-        return [name for name in names if name not in known] if known & {*names} else []
-
-    @property
     def num_bytes(self) -> int:
         """Approximate size of the text in bytes. Compressed files are counted at their compressed
         size."""
@@ -92,11 +83,8 @@ class Source:
         columns = None if self.columns is None else sorted(self.columns.items())
         digest = hashlib.sha256(str(columns).encode())
         for file in self.files:
-            file_digest = hashlib.sha256()
             with open_file(file) as stream:
-                for block in iter(partial(stream.read, BLOCK_SIZE), b""):
-                    file_digest.update(block)
-            digest.update(file_digest.digest())
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
         for text in self.texts:
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
@@ -186,7 +174,7 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
             raise hub.fetch_error(missing, error, hub.WIKITEXT_COMMAND) from None
         corpus = {}
         for split, path in parquet.items():
-            lines = "".join(row["text"] for _, row in read_records(path))
+            lines = "".join(row["text"] for _, row in read_records(path, columns=("text",)))
             # An article begins with a line ` = Title = `.
             articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", lines)
             texts = [text for text in articles if text.strip()]

@@ -8,7 +8,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -48,11 +48,10 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
                     block += following
                 yield block.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
-            start = error.start
-            text_before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
-            byte = f"the byte 0x{error.object[start]:02x} after {text_before!r}"
-            why = f"{byte} is not valid {error.encoding.upper()}"
-            raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
+            text_before = error.object[: error.start][-20:].decode("ascii", "replace")
+            byte = f"0x{error.object[error.start]:02x}"
+            why = f"the byte {byte} after {text_before!r} is not valid {error.encoding.upper()}"
+            raise _not_utf8(path, why, "LATIN1") from None
 
 
 def encoding_of(path: Path) -> str:
@@ -62,30 +61,19 @@ def encoding_of(path: Path) -> str:
         head = file.read(4)
     if head.count(0) > 1:
         encoding = "UTF-16LE" if head[0] else "UTF-16BE"
-        raise _not_utf8(
-            path, "its first bytes include zero bytes", encoding, "UTF-16 without a byte-order mark"
-        )
+        raise _not_utf8(path, "its first bytes include zero bytes", encoding)
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return "utf-16" if has_mark else "utf-8-sig"
 
 
-def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+def read_records(*paths: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield (location of the record for error messages, record) for each line or row of the files.
-    If a Parquet file has any of `columns`, only these columns are read. Raises UserError if a file
-    cannot be parsed."""
+    Of Parquet and Arrow files, only `columns` are read, and the values of other columns are
+    `...`. Raises UserError if a file cannot be parsed."""
     table = partial(_read_table, columns=columns)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     for path in paths:
         yield from readers.get(suffix_of(path), table)(path)
-
-
-def column_names(path: Path) -> list[str]:
-    """Return the names of all columns in a Parquet file, or [] for any other file."""
-    if suffix_of(path) != ".parquet":
-        return []
-    import pyarrow.parquet
-
-    return list(pyarrow.parquet.read_schema(path).names)
 
 
 def _parse(text: str) -> Any:
@@ -135,7 +123,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     rows = csv.DictReader(read_text(path, by_line=True), strict=True)
     try:
         names = rows.fieldnames or ()
-        _check_names(path, names)
+        if repeated := sorted(name for name in names if name and names.count(name) > 1):
+            raise UserError(f"{path} has two columns named {repeated[0]!r}", fix="rename one")
         if len(names) == 1 and (delimiters := {*";\t|"} & {*names[0]}):
             what = f"{path} has no commas in its header {shown(names[0])}"
             raise UserError(
@@ -143,15 +132,9 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
             )
         for row in rows:
             where = f"{path} line {rows.line_num}"
-            if None in row:
-                fix = 'put text that contains a comma in quotes: "one, two"'
-                raise UserError(f"{where} has more fields than the header", fix=fix)
-            missing = [name for name, value in row.items() if value is None]
-            if missing:
-                what = f"{where} has fewer fields than the header"
-                raise UserError(
-                    what, f"the field {missing[0]!r} is missing", "add the missing fields"
-                )
+            if None in row or None in row.values():
+                what = f"{where} does not have the {len(names)} fields of the header"
+                raise UserError(what, fix='put text that contains a comma in quotes: "one, two"')
             yield where, row
     except csv.Error as error:
         where = f"{path} line {rows.line_num + 1}"
@@ -163,12 +146,13 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
     import pyarrow.parquet
 
     number = 0
+    unread: dict[str, Any] = {}
     try:
         with pyarrow.memory_map(str(path)) as file:
             if path.suffix == ".parquet":
                 table = pyarrow.parquet.ParquetFile(file)
-                names = [name for name in table.schema_arrow.names if name in columns]
-                batches = table.iter_batches(_BATCH_ROWS, columns=names or None)
+                unread |= dict.fromkeys(table.schema_arrow.names, ...)
+                batches = table.iter_batches(_BATCH_ROWS, columns=[*columns])
             elif file.read(6) == b"ARROW1":
                 table = pyarrow.ipc.open_file(file)
                 batches = map(table.get_batch, range(table.num_record_batches))
@@ -176,28 +160,19 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 file.seek(0)
                 batches = iter(pyarrow.ipc.open_stream(file))
             for batch in batches:
-                _check_names(path, batch.schema.names)
+                unread |= dict.fromkeys(batch.schema.names, ...)
+                batch = batch.select([name for name in batch.schema.names if name in columns])
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
                     for row in batch.slice(first, _BATCH_ROWS).to_pylist():
                         number += 1
-                        where = f"{path} row {number}"
                         for field in batch.schema:
-                            if field.name in columns:
-                                cell = _decode(row[field.name], field.type, field.name)
-                                row[field.name] = cell
-                        yield where, row
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+                            row[field.name] = _decode(row[field.name], field.type, field.name)
+                        yield f"{path} row {number}", unread | row
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         why = first_line(error)
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
-
-
-def _check_names(path: Path, names: Sequence[str]) -> None:
-    """Raise UserError if two columns of a table have the same name, because a record could hold
-    only one of them."""
-    if repeated := sorted({name for name in names if name and names.count(name) > 1}):
-        raise UserError(f"{path} has two columns named {repeated[0]!r}", fix="rename one of them")
 
 
 def _decode(value: Any, cls: Any, column: str) -> Any:
@@ -246,8 +221,8 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         raise UserError(f"dataset file {path} cannot be read", why) from None
 
 
-def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:
+def _not_utf8(path: Path, why: str, encoding: str) -> UserError:
     copy = path.with_suffix(f".utf8{path.suffix}")
     command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
-    fix = f"convert it to UTF-8. If it is {name}, run: {command}"
+    fix = f"convert it to UTF-8. If it is {encoding}, run: {command}"
     return UserError(f"dataset file {path} cannot be read", why, fix)

@@ -20,7 +20,7 @@ from distributed_training.data.samples import (
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import shown
 
-QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
+QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length, so set a larger max_length"
 
 
@@ -91,8 +91,9 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         is_filled = num_targets == 0
         if is_filled.any():
             # If a record may have several samples, one per answer, count the samples in a note.
-            reasons = left_out if len(lengths) == num_used else notes
-            reasons[FILLED] = int(is_filled.sum())
+            note = f"sample of a record with several answers left out ({FILLED})"
+            reasons, key = (left_out, FILLED) if len(lengths) == num_used else (notes, note)
+            reasons[key] = int(is_filled.sum())
             is_cut = is_cut & ~is_filled
     # If texts are packed, long texts are split into several samples instead of being cut.
     elif not (packs and meta["form"] in (RUNNING, TEXT)):
@@ -137,27 +138,16 @@ def describe_split(counts: dict[str, Any]) -> str:
     return f"{text}, {counts['held_out']:,} held out for validation"
 
 
-def lengths_in_words(counts: dict[str, Any]) -> str:
-    """Return the lengths of records as a string such as "median 9, p90 20, p99 30, maximum 40"."""
-    names = {name: f"p{name.removesuffix('%')}" if "%" in name else name for name in QUANTILES}
-    return ", ".join(f"{names[name]} {count:,}" for name, count in counts["tokens"].items())
-
-
 def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     """Return one line per note, preceded by lines about records that are left out, samples that are
     truncated, and files that are not read."""
-    lines = []
-    for reason, count in counts["left_out"].items():
-        verb = "is" if count == 1 else "are"
-        lines.append(f"{count:,} of {counts['records']:,} records {verb} left out ({reason})")
+    lines = [
+        f"left out: {count:,} of {_format_count(counts['records'], 'record')} ({reason})"
+        for reason, count in counts["left_out"].items()
+    ]
     if counts["cut"]:
-        verb = "is" if counts["cut"] == 1 else "are"
-        line = (
-            f"{_format_count(counts['cut'], 'sample')} {verb} truncated to max_length={max_length}"
-        )
-        if counts["ends_cut"] == counts["cut"]:
-            line += " within an answer"
-        elif counts["ends_cut"]:
+        line = f"truncated to max_length={max_length}: {_format_count(counts['cut'], 'sample')}"
+        if counts["ends_cut"]:
             line += f", {counts['ends_cut']:,} of them within an answer"
         lines.append(f"{line}; the longest record has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
@@ -166,16 +156,8 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         count = f"files in the dataset's folder that are not read: {len(unread):,}"
         lines.append(f"{count} ({names}{more})")
     for note, count in counts["notes"].items():
-        subject, verb, rest = note.split(" ", 2)  # such as "records have ..."
-        if count == 1:
-            verb = "has" if verb == "have" else f"{verb}s"
-            rest = rest.replace("and do not", "and does not")
-        line = f"{_format_count(count, subject.removesuffix('s'))} {verb} {rest}"
-        if note == FILLED:
-            samples = f"{_format_count(count, 'sample')} from records with several answers"
-            verb = "is" if count == 1 else "are"
-            line = f"{samples} {verb} left out ({note})"
-        lines.append(line)
+        noun, _, rest = note.partition(" ")
+        lines.append(f"{_format_count(count, noun)} {rest}")
     return lines
 
 

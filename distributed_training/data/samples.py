@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data.cache import load_bytes, load_tokens, read_tokens_digest
+from distributed_training.data.cache import load_bytes, load_tokens, read_meta
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
@@ -48,22 +48,17 @@ class Samples:
     def __len__(self) -> int:
         return len(self.starts if self.firsts is None else self.firsts[1:])
 
-    def take(self, first: int, last: int) -> "Samples":
-        """Return the samples with indices `first` to `last - 1`, without copying tokens. Packed
-        samples are not supported."""
-        assert self.firsts is None
-        return self._select(slice(first, last))
-
     def packed(self) -> "Samples":
         """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
         do not attend to other parts of their block."""
         order, firsts = pack_records(self.lengths, self.seq_len)
         max_documents = int(np.diff(firsts).max()) + 1
-        return replace(self._select(order), firsts=firsts, max_documents=max_documents)
+        return replace(self.select(order), firsts=firsts, max_documents=max_documents)
 
-    def _select(self, parts: Any) -> "Samples":
-        """Return samples that contain only the given parts, in the given order. `parts` is a slice
-        or an array of part indices."""
+    def select(self, parts: Any) -> "Samples":
+        """Return samples that contain only the given parts, in the given order, without copying
+        tokens. `parts` is a slice or an array of part indices. Packed samples are not supported."""
+        assert self.firsts is None
         return replace(
             self,
             starts=self.starts[parts],
@@ -122,8 +117,8 @@ class Samples:
         """Return the size in UTF-8 bytes of the text that all targets in the loss represent.
         `bytes_per_token` contains the number of bytes for each token id."""
         total = 0
-        num_batches = -(-len(self) * self.seq_len // _CHUNK_TOKENS)
-        for indices in np.array_split(np.arange(len(self)), max(1, min(num_batches, len(self)))):
+        num_chunks = math.ceil(len(self) * self.seq_len / _CHUNK_TOKENS)
+        for indices in np.array_split(np.arange(len(self)), num_chunks):
             targets = self.batch(indices)[1]
             total += int(bytes_per_token[targets[targets != IGNORE_INDEX]].sum(dtype=np.int64))
         return total
@@ -194,8 +189,8 @@ def cut_samples(
         validation = other_splits[0]
     else:
         num_train = len(train) - num_held_out(len(train))
-        validation = train.take(num_train, len(train))
-        train = train.take(0, num_train)
+        validation = train.select(slice(num_train, None))
+        train = train.select(slice(num_train))
     if len(train) == 0 or len(validation) == 0:
         why = f"the run would have {len(train):,} training and {len(validation):,} validation "
         why += f"samples of {seq_len} tokens"
@@ -207,10 +202,10 @@ def cut_samples(
             fix = "use more records, or set a larger max_length if prompts fill it"
         raise UserError(f"{what} is too short", why, fix)
     if config.num_samples != -1:
-        train = train.take(0, config.num_samples)
+        train = train.select(slice(config.num_samples))
     if config.eval_samples != -1:
-        validation = validation.take(0, config.eval_samples)
-    identity = f"{read_tokens_digest(folder)} {packs} {seq_len} {len(train)}"
+        validation = validation.select(slice(config.eval_samples))
+    identity = f"{read_meta(folder)['sha256']} {packs} {seq_len} {len(train)}"
     if packs and not as_blocks:
         train = train.packed()
         validation = validation.packed()

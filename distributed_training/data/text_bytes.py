@@ -15,12 +15,11 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
     tokens represent 0 bytes.
 
     For the ids of a string, these numbers add up to the size of the normalized string.
-    Normalization may, for example, add a space before the string or remove accents. `tokenizer` may
-    be an object from transformers or from the `tokenizers` library."""
+    Normalization may, for example, add a space before the string or remove accents. `tokenizer` is
+    an object from transformers."""
     sizes = np.zeros(num_tokens, np.int32)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    backend_settings = json.loads(backend.to_str()) if hasattr(backend, "to_str") else {}
+    backend_settings = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     added_token_ids = {token["id"] for token in backend_settings.get("added_tokens", [])}
     # In a byte-level vocabulary, each character of a token stands for one byte.
     if '"ByteLevel"' in json.dumps(backend_settings.get("decoder")):

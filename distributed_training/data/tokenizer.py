@@ -26,12 +26,14 @@ ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 # Template for tokenizers that have none of their own
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
-# Pre-tokenizer patterns of Llama 3 and Qwen 2. With these patterns, data/pieces.py may cut
-# documents.
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SAFE_PATTERNS = tuple(
-    f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
-)
+# Splits before the byte level in the pre-tokenizers of GPT-2, Llama 3 and Qwen 2. With these
+# splits, data/pieces.py may cut documents.
+_SAFE_SPLITS = [[]] + [
+    [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}]
+    for digits in ("{1,3}", "")
+    for regex in [f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}"]
+]
 CLASS_KEYS = ("model_type", "tokenizer_class")  # keys of a config.json
 _PROBE = (
     "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
@@ -284,20 +286,13 @@ class Tokenizer:
         backend_settings = json.loads(self._backend.to_str())
         normalizer = backend_settings["normalizer"]
         splits = backend_settings["pre_tokenizer"] or {}
-        splits = splits.get("pretokenizers", [splits])
-        *first_splits, last = splits
-        patterns = [split.get("pattern", {}).get("Regex") for split in first_splits]
+        *first_splits, last = splits.get("pretokenizers", [splits])
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False}
         return (
             backend_settings["model"]["type"] == "BPE"
             and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
-            and last.get("type") == "ByteLevel"
-            and not last["add_prefix_space"]
-            and last["use_regex"] == (not first_splits)
-            and len(first_splits) <= 1
-            and all(pattern in _SAFE_PATTERNS for pattern in patterns)
-            and all(
-                split["behavior"] == "Isolated" and not split["invert"] for split in first_splits
-            )
+            and last == {**last, **byte_level, "use_regex": not first_splits}
+            and first_splits in _SAFE_SPLITS
             and not any(
                 token["lstrip"] or token["rstrip"] or token["single_word"]
                 or not {" ", "\n"}.isdisjoint(token["content"])

@@ -112,11 +112,12 @@ def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
         rows = [("text", text), ("samples", f"{samples}, of {config.max_length:,} tokens")]
     else:
         left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
+        lengths = [f"{name} {count:,}" for name, count in counts["tokens"].items()]
         rows = [
             ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
             ("left out", ", ".join(left_out) or "none"),
             ("samples", f"{samples}, {counts['cut']:,} truncated to {config.max_length:,} tokens"),
-            ("tokens per record", report.lengths_in_words(counts)),
+            ("tokens per record", ", ".join(lengths)),
         ]
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
     return [

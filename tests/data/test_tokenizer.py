@@ -266,7 +266,8 @@ def test_surrogate_tokens_have_a_byte_size():
     """A surrogate has a size of 3 bytes, although UTF-8 cannot encode surrogates. The Canine
     tokenizer has a token for each code point, including surrogates."""
     canine = SimpleNamespace(
-        get_vocab=lambda: {"a": 0, "\ud800": 1, "b": 2}, encode=lambda text, **_: [0],
+        is_fast=False, get_vocab=lambda: {"a": 0, "\ud800": 1, "b": 2},
+        encode=lambda text, **_: [0],
         decode=lambda ids, **_: "".join("a\ud800b"[i] for i in ids),
     )  # fmt: skip
     assert count_bytes(canine, np.array([2]), 3).tolist() == [1, 3, 0]

@@ -102,7 +102,7 @@ def make_trainer(engine=None, record=None, **config):
         topology=TOPOLOGY,
         data=Data(
             samples,
-            samples.take(0, 2),
+            samples.select(slice(2)),
             "",
             SimpleNamespace(is_chat_form=lambda form: False),
             bytes_per_token=np.ones(100, np.int32),

@@ -18,23 +18,23 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
-SPECIAL = "records contain text that matches special tokens and is tokenized as special tokens"
-UNKNOWN = "records contain characters that are missing from the tokenizer's vocabulary and are lost"
-THOUGHTS = "answers have reasoning that the chat template removes"
-NO_END_TOKEN = "answers have no special token at the end, so the model does not learn where to stop"
+SPECIAL = "record with text that matches special tokens and is tokenized as special tokens"
+UNKNOWN = "record with characters that are missing from the tokenizer's vocabulary and are lost"
+THOUGHTS = "answer with reasoning that the chat template removes"
+NO_END_TOKEN = "answer without a special token that teaches the model where to stop"
 QUOTED = (
-    "records have tool calls with arguments as a string, which the chat template quotes again; "
+    "record with tool calls whose arguments are a string, which the chat template quotes again; "
     "write the arguments as an object"
 )
 COPIED = (
-    'records have both a "text" and an answer; to train on the "text" instead of the answer, add '
+    'record with both a "text" and an answer; to train on the "text" instead of the answer, add '
     "--columns text=text"
 )
 OMITTED_BY_TEMPLATE = (
-    "records have messages, tool calls, tools or documents that the chat template omits from "
+    "record with messages, tool calls, tools or documents that the chat template omits from "
     "the text"
 )
-IGNORED_COLUMNS = "records have columns that are ignored:"
+IGNORED_COLUMNS = "record with columns that are ignored:"
 NO_ANSWER = "no answer to train on"
 
 
@@ -62,15 +62,12 @@ def read_pieces(
             yield piece
         return
     missing = {*source.columns.values()}
-    unread_columns = source.unread
     for where, raw in source.read_records():
         record = Record(raw, where, source.columns)
         missing -= raw.keys()
         counts.records += 1
         counts.forms[record.form] += 1
         counts.notes[COPIED] += record.has_copy
-        if unread := record.find_unread() + unread_columns:
-            counts.notes[f"{IGNORED_COLUMNS} {shown(unread)}"] += 1
         if tokenizer.is_chat_form(record.form):
             conversation = record.read_conversation(counts.notes)
             roles = [message["role"] for message in conversation.messages]
@@ -92,6 +89,8 @@ def read_pieces(
                 yield Piece(prompt + completion, spans)
             else:
                 counts.left_out[NO_ANSWER] += 1
+        if unread := record.find_unread():
+            counts.notes[f"{IGNORED_COLUMNS} {shown(unread)}"] += 1
     if missing:
         what = f"--columns names {shown(sorted(missing)[0])}, but no record has such a column"
         raise UserError(what, fix="choose a column of the dataset")

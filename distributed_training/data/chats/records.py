@@ -40,10 +40,10 @@ _TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys besides "content" whose values the model generates in an answer
 _OUTPUT_KEYS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _IGNORED_MARKS = (
-    "messages have a training mark that is ignored, because only answers are in the loss"
+    "message with a training mark that is ignored, because only answers are in the loss"
 )
 _TWO_SYSTEMS = (
-    "records have a system column that is not read, because the messages already begin with a "
+    "record with a system column that is not read, because the messages already begin with a "
     "system message"
 )
 # Columns that only a chat template can render
@@ -96,27 +96,17 @@ class Record:
             column = "completion" if PROMPT in fields else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
             fix += "prompt=QUESTION,completion=ANSWER"
-            if PROMPT in columns and column == "completion":
-                fix = f"add the column of the answers: --columns prompt={columns[PROMPT]},"
-                fix += "completion=ANSWER"
             what = f'{where} has no "{columns.get(column, column)}" string'
             raise UserError(what, f"it has {shown(list(raw))}", fix)
         # A text beside an answer is usually a copy of the record that was rendered for another
         # model.
         self.has_copy = self.form != TEXT and fields.get(TEXT) is not None
+        # Names of the columns that have been read or, like a copy, have a separate note
+        self._used = {TEXT} if self.has_copy else set[str]()
 
     def find_unread(self) -> list[str]:
-        """Return the names of the columns with a value that this class does not read."""
-        used = {*self.names}
-        if self.form != TEXT:
-            used |= _CONTEXT_COLUMNS | {"chat_template_kwargs"}
-        if len(self.names) == 1 or isinstance(self.fields[self.names[0]], list):
-            used.discard("history")  # the messages contain it
-        elif self.names[0] == "instruction":
-            used.add("input")
-        if self.has_copy:  # The copy has a separate note.
-            used.add(TEXT)
-        used = {self._columns.get(name, name) for name in used}
+        """Return the names of the columns with a value that has not been read."""
+        used = {self._columns.get(name, name) for name in self._used}
         return [name for name, value in self._raw.items() if name not in used and value is not None]
 
     def read_text(self) -> str:
@@ -195,6 +185,7 @@ class Record:
         """Return the value of a column, parsed if a table stores a list or object as a string.
         Return None if the value is null or an empty list or object. Raises UserError if the value
         has another type than `cls`, or if it is null and not `optional`."""
+        self._used.add(name)
         value = self.fields.get(name)
         if cls is not str:
             value = None if _is_empty(value := _parse(value)) else value
@@ -231,7 +222,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
         refuse("role")
     message["role"] = _ROLES.get(role) or role
     if role not in _ROLES:
-        notes[f"messages have the unknown role {shown(role)}"] += 1
+        notes[f"message with the unknown role {shown(role)}"] += 1
     if not isinstance(message.get("tool_calls") or [], list):
         what = f"{where} has tool_calls that are not a list: {shown(message['tool_calls'])}"
         raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
@@ -257,7 +248,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
         message["content"] = ""
         if message["role"] == ASSISTANT and not _OUTPUT_KEYS & message.keys():
             message["weight"] = 0
-            notes["answers have null content and do not count toward the loss"] += 1
+            notes["answer with null content, which does not count toward the loss"] += 1
     elif not isinstance(content, str):
         refuse("content")
     return message
