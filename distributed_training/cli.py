@@ -7,6 +7,7 @@ import importlib
 import itertools
 import logging
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -54,10 +55,12 @@ class Program:
 
 class AddOverride(argparse.Action):
     """Action that appends an option to the list `overrides` as `key=value`. The list keeps the
-    order of the options on the command line."""
+    order of the options on the command line. Several values are quoted as in a shell."""
 
     def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         assert option is not None
+        if isinstance(value, list):
+            value = shlex.join(value) if value[1:] else value[0]
         namespace.overrides.append(f"{option.removeprefix('--')}={value}")
 
 
@@ -71,9 +74,9 @@ def format_key_help(key: Key, *details: str) -> str:
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
-def add_keys(parser: argparse.ArgumentParser) -> None:
+def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) -> None:
     """Add an option for each key and each alias of a key, and the options that control how a run is
-    started."""
+    started. --dataset takes several values unless the command has positional arguments."""
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
@@ -117,6 +120,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
             for option in (key.name, *key.aliases):
                 group.add_argument(
                     f"--{option}", action=AddOverride, dest="overrides", metavar="",
+                    nargs="+" if key.name == "dataset" and not has_arguments else None,
                     help=text if option == key.name else argparse.SUPPRESS,
                 )  # fmt: skip
 
@@ -216,7 +220,7 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
     parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
     parser.description = str(tool.__doc__).partition("\n")[0]
     tool.add_options(parser)
-    add_keys(parser)
+    add_keys(parser, has_arguments=name in ("compare", "parity"))
 
     def act(arguments: argparse.Namespace) -> int:
         if name != "plan":

@@ -25,7 +25,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN, Counts, read_pieces
-from distributed_training.data.corpus import Corpus, fingerprint
+from distributed_training.data.corpus import Corpus, count_corpus_bytes, fingerprint
 from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
@@ -34,7 +34,7 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import plural, publish
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 17
+_VERSION = 18
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
@@ -94,8 +94,8 @@ def token_cache_dir() -> Path:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a complete folder: the form of the text, facts about the tokenizer
-    and, for each split, the array dtypes and the `Counts`, and the SHA-256 of the tokens,
-    including their division into splits."""
+    and, for each split, the array dtypes, the `Counts` and the first id of each dataset. Also the
+    SHA-256 of the tokens, including their division into splits."""
     return json.loads((folder / _META_FILE).read_bytes())
 
 
@@ -130,11 +130,12 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     - `ids`: the ids of all documents, concatenated, including special tokens;
     - `starts`: the index of the first id of each document, followed by the total number of ids,
       int64 [num_documents + 1];
+    - `firsts`: the same for each dataset, int64 [num_datasets + 1];
     - `loss_mask`: whether each id is in the loss. This key is absent if all ids are in the loss."""
     meta = read_meta(folder)
     splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():
-        splits.append({})
+        splits.append({"firsts": np.array(meta["firsts"][split])})
         for name, dtype in dtypes.items():
             file = folder / f"{split}-{name}.bin"
             # A split without text has no file.
@@ -145,7 +146,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
     """Tokenize a corpus into a cache folder. Raises UserError if there is no text to train on."""
     tokenizer.check_export()
-    num_bytes = sum(source.num_bytes for source in corpus.values())
+    num_bytes = count_corpus_bytes(corpus)
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
     by_line = config.pack is False
     partial_folder = folder.with_name(f"{folder.name}.partial")
@@ -154,25 +155,32 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
     counts = {split: Counts() for split in corpus}
+    firsts: dict[str, list[int]] = {split: [0] for split in corpus}
     printed_at = time.monotonic()
     with tqdm(
         desc="tokenizing", total=num_bytes, unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
-        for split, source in corpus.items():
+        for split, sources in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
-            if source.columns is not None:
+            if sources[0].columns is not None:
                 dtypes["loss_mask"] = "bool"
             splits[split] = dtypes
-            pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
-            for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
-                num_records = f"{counts[split].records:,} records"
-                bar.set_postfix_str(num_records)
-                if bar.disable and time.monotonic() - printed_at > PRINT_EVERY_S:
-                    printed_at = time.monotonic()
-                    print_stderr(f"tokenized {num_records}")
-                for name in dtypes.keys() & arrays.keys():
-                    with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
-                        file.write(arrays[name].astype(dtypes[name]).tobytes())
+            (partial_folder / f"{split}-starts.bin").write_bytes(bytes(8))
+            for source in sources:
+                num_ids = firsts[split][-1]
+                pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
+                for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
+                    arrays["starts"] += num_ids
+                    num_ids += len(arrays["ids"])
+                    num_records = f"{counts[split].records:,} records"
+                    bar.set_postfix_str(num_records)
+                    if bar.disable and time.monotonic() - printed_at > PRINT_EVERY_S:
+                        printed_at = time.monotonic()
+                        print_stderr(f"tokenized {num_records}")
+                    for name, dtype in dtypes.items():
+                        with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
+                            file.write(arrays[name].astype(dtype).tobytes())
+                firsts[split].append(num_ids)
             if counts[split].forms.keys() == {TEXT}:
                 (partial_folder / f"{split}-loss_mask.bin").unlink(missing_ok=True)
                 del dtypes["loss_mask"]
@@ -183,7 +191,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         raise UserError(f"dataset={config.dataset!r} contains no text", why)
     forms = (form for form in (MESSAGES, PROMPT, TEXT) if form in counts["train"].forms)
     meta = {
-        "form": next(forms, RUNNING), "splits": splits, "tokenizer": asdict(tokenizer.facts),
+        "form": next(forms, RUNNING), "splits": splits, "firsts": firsts,
+        "tokenizer": asdict(tokenizer.facts),
         "counts": {split: vars(split_counts) for split, split_counts in counts.items()},
         "sha256": _digest(partial_folder),
     }  # fmt: skip
@@ -195,10 +204,9 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
 def _tokenize_split(
     pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield dictionaries of arrays to append to the files of a split. The keys are the same as in
-    `load_tokens`. Meanwhile, threads tokenize the next batches."""
-    yield {"starts": np.zeros(1)}
-    num_ids = 0
+    """Yield dictionaries of arrays to append to the files of a split: `ids` and `loss_mask` as in
+    `load_tokens`, and in `starts` the end of each document, counted from the first of these ids.
+    Meanwhile, threads tokenize the next batches."""
     unknown_id = tokenizer.unknown_id
     is_special = np.zeros(tokenizer.num_tokens, bool)
     is_special[tokenizer.special_ids[tokenizer.special_ids != unknown_id]] = True
@@ -228,9 +236,7 @@ def _tokenize_split(
                     mask = np.append(mask, True)
                 rows.append(row)
                 masks.append(mask)
-            sizes = [len(row) for row in rows]
-            ends = num_ids + np.cumsum(sizes)
-            num_ids = ends[-1]
+            ends = np.cumsum([len(row) for row in rows])
             yield {
                 "ids": np.concatenate(rows),
                 "starts": ends[[piece.ends for piece in batch]],

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import os
 import re
+import shlex
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,53 +85,78 @@ class Source:
         digest = hashlib.sha256(str(columns).encode())
         for file in self.files:
             with open_file(file) as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+                file_digest = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
+            digest.update(file_digest.digest())
         for text in self.texts:
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.hexdigest()
 
 
-# Sources by split: "train", and "validation" if the dataset has one
-Corpus = dict[str, Source]
+# Sources by split: "train", with one source per dataset, and "validation" if there is a validation
+# dataset or if any of the datasets has such a split
+Corpus = dict[str, list[Source]]
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Return the SHA-256 of all contents and their division into splits. This function reads all
-    files."""
-    splits = ("train", "validation")
-    digests = [corpus[split].digest() if split in corpus else "" for split in splits]
-    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    """Return the SHA-256 of all contents and their division into splits and datasets. This function
+    reads all files."""
+    digests = [(split, [source.digest() for source in corpus[split]]) for split in sorted(corpus)]
+    return hashlib.sha256(str(digests).encode()).hexdigest()
+
+
+def count_corpus_bytes(corpus: Corpus) -> int:
+    """Return the approximate size of the text in bytes."""
+    return sum(source.num_bytes for source in itertools.chain(*corpus.values()))
+
+
+def split_weights(dataset: str) -> dict[str, float]:
+    """Return the weight of each dataset in a value of the key `dataset`, such as
+    "a.jsonl:2 b.jsonl". Names are quoted as in a shell. A dataset without a weight has weight 1, as
+    does an existing path that ends like a weight."""
+    weights: dict[str, float] = {}
+    for text in [dataset] if os.path.exists(dataset) else shlex.split(dataset):
+        name, _, weight = text.rpartition(":")
+        if os.path.exists(text) or not re.fullmatch(r"\d+(\.\d+)?", weight):
+            name, weight = text, "1"
+        weights[name] = weights.get(name, 0) + float(weight)
+    return weights
 
 
 def find_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
-    """Find the sources of `dataset`. If `validation` names another dataset, the validation text
-    comes from that dataset. Running text in files is not read until the sources are used.
+    """Find the sources of the datasets in `dataset` (see `split_weights`). If `validation` names
+    another dataset, the validation text comes from that dataset. Running text in files is not read
+    until the sources are used.
 
     `columns` has the form "our_name=dataset_name,...". Raises UserError if a dataset is missing,
-    empty or of an unsupported kind."""
+    empty or of an unsupported kind, or if only some of the datasets consist of records."""
     names = parse_columns(columns)
-    corpus = _find_sources(dataset, "dataset", names)
+    corpus: Corpus = {}
+    for name in split_weights(dataset):
+        for split, source in _find_sources(name, "dataset", names).items():
+            corpus.setdefault(split, []).append(source)
+    if len({source.columns is None for source in corpus["train"]}) > 1:
+        what = f"dataset={dataset!r} mixes running text and records"
+        raise UserError(what, fix='write each text as a record: {"text": "..."}')
     if validation is not None:
-        validation_corpus = _find_sources(validation, "validation_dataset", names)
-        corpus["validation"] = validation_corpus.get("validation", validation_corpus["train"])
+        sources = _find_sources(validation, "validation_dataset", names)
+        corpus["validation"] = [sources.get("validation", sources["train"])]
     return corpus
 
 
 def find_unread(dataset: str, corpus: Corpus) -> list[str]:
-    """Return the files in a dataset's folder that no split in `corpus` uses, as paths relative to
-    that folder. Hidden files and files that describe the dataset are left out."""
-    folder = Path(dataset)
-    if not corpus["train"].files or not folder.is_dir():
-        return []
+    """Return the files in the datasets' folders that no split in `corpus` uses, as paths relative
+    to their folder. Hidden files and files that describe the dataset are left out."""
     # A link may lead to a used file under another name.
-    used_files = {file.resolve() for source in corpus.values() for file in source.files}
+    sources = itertools.chain(*corpus.values())
+    used_files = {file.resolve() for source in sources for file in source.files}
     ignored_names = METADATA_FILES
     if all(suffix_of(file) in TEXT_SUFFIXES for file in used_files):
         ignored_names = METADATA_FILES - {CARD}  # The card is a text like the others.
     names = sorted(
         file.relative_to(folder)
-        for file in folder.rglob("*")
+        for folder in split_weights(dataset)
+        for file in Path(folder).rglob("*")
         if file.is_file() and file.name not in ignored_names and file.resolve() not in used_files
     )
     return [
@@ -159,9 +185,9 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return names
 
 
-def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
-    """Find the sources of a dataset. `key` is the setting that names the dataset. Raises UserError
-    if the dataset is not available, cannot be read or has nothing to train on."""
+def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> dict[str, Source]:
+    """Find the source of each split of a dataset. `key` is the setting that names the dataset.
+    Raises UserError if the dataset is not available, cannot be read or has nothing to train on."""
     what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
@@ -194,10 +220,11 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
 
 
 def check_dataset_path(dataset: str, key: str) -> None:
-    """If `dataset` is a path, raise UserError unless the path leads to a regular file or a folder.
-    `key` is the setting that names the dataset."""
-    if dataset not in BUILT_IN and not is_hub_name(dataset):
-        check_dataset_exists(Path(dataset), f"{key}={dataset!r}")
+    """Raise UserError for a path in `dataset` (see `split_weights`) that leads to neither a regular
+    file nor a folder. `key` is the setting that names the datasets."""
+    for name in split_weights(dataset):
+        if name not in BUILT_IN and not is_hub_name(name):
+            check_dataset_exists(Path(name), f"{key}={name!r}")
 
 
 def is_hub_name(dataset: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distributed_training.data.corpus import Corpus
+from distributed_training.data.corpus import Corpus, count_corpus_bytes
 from distributed_training.data.files import encoding_of
 
 NUM_CHUNKS = 64
@@ -23,28 +23,33 @@ def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] |
     validation split consists of the same chunks. Return None if the files cannot be read from the
     middle, or have no lines there."""
     train = corpus["train"]
-    files = train.files
+    files = [file for source in train for file in source.files]
     if any(file.suffix not in SUFFIXES or encoding_of(file) == "utf-16" for file in files):
         return None
-    source = replace(train, texts=train.texts[:: len(train.texts) // 64 + 1])
+    chunks = _write_chunks(files, folder) if files else []
+    if files and len(chunks) < 2:  # the text is one long line
+        return None
     error = MIN_ERROR
-    if files:
-        chunks = _read_chunks(files)
-        if len(chunks) < 2:  # the text is one long line
-            return None
-        names = [folder / f"{number}{files[0].suffix}" for number in range(len(chunks))]
-        for name, chunk in zip(names, chunks, strict=True):
-            name.write_bytes(chunk)
-        source = replace(train, files=names)
-        if files[0].suffix == ".jsonl":
-            densities = [chunk.count(b"\n") / len(chunk) for chunk in chunks]
-            spread = statistics.stdev(densities) / statistics.fmean(densities)
-            error = max(error, 2 * spread / math.sqrt(len(chunks)))
-    return dict.fromkeys(corpus, source), train.num_bytes / source.num_bytes, error
+    lines = [chunk.read_bytes() for _, chunk in chunks if chunk.suffix == ".jsonl"]
+    if lines:
+        densities = [text.count(b"\n") / len(text) for text in lines]
+        spread = statistics.stdev(densities) / statistics.fmean(densities)
+        error = max(error, 2 * spread / math.sqrt(len(lines)))
+    sources = [
+        replace(
+            source,
+            files=[chunk for file, chunk in chunks if file in source.files],
+            texts=source.texts[:: len(source.texts) // 64 + 1],
+        )
+        for source in train
+    ]
+    sizes = [count_corpus_bytes({"train": part}) for part in (train, sources)]
+    return dict.fromkeys(corpus, sources), sizes[0] / sizes[1], error
 
 
-def _read_chunks(files: Sequence[Path]) -> list[bytes]:
-    """Return whole lines from NUM_CHUNKS evenly spaced positions in the concatenated files."""
+def _write_chunks(files: Sequence[Path], folder: Path) -> list[tuple[Path, Path]]:
+    """Write whole lines from NUM_CHUNKS evenly spaced positions in the concatenated files to
+    `folder`. Return (file, file of the chunk) for each chunk."""
     sizes = [file.stat().st_size for file in files]
     chunks = []
     for number in range(NUM_CHUNKS):
@@ -56,5 +61,9 @@ def _read_chunks(files: Sequence[Path]) -> list[bytes]:
         with open(files[index], "rb") as file:
             file.seek(offset)
             file.readline(MAX_LINE_BYTES)
-            chunks.append(file.read(CHUNK_BYTES) + file.readline(MAX_LINE_BYTES))
-    return [chunk for chunk in chunks if chunk]
+            text = file.read(CHUNK_BYTES) + file.readline(MAX_LINE_BYTES)
+        if text:
+            chunk = folder / f"{number}{files[index].suffix}"
+            chunk.write_bytes(text)
+            chunks.append((files[index], chunk))
+    return chunks

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
+from distributed_training.data.corpus import split_weights
 from distributed_training.data.pieces import MESSAGES, RUNNING, TEXT
 from distributed_training.data.samples import (
     Samples,
+    all_samples,
     count_targets,
     find_parts,
     num_held_out,
@@ -63,6 +65,7 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     - `samples`, `cut`: number of samples, and number of samples cut at max_length;
     - `held_out`: number of samples that are kept for validation;
     - `trained`, `unit`: number of samples that an epoch trains on, and their name;
+    - `trained_by_dataset`: number of samples that each dataset contributes to `trained`;
     - `ends_cut`: number of cut samples that lose the end of an answer;
     - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and total number of
       tokens;
@@ -107,9 +110,12 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     held_out = 0
     if "validation" not in meta["splits"]:
         held_out = min(num_samples, num_held_out(num_samples))
-    num_trained = num_samples - held_out
+    weights = split_weights(config.dataset)
+    samples, _ = all_samples(folder, config, can_pack=can_pack)
+    used = samples.select(slice(num_samples - held_out)).repeated(weights.values()).owners
     if config.num_samples != -1:
-        num_trained = min(num_trained, config.num_samples)
+        used = used[: config.num_samples]
+    trained = np.bincount(used, minlength=len(weights)).tolist()
     unit = "records" if num_samples == num_used else "samples"
     if meta["form"] == MESSAGES and unit == "records":
         unit = "chats"
@@ -121,7 +127,8 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         "left_out": left_out,
         "samples": num_samples,
         "held_out": held_out,
-        "trained": num_trained,
+        "trained": len(used),
+        "trained_by_dataset": dict(zip(weights, trained, strict=True)),
         "unit": "blocks" if is_shared else unit,
         "cut": int(is_cut.sum()),
         "ends_cut": num_answers_cut,
@@ -135,6 +142,9 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
 def describe_split(counts: dict[str, Any]) -> str:
     """Return the numbers of samples that are trained on and held out."""
     text = f"{counts['trained']:,} {counts['unit']} trained on per epoch"
+    if len(counts["trained_by_dataset"]) > 1:
+        numbers = (f"{count:,} of {name}" for name, count in counts["trained_by_dataset"].items())
+        text += f" ({', '.join(numbers)})"
     return f"{text}, {counts['held_out']:,} held out for validation"
 
 

@@ -4,6 +4,7 @@ torch."""
 import functools
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data.cache import load_bytes, load_tokens, read_meta
+from distributed_training.data.corpus import split_weights
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
@@ -39,6 +41,7 @@ class Samples:
     padding_id: int
     # Number of targets in the loss for each part, at least 1, [num_parts]
     num_targets: np.ndarray
+    owners: np.ndarray  # index of each part's dataset, [num_parts]
     loss_mask: np.ndarray | None = None  # whether each token is in the loss; None if all are
     # Index of each block's first part, then the number of parts, [num_samples + 1]. None without
     # packing.
@@ -47,6 +50,15 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.starts if self.firsts is None else self.firsts[1:])
+
+    def repeated(self, weights: Iterable[float]) -> "Samples":
+        """Return the samples of an epoch. With weight 2, a dataset's samples are used twice. With
+        weight 0.5, every second sample is used."""
+        counts = np.zeros_like(self.owners)
+        for owner, weight in enumerate(weights):
+            is_own = self.owners == owner
+            counts[is_own] = np.diff(np.floor(weight * np.arange(is_own.sum() + 1)))
+        return self.select(np.repeat(np.arange(len(self)), counts))
 
     def packed(self) -> "Samples":
         """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
@@ -64,6 +76,7 @@ class Samples:
             starts=self.starts[parts],
             lengths=self.lengths[parts],
             num_targets=self.num_targets[parts],
+            owners=self.owners[parts],
         )
 
     def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -201,11 +214,15 @@ def cut_samples(
         if form in ANSWERS:
             fix = "use more records, or set a larger max_length if prompts fill it"
         raise UserError(f"{what} is too short", why, fix)
+    weights = [*split_weights(config.dataset).values()]
+    train = train.repeated(weights)
     if config.num_samples != -1:
         train = train.select(slice(config.num_samples))
     if config.eval_samples != -1:
         validation = validation.select(slice(config.eval_samples))
     identity = f"{read_meta(folder)['sha256']} {packs} {seq_len} {len(train)}"
+    if weights != [1]:
+        identity += f" with weights {weights}"
     if packs and not as_blocks:
         train = train.packed()
         validation = validation.packed()
@@ -230,12 +247,11 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
 
 
 def all_samples(
-    folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0,
-    with_tail: bool = False, in_blocks: bool = True,
-) -> Samples:  # fmt: skip
-    """Return all samples of the first split in a cache folder. `can_pack` has the same meaning as
-    in `cut_samples`. If `with_tail` is set, include the last block of running text even if it is
-    incomplete. Unless `in_blocks` is set, packed records are separate samples in their order."""
+    folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
+) -> tuple[Samples, Samples]:
+    """Return all samples of the first split in a cache folder, first as separate samples and then
+    as a run packs them. `can_pack` has the same meaning as in `cut_samples`. If `with_tail` is set,
+    include the last block of running text even if it is incomplete."""
     form, (split, *_) = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     starts, lengths = find_parts(split, form, config.max_length, packs=packs)
@@ -243,8 +259,8 @@ def all_samples(
         starts = np.arange(0, len(split["ids"]) - 1, config.max_length)
         lengths = np.minimum(len(split["ids"]) - 1 - starts, config.max_length)
     samples = _cut(split, (starts, lengths), seq_len=config.max_length, padding_id=padding_id)
-    in_blocks = in_blocks and packs and form != RUNNING and len(samples) > 0
-    return samples.packed() if in_blocks else samples
+    is_packed = packs and form != RUNNING and len(samples) > 0
+    return samples, samples.packed() if is_packed else samples
 
 
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples
@@ -275,15 +291,18 @@ def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) 
 
 def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
     """Return samples that contain one part each. Parts without a target in the loss are left out,
-    for example parts that contain only a prompt."""
-    ids = split["ids"]
+    for example parts that contain only a prompt. The samples of several datasets are spread evenly,
+    and the samples of one dataset keep their order."""
     starts, lengths = parts
     loss_mask = split.get("loss_mask")
-    if loss_mask is None or len(starts) == 0:
-        return Samples(ids, starts, lengths, seq_len, padding_id, lengths)
-    targets = count_targets(loss_mask, starts, lengths)
-    kept = targets > 0
-    return Samples(ids, starts[kept], lengths[kept], seq_len, padding_id, targets[kept], loss_mask)
+    targets = lengths if loss_mask is None else count_targets(loss_mask, starts, lengths)
+    owners = np.searchsorted(split["firsts"], starts, "right") - 1
+    samples = Samples(
+        split["ids"], starts, lengths, seq_len, padding_id, targets, owners, loss_mask
+    ).select(targets > 0)
+    sizes = np.bincount(samples.owners)
+    positions = _concatenate_ranges(sizes) / sizes[samples.owners]
+    return samples.select(np.argsort(positions, kind="stable"))
 
 
 def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

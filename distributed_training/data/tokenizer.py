@@ -29,7 +29,7 @@ CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Splits before the byte level in the pre-tokenizers of GPT-2, Llama 3 and Qwen 2. With these
 # splits, data/pieces.py may cut documents.
-_SAFE_SPLITS = [[]] + [
+_SAFE_SPLITS: list[Any] = [[]] + [
     [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}]
     for digits in ("{1,3}", "")
     for regex in [f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}"]

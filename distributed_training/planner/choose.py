@@ -3,12 +3,14 @@
 This module does not import torch."""
 
 import math
+import os
 import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distributed_training.data.corpus import split_weights
 from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
@@ -122,7 +124,7 @@ def _choose_for_cpu(
     if config.is_set("epochs"):  # the preset's limit would end the run before these epochs
         excluded_keys |= {"max_steps"}
     settings: Settings = {}
-    if config.preset is None and Path(config.dataset).exists():
+    if config.preset is None and any(map(os.path.exists, split_weights(config.dataset))):
         settings = {
             key: v for key, v in load_preset(WORDS_PRESET).items() if key not in excluded_keys
         }

@@ -15,9 +15,11 @@ from distributed_training.data.cache import cache_folder, read_meta, token_cache
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
+    count_corpus_bytes,
     find_corpus,
     find_unread,
     is_hub_name,
+    split_weights,
 )
 from distributed_training.data.estimate import MIN_ERROR, sample_corpus
 from distributed_training.data.report import Amount
@@ -106,14 +108,15 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
     MAX_DRY_RUN_BYTES and not in the token cache, return samples from a part of it. Return None if a
     dataset is on the Hub, or if a large file cannot be read in parts."""
     config = draft.config
-    datasets = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
-    on_hub = {key: name for key, name in datasets.items() if name and is_hub_name(name)}
-    for key, name in on_hub.items():
+    names = [("dataset", name) for name in split_weights(config.dataset)]
+    names.append(("validation_dataset", config.validation_dataset or ""))
+    on_hub = [(key, name) for key, name in names if is_hub_name(name)]
+    for key, name in on_hub:
         hub.fetch_dataset(key, name, download=False)
     if on_hub:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-    num_bytes = sum(source.num_bytes for source in corpus.values())
+    num_bytes = count_corpus_bytes(corpus)
     tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
@@ -175,7 +178,7 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
         _, tokenizer_dir = choose_tokenizer(config, draft.requested, spec, config.weights, notes)
         if data := peek_data(draft, tokenizer_dir):
             return resolve_data_values(draft, data, notes)[1]
-        if not is_hub_name(dataset):
+        if not any(map(is_hub_name, split_weights(dataset))):
             reason = "the dataset is large and not tokenized yet (the data command does this)"
     except (UserError, OSError) as error:
         reason = first_line(error)

@@ -164,9 +164,9 @@ def short_path(path: str | Path) -> str:
 
 
 def short_name(source: str) -> str:
-    """Return a short name for a dataset or for weights: the last component of a path or Hub name.
+    """Return a short name for datasets or weights: the last component of each path or Hub name.
     For weights in a run's folder, the name also contains the run's model."""
-    return folder_label(Path(source.rstrip("/"))) or source
+    return " ".join(folder_label(Path(name.rstrip("/"))) or name for name in source.split(" "))
 
 
 def in_markdown(text: str) -> str:

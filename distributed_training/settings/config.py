@@ -51,8 +51,8 @@ class RunConfig(Options):
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: Text = data_key(AUTO, aliases=("data", "train_file"))
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
-    user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. auto: wikitext-2 if it is
-    available, otherwise embedded."""
+    user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. Several, with weights:
+    a.jsonl:2 b.jsonl:0.5. auto: wikitext-2 if it is available, otherwise embedded."""
     validation_dataset: Text | None = data_key(None, aliases=("validation_file", "eval_dataset"))
     """Data to evaluate on, in any form that `dataset` accepts. None: the dataset's
     validation split or, without one, the last 5% of the dataset."""

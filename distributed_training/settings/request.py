@@ -2,6 +2,7 @@
 does not import torch."""
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def build_config(
     values = {**config_values, **override_values}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
     values["engine_options"] = validate(options_class, engine_values).model_dump()
+    if isinstance(values.get("dataset"), list):
+        values["dataset"] = shlex.join(map(os.path.expanduser, values["dataset"]))
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             # A Path would turn "./a" into "a", which could be a name on the Hub.

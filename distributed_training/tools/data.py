@@ -54,14 +54,13 @@ def run(
     )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    samples = all_samples(folder, config, can_pack=can_pack)
-    counts["real_share"] = samples.real_share if len(samples) else 0.0
+    samples, packed = all_samples(folder, config, can_pack=can_pack)
+    counts["real_share"] = packed.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["tokenizer_name"] = tokenizer_name
     counts["special_tokens"] = tokenizer.facts.special
-    records = all_samples(folder, config, can_pack=can_pack, in_blocks=False)
-    shown_samples = list(report.read_samples(records, arguments.show))
+    shown_samples = list(report.read_samples(samples, arguments.show))
     if arguments.json:
         sample_dicts = [
             {

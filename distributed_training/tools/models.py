@@ -243,7 +243,7 @@ def _load_samples(
     folder = tokenize(
         split_corpus, tokenizer, config, token_cache_dir(), embedding_rows=size.vocab_size
     )
-    samples = all_samples(
+    _, samples = all_samples(
         folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
     )
     if len(samples) == 0:

@@ -45,12 +45,12 @@ def test_a_document_is_a_file_a_line_or_a_record(tmp_path):
     """Blank documents are skipped. The text of a JSON Lines record may contain Unicode line
     separators."""
     corpus = find_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
-    assert (list(corpus), corpus["train"].columns) == (["train"], None)
-    assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]
-    assert texts_of(corpus["train"], by_line=True) == ["one", "two ä ☃"]
+    assert (list(corpus), corpus["train"][0].columns) == (["train"], None)
+    assert texts_of(corpus["train"][0]) == ["one\n\ntwo ä ☃"]
+    assert texts_of(corpus["train"][0], by_line=True) == ["one", "two ä ☃"]
     rows = ['{"text": "1\\n2", "id": 1}', "", '{"text": "  "}', '{"text": "\\u2603\u2028b\x85"}\n']
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
-    source = find_corpus(str(tmp_path / "a.jsonl"))["train"]
+    source = find_corpus(str(tmp_path / "a.jsonl"))["train"][0]
     assert source.columns == {}
     assert texts_of(source) == texts_of(source, by_line=True) == ["1\n2", "☃\u2028b\x85"]
 
@@ -61,7 +61,12 @@ def test_files_of_a_folder_are_read_in_name_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, name)
     write(tmp_path / "blank.txt", " ")
-    assert texts_of(find_corpus(str(tmp_path))["train"]) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
+    assert texts_of(find_corpus(str(tmp_path))["train"][0]) == [
+        "a.txt",
+        "ab.md",
+        "b.txt",
+        "sub/c.txt",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with refused(str(tmp_path), *words):
-        texts_of(find_corpus(str(tmp_path))["train"])
+        texts_of(find_corpus(str(tmp_path))["train"][0])
 
 
 @pytest.mark.parametrize(
@@ -98,18 +103,18 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), files[split])
     monkeypatch.setattr(hub, "fetch_wikitext", lambda: files)
     corpus = find_corpus("wikitext-2")
-    assert corpus["train"].columns is None
-    intro, *articles = texts_of(corpus["train"])
+    assert corpus["train"][0].columns is None
+    intro, *articles = texts_of(corpus["train"][0])
     assert intro == "intro \n"
     assert [article.split(" = ")[1] for article in articles] == ["Robert Boulter", "Du Fu"]
     assert "".join(articles) == "".join(ROWS)
-    assert texts_of(corpus["validation"]) == []
+    assert texts_of(corpus["validation"][0]) == []
 
 
 def test_embedded_corpora_come_from_the_standard_library():
     """Embedded corpora contain no installed packages and no tests, so they are identical on all
     machines with the same Python."""
-    texts = texts_of(find_corpus("embedded")["train"])
+    texts = texts_of(find_corpus("embedded")["train"][0])
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "argparse.py").read_text() in texts
@@ -118,7 +123,7 @@ def test_embedded_corpora_come_from_the_standard_library():
         files = sorted(file for file in root.glob(f"{folder}/*.py") if file.stat().st_size > 999)
         for file in files[:5]:
             assert file.read_text(encoding="utf-8", errors="replace") not in texts
-    lines = "".join(texts_of(find_corpus("embedded-prose")["train"])).splitlines()
+    lines = "".join(texts_of(find_corpus("embedded-prose")["train"][0])).splitlines()
     assert sum(map(len, lines)) > 200_000
     assert len(lines) == len(set(lines)), "what validates would be in what trains"
     assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
@@ -127,13 +132,14 @@ def test_embedded_corpora_come_from_the_standard_library():
 
 def test_fingerprint_depends_on_texts_split_and_form(tmp_path):
     def running(*texts, columns=None):
-        return Source(texts=texts, columns=columns)
+        return [Source(texts=texts, columns=columns)]
 
     corpora = [
         {"train": running("a", "b"), "validation": running("c")},
         {"train": running("ab"), "validation": running("c")},
         {"train": running("b", "a"), "validation": running("c")},
         {"train": running("a", "b", "c")},
+        {"train": [*running("a", "b"), *running("c")]},
         {"train": running("a"), "validation": running("b", "c")},
         {"train": running("a", "b", columns={}), "validation": running("c")},
         *(find_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),

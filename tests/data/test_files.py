@@ -77,7 +77,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     rows = [{"prompt": f'"{n}" + 1,\n=', "completion": f" {n + 1} ä"} for n in range(5)]
     for name in ("a.parquet", "b.csv", "c.jsonl"):
         write_rows(tmp_path / name, rows)
-    source = find_corpus(str(tmp_path))["train"]
+    source = find_corpus(str(tmp_path))["train"][0]
     assert source.columns == {}
     texts = [piece.text for piece in pieces_of(source)]
     assert texts == 3 * [row["prompt"] + row["completion"] for row in rows]
@@ -103,7 +103,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
 def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
-        texts_of(find_corpus(str(tmp_path / name))["train"])
+        texts_of(find_corpus(str(tmp_path / name))["train"][0])
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])

@@ -29,7 +29,7 @@ def write(file, *texts):
 
 
 def splits_of(folder):
-    return {split: texts_of(source) for split, source in find_corpus(str(folder)).items()}
+    return {split: texts_of(source) for split, (source,) in find_corpus(str(folder)).items()}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "lines/b.json"])

@@ -121,7 +121,8 @@ def test_messages_that_are_not_trained_on():
     _, trained, notes = conversation_of({"messages": messages})
     assert (trained, [*notes.values()]) == ([1], [1])
     (note,) = conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2].items()
-    assert "'critic'" in note[0] and note[1] == 1
+    assert "'critic'" in note[0]
+    assert note[1] == 1
 
 
 def test_columns_are_renamed():
@@ -212,7 +213,7 @@ def count_notes(file, texts):
         special_pattern=re.compile("(?!)"),
     )
     counts = prepare.Counts()
-    source = find_corpus(str(file))["train"]
+    source = find_corpus(str(file))["train"][0]
     pieces = list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))
     assert len(pieces) == len(texts)
     return counts.notes

@@ -34,7 +34,9 @@ def padded_samples(num_samples, seq_len=6):
     trained = random.random(len(tokens)) < 0.7
     ends = starts + lengths + 1
     counts = [trained[start + 1 : end].sum() for start, end in zip(starts, ends, strict=True)]
-    return Samples(tokens, starts, lengths, seq_len, 0, np.array(counts), trained)
+    return Samples(
+        tokens, starts, lengths, seq_len, 0, np.array(counts), np.zeros_like(starts), trained
+    )
 
 
 def test_sample_order_equals_earlier_releases():

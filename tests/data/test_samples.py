@@ -22,7 +22,7 @@ WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "calle
 def in_memory(train, validation=None):
     """Return a corpus of running text from strings."""
     texts = {"train": train} if validation is None else {"train": train, "validation": validation}
-    return {name: Source(texts=tuple(split)) for name, split in texts.items()}
+    return {name: [Source(texts=tuple(split))] for name, split in texts.items()}
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
@@ -93,7 +93,7 @@ def test_samples_equal_a_simple_implementation(
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 500)
     corpus = make_corpus(validation=False)
-    texts = corpus["train"].texts
+    texts = corpus["train"][0].texts
     if form == "prompt":
         corpus = jsonl(tmp_path, QUESTIONS)
         records = [[(row["prompt"], False), (row["completion"], True)] for row in QUESTIONS]

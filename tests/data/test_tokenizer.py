@@ -228,7 +228,7 @@ def test_texts_without_a_token_are_counted(tmp_path):
     counts = summarize(folder, config, can_pack=True)
     assert (counts["records"], counts["used"], counts["samples"]) == (44, 42, 42)
     assert counts["left_out"] == {"fewer than two tokens": 2}
-    samples = all_samples(folder, config, can_pack=True, in_blocks=False)
+    samples, _ = all_samples(folder, config, can_pack=True)
     ids = [row.tolist() for row, _ in read_samples(samples, 2)]
     assert ids == [[1, 2, 0], [1, 0]]
 
@@ -246,7 +246,7 @@ def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expe
     folder = tokenize(corpus, tokenizer, config, tmp_path / "cache")
     counts = summarize(folder, config, can_pack=can_pack)
     assert (counts["samples"], counts["cut"]) == expected
-    samples = all_samples(folder, config, can_pack=can_pack, in_blocks=False)
+    samples, _ = all_samples(folder, config, can_pack=can_pack)
     assert len(list(read_samples(samples, 200))) == counts["samples"]
 
 
@@ -337,7 +337,7 @@ def test_each_record_is_read_by_itself(folder, tmp_path):
     rows += [{"messages": [USER, {**ANSWER, "role": "critic"}]}]
     corpus = jsonl(tmp_path, rows)
     tokenizer, counts = Tokenizer(folder), Counts()
-    pieces = list(read_pieces(corpus["train"], tokenizer, by_line=False, counts=counts))
+    pieces = list(read_pieces(corpus["train"][0], tokenizer, by_line=False, counts=counts))
     trained = [
         "".join(piece.text[first:last] for first, last in piece.spans)
         if piece.spans

@@ -87,7 +87,9 @@ def exported_steps(monkeypatch):
 
 def make_trainer(engine=None, record=None, **config):
     lengths = np.full(STEPS_PER_EPOCH, 2)
-    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths.copy())
+    samples = Samples(
+        np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths.copy(), lengths * 0
+    )
     values = {"batch_size": 1, "learning_rate": 0.1, "export": False, "generate": None}
     config = build_config({**values, **config})
     return Trainer(
