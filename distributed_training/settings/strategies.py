@@ -14,7 +14,6 @@ in the folder ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,13 +135,6 @@ class _DeepSpeed(BaseModel, strict=True):
     optimizer: _Optimizer = _Optimizer()
 
 
-@functools.lru_cache(maxsize=64)
-def _read_zero(text: str) -> _Zero:
-    """Parse a ZeRO section. The result is cached, because the planner needs it tens of thousands of
-    times to rank layouts."""
-    return _Zero.model_validate_json(text)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """Definition of how the training state is distributed over ranks."""
@@ -150,6 +142,7 @@ class Strategy:
     name: str  # short name: the value of CONFIG["strategy"]
     source: Path  # the JSON file that defines the strategy
     document: Mapping[str, Any]  # DeepSpeed config with unresolved "auto" values; {} with a mesh
+    zero: _Zero  # ZeRO section of `document`; stage 0 if there is none
     mesh: Mapping[str, int]  # axis sizes; -1 means all remaining ranks
     # Axes that the strategy sets; a suggested layout changes only these
     named_axes: tuple[str, ...]
@@ -165,12 +158,6 @@ class Strategy:
     def options(self, values: Mapping[str, Any]) -> Any:
         """Return an instance of the engine's options with these values."""
         return strategy_options(self.name)(**values)
-
-    @property
-    def zero(self) -> _Zero:
-        """Return the ZeRO section of the DeepSpeed configuration. If the configuration has no such
-        section, return a section with stage 0."""
-        return _read_zero(json.dumps(self.document.get("zero_optimization", {})))
 
     @property
     def offload(self) -> dict[str, str]:
@@ -243,6 +230,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     source = strategy_file._path
     mesh = strategy_file.mesh or {}
     document: Mapping[str, Any] = {}
+    parsed = _DeepSpeed()
     user_json = config.deepspeed_config
     if strategy_file.deepspeed is None and user_json is not None:
         what = f"{setting} would ignore deepspeed_config={user_json!r}"
@@ -276,6 +264,7 @@ def load_strategy(config: RunConfig) -> Strategy:
         name=strategy_file.name,
         source=source.resolve(),
         document=document,
+        zero=parsed.zero_optimization,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
         engine=strategy_file.engine,

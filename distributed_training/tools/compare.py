@@ -20,7 +20,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -58,7 +58,7 @@ INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "reserved GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
-AnyRun = TypeVar("AnyRun", bound="Run")
+Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
 
 
 class ComparisonPlan(BaseModel):
@@ -84,6 +84,8 @@ class Run:
     why: str = ""  # reason why the run did not start or failed; "" if there is none
     seconds: float = 0.0
     exit_code: int = 0  # of the training process
+    verdict: str = ""  # of `parity`; "" until the run has a result
+    differences: Differences = dataclasses.field(default_factory=dict)  # of `parity`
 
     @property
     def status(self) -> str:
@@ -248,7 +250,7 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
                     run.record = record
 
 
-def train_each(runs: Sequence[AnyRun], out: Path, conclude: Callable[[AnyRun], str]) -> None:
+def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
     """Train the remaining runs one after another, and print what `conclude` returns for each."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)

@@ -14,7 +14,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from distributed_training.planner.layouts import OPEN_SETTINGS
@@ -50,15 +49,6 @@ REFERENCE_VALUES: compare.Values = {
     **OPEN_SETTINGS, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False,
     "cuda_graphs": False, "gradient_compression": "none",
 }  # fmt: skip
-Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
-
-
-@dataclass(kw_only=True, slots=True)
-class Trial(compare.Run):
-    """One training run of the check, and its differences from the reference."""
-
-    verdict: str = ""  # "" until the run has a result
-    differences: Differences = field(default_factory=dict)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,14 +73,13 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.out is None:
         out = out.with_name(f"parity-x{runs[0].num_processes}")
     share_model(runs, build)
-    layouts = [Trial(**{key.name: getattr(run, key.name) for key in fields(run)}) for run in runs]
-    references = build_references(layouts, build)
-    trials = [*references, *layouts]
+    references = build_references(runs, build)
+    trials = [*references, *runs]
     if arguments.dry_run:
         compare.print_settings(trials)
         return 0
 
-    def conclude(trial: Trial) -> str:
+    def conclude(trial: compare.Run) -> str:
         judge(trial, *references)
         if trial in references and trial.why:
             raise UserError("The single-process reference run failed", trial.why)
@@ -102,9 +91,9 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         compare.train_each(trials, out, conclude)
     finally:
         remove_checkpoint(references[0])
-        if any(trial.verdict for trial in layouts):
+        if any(trial.verdict for trial in runs):
             write_page(out, [trial for trial in trials if trial.verdict])
-    return exit_code([trial.verdict for trial in layouts])
+    return exit_code([trial.verdict for trial in runs])
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
@@ -128,7 +117,7 @@ def share_model(runs: Sequence[compare.Run], build: compare.Build) -> None:
         run.config = build(compare.format_overrides(run.values))
 
 
-def build_references(layouts: Sequence[Trial], build: compare.Build) -> list[Trial]:
+def build_references(layouts: Sequence[compare.Run], build: compare.Build) -> list[compare.Run]:
     """Return the reference and a second run with another micro-batch size. Both train in a single
     process, with the same global batch size and the same values of `Plan.work` as the layouts."""
     first, config = next((run, run.config) for run in layouts if run.config)
@@ -146,7 +135,7 @@ def build_references(layouts: Sequence[Trial], build: compare.Build) -> list[Tri
             "grad_accum_steps": global_batch_size // micro_batch_size,
         }  # fmt: skip
         references.append(
-            Trial(
+            compare.Run(
                 name=name, values=values, num_processes=1, command=first.command,
                 config=build(compare.format_overrides(values)),
             )
@@ -154,12 +143,12 @@ def build_references(layouts: Sequence[Trial], build: compare.Build) -> list[Tri
     return references
 
 
-def remove_checkpoint(trial: Trial) -> None:
+def remove_checkpoint(trial: compare.Run) -> None:
     if trial.record is not None:
         shutil.rmtree(Path(trial.record.run_dir) / CHECKPOINTS, ignore_errors=True)
 
 
-def judge(trial: Trial, reference: Trial, rounding: Trial) -> None:
+def judge(trial: compare.Run, reference: compare.Run, rounding: compare.Run) -> None:
     """Set a finished trial's differences from the reference and its verdict."""
     if trial.record is None and trial.exit_code in (0, UserError.exit_code):
         trial.verdict = SKIPPED
@@ -182,7 +171,9 @@ def judge(trial: Trial, reference: Trial, rounding: Trial) -> None:
             trial.verdict = OK
 
 
-def find_excess(differences: Differences, rounding_differences: Differences) -> list[str]:
+def find_excess(
+    differences: compare.Differences, rounding_differences: compare.Differences
+) -> list[str]:
     """Return one sentence for each quantity that differs by more than rounding explains.
     `differences` contains the differences between a layout and the reference.
     `rounding_differences` contains the differences between the two reference runs."""
@@ -203,7 +194,7 @@ def find_excess(differences: Differences, rounding_differences: Differences) -> 
     return reasons
 
 
-def compare_records(record: Record, reference: Record) -> Differences:
+def compare_records(record: Record, reference: Record) -> compare.Differences:
     """Return the relative differences in losses, gradient norms and tensors between two runs."""
     differences = {}
     figures = zip(LIMITS, _read_figures(record), _read_figures(reference), strict=False)
@@ -263,7 +254,7 @@ def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     return differences
 
 
-def write_page(out: Path, trials: Sequence[Trial]) -> None:
+def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
     """Write parity.json, and print the table. The first two entries in `trials` are
     the single-process reference runs."""
     reference, layouts = trials[0].record, trials[2:]
@@ -286,7 +277,7 @@ def write_page(out: Path, trials: Sequence[Trial]) -> None:
         ]
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
-    table = Table(title="Differences", about=explanation, columns=columns)
+    table = Table(title="compare.Differences", about=explanation, columns=columns)
     settings = common_settings([reference]) | {
         "steps": str(reference.num_steps), "processes": str(layouts[-1].num_processes),
         "device": reference.machine["gpu_name"] or "CPU",
