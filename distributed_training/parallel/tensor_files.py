@@ -140,19 +140,14 @@ class HostMemory:
         self.pinning.join()
         copies: list[Part] = []
         first = 0
-        # On a separate stream, a copy neither waits for later kernels nor delays them.
-        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for part in parts:
-                data = self.memory[first : first + _num_bytes(part)]
-                target = data.view(part.dtype).view(part.size)
-                target.copy_(part.get(), non_blocking=self.pinned)
-                copies.append(replace(part, get=target.detach))
-                first += _aligned_bytes(part)
-        if stream is not None:
-            stream.synchronize()
+        for part in parts:
+            data = self.memory[first : first + _num_bytes(part)]
+            target = data.view(part.dtype).view(part.size)
+            target.copy_(part.get(), non_blocking=self.pinned)
+            copies.append(replace(part, get=target.detach))
+            first += _aligned_bytes(part)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
         return copies
 
 

@@ -22,7 +22,7 @@ def find_orders(plan: Draft) -> tuple[Order, ...]:
     schedule; other schedules define their orders."""
     if plan.schedule.is_searched:
         assert plan.orders is not None, "lay_out stores the orders of a searched schedule"
-        return tuple(map(parse_order, plan.orders.by_place))
+        return plan.orders.by_place
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
@@ -37,12 +37,7 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     return tuple(_build_1f1b_order(schedule, p, m, rank) for rank in range(p))
 
 
-def parse_order(text: str) -> Order:
-    """Parse an order such as "F0 F0 I7 W7" (kinds and stages)."""
-    return _number_micro_batches((word[0], int(word[1:])) for word in text.split())
-
-
-def _number_micro_batches(steps: Iterable[Step]) -> Order:
+def number_micro_batches(steps: Iterable[Step]) -> Order:
     """Add micro-batch numbers to the steps. Micro-batches are numbered separately for each kind and
     stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
@@ -77,7 +72,7 @@ def _build_1f1b_order(schedule: str, p: int, m: int, rank: int) -> Order:
                 order.append(("W", 0))
     if splits_backward:
         order += [("W", 0)] * min(rank, m)
-    return _number_micro_batches((kind, local_stage * p + rank) for kind, local_stage in order)
+    return number_micro_batches((kind, local_stage * p + rank) for kind, local_stage in order)
 
 
 def _build_zb_v_order(p: int, m: int, rank: int) -> Order:
@@ -89,12 +84,7 @@ def _build_zb_v_order(p: int, m: int, rank: int) -> Order:
     steps += "FIWfiw" * (num_padded - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
     steps += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
     second_stage = 2 * p - 1 - rank
-    order = _number_micro_batches(
+    order = number_micro_batches(
         (letter.upper(), rank if letter.isupper() else second_stage) for letter in steps
     )
     return tuple(step for step in order if step[2] < m)
-
-
-def format_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
-    """Format each order in the form that `parse_order` parses, such as "F0 F0 I7 W7"."""
-    return tuple(" ".join(f"{step[0]}{step[1]}" for step in order) for order in orders)

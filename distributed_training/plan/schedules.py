@@ -48,8 +48,8 @@ class TimedOrders:
     """Order of operations on each rank of a V-shaped pipeline, and the predicted durations in
     seconds."""
 
-    # Order of each pipeline rank, in the format of orders.py; () unless the schedule is searched
-    by_place: tuple[str, ...]
+    # Order of each pipeline rank, as in orders.py; () unless the schedule is searched
+    by_place: tuple[tuple[tuple[str, int, int], ...], ...]
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
 

@@ -5,7 +5,7 @@ This module does not import torch."""
 import functools
 import random
 
-from distributed_training.plan.orders import Step, build_orders, format_orders
+from distributed_training.plan.orders import Step, build_orders, number_micro_batches
 from distributed_training.plan.schedules import SCHEDULES, TimedOrders
 from distributed_training.predict.simulate import (
     durations_by_step,
@@ -111,8 +111,10 @@ def search_orders(
         if current_duration < best_duration:
             best_duration = current_duration
             best = list(orders)
-    by_place = tuple(
-        text.replace(f"F{last_stage}", f"F{last_stage} I{last_stage}")
-        for text in format_orders(best)
-    )
-    return TimedOrders(by_place=by_place, stage_s=seconds, message_s=message_s)
+    by_place = []
+    for order in best:
+        steps: list[Step] = []
+        for step in order:
+            steps += [step, fused_step] if step == ("F", last_stage) else [step]
+        by_place.append(number_micro_batches(steps))
+    return TimedOrders(by_place=tuple(by_place), stage_s=seconds, message_s=message_s)

@@ -17,7 +17,8 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 
 def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
     """Return the first choice and the fastest layout of a ranking, each with its label."""
-    first, fastest = choices[0], min(choices, key=lambda choice: choice.sort_key)
+    first = choices[0]
+    fastest = min(choices, key=lambda choice: choice.sort_key)
     if first is fastest:
         return [("first, fastest", first)]
     return [("first", first), ("fastest", fastest)]
@@ -88,14 +89,16 @@ not validated: never measured. {source}"""
 def verdict_of(choice: Prediction, amount: Amount | str, price: str | None) -> str:
     """Return the verdict on a layout, as in a run's header."""
     plan = choice.plan
-    layout, values = _layout_and_mode(choice), choice.as_record()
-    return verdict(amount, asdict(plan.machine), plan.num_processes, layout, values, price)
+    layout = _layout_and_mode(choice)
+    prediction = choice.as_record()
+    return verdict(amount, asdict(plan.machine), plan.num_processes, layout, prediction, price)
 
 
 def describe_picks(picks: Sequence[tuple[str, Prediction]], amount: Amount | str) -> list[str]:
     """Return lines on the amount of work, if it is unknown, on the batch, on the uncertainty of the
     first choice, and on the fastest layout."""
-    first, fastest = picks[0][1], picks[-1][1]
+    first = picks[0][1]
+    fastest = picks[-1][1]
     plan = first.plan
     lines = [f"{amount}."] if isinstance(amount, str) else []
     work = "steps" if isinstance(amount, str) else amount.total

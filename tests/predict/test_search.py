@@ -38,7 +38,7 @@ def durations(blocks, block=BLOCK, loss=LOSS):
 
 
 def search_order(*durations):
-    return tuple(map(orders.parse_order, search_orders(*durations).by_place))
+    return search_orders(*durations).by_place
 
 
 def order_length(found_orders, seconds, message=MESSAGE):
