@@ -51,7 +51,7 @@ class Meta(BaseModel, strict=True):
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # `Engine.base_fingerprint`
     counters: dict[str, float]  # `Engine.counters`
-    files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], int]  # bytes
+    files: dict[str, int]  # file -> bytes
     checksums: dict[str, int]  # file -> CRC-32
     hosts: dict[str, str] = {}  # file -> host; only without a shared disk
 

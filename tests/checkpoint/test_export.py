@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from distributed_training.checkpoint.export import (
-    atomic_folder,
     find_stop_ids,
     generate_ids,
     write_generation_config,
@@ -198,16 +197,6 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     assert_refused(command("export", tmp_path), str(tmp_path), "runs/latest")
     shutil.rmtree(killed / "checkpoints")
     assert_refused(command("export", killed, "--merge"), str(killed))
-
-
-def test_an_export_does_not_write_through_a_link(tmp_path):
-    """The export command writes to a run's folder without claiming it."""
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (tmp_path / ".writing-hf").symlink_to(outside)
-    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "hf"):
-        pass
-    assert list(outside.iterdir()) == []
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):

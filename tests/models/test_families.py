@@ -100,7 +100,6 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
 OLD_LLAMA3 = {**LLAMA3, "type": "llama3"}
 del OLD_LLAMA3["rope_type"], OLD_LLAMA3["rope_theta"]
 QWEN2 = {"model_type": "qwen2"}
-NO_GROUPS = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 # Values in published config.json files, in addition to SHAPE
 SPELLINGS = {
     "rope-theta": {"rope_theta": 1e6},

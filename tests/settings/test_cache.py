@@ -52,20 +52,10 @@ def test_a_cache_folder_that_cannot_be_created_is_refused(name, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("name", [*CODE_CACHES, CACHE_VARIABLE])
-@pytest.mark.parametrize("is_link", [False, True])
-def test_code_caches_of_another_user_are_refused(is_link, name, tmp_path):
+def test_code_caches_of_another_user_are_refused(name, tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()
-    (tmp_path / "link").symlink_to(folder)
-    path = tmp_path / "link" if is_link else folder
     os.chown(folder, 12345, -1)
-    error_text = refused_or_variables(**{CACHE_VARIABLE: tmp_path / "own", name: path})
+    error_text = refused_or_variables(**{CACHE_VARIABLE: tmp_path / "own", name: folder})
     assert "12345" in error_text
     assert name in error_text
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_in_the_cache_is_refused(tmp_path):
-    (tmp_path / "inductor").mkdir()
-    os.chown(tmp_path / "inductor", 12345, -1)
-    assert "12345" in refused_or_variables(**{CACHE_VARIABLE: tmp_path})
