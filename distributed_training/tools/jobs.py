@@ -1,6 +1,7 @@
-"""Build commands and SLURM jobs that run a planned layout. This module does not import torch."""
+"""Build commands and job files that run a planned layout. This module does not import torch."""
 
 import argparse
+import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -11,11 +12,19 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.files import MARK, ROOT
-from distributed_training.settings.machine import GIB
+from distributed_training.settings.machine import GIB, find_gpu
 from distributed_training.settings.request import parse_overrides
 
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
+# End of a job file's name -> template in configs/, and the command that submits the job
+TEMPLATES = {
+    ".sky.yaml": ("skypilot.yaml", "sky launch"),
+    ".yaml": ("kubeflow-trainjob.yaml", "kubectl create -f"),
+    "": ("train.slurm", "sbatch"),
+}
+# GPUs whose name in SkyPilot is not our name without "RTX-"
+SKYPILOT_GPUS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100"}
 
 
 def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
@@ -47,24 +56,20 @@ def build_batch_script(
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
-    """Return the contents of configs/train.slurm, filled in for a layout and an amount of work (or
-    the reason why it is unknown). `options` are the
-    script's options, and `machine_options` are the options that describe the cluster.
-    `plan_command` is the command that writes this job. The job requests 25% more RAM and time than
-    predicted."""
+    """Return the contents of the template for `file`, filled in for a layout and an amount of work
+    (or the reason why it is unknown). `options` are the script's options, and `machine_options` are
+    the options that describe the cluster. `plan_command` is the command that writes this job. The
+    job requests 25% more RAM and, under SLURM, 25% more time than predicted."""
     plan = choice.plan
     processes_here = plan.processes_here
-    ram_bytes = choice.memory.host_bytes * processes_here
-    name = shlex.quote(file.name)
-    header = [
-        f"# Submit:  sbatch {name}",
-        f"# Check first, without the queue:  bash {name}",
-        f"# {MARK}:  {plan_command}",
-    ]
+    num_nodes = plan.num_processes // processes_here
+    gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)
+    template, submit = job_template(file)
+    header = [f"# Submit:  {submit} {shlex.quote(file.name)}", f"# {MARK}:  {plan_command}"]
     time = "04:00:00"
     if isinstance(amount, str) or choice.step is None:
         reason = amount if isinstance(amount, str) else "the GPU's speed is unknown"
-        header.append(f"# --time is a default: {reason}.")
+        header.append(f"# The time is unknown: {reason}.")
     else:
         steps = math.ceil(amount.num_steps * (1 + amount.error))
         min_step_s, max_step_s = choice.likely_s or (choice.step.seconds, choice.step.seconds)
@@ -75,23 +80,46 @@ def build_batch_script(
     script_words = [str(script), *options]
     script_words += [] if "--strict" in script_words else ["--strict"]
     script_words += [] if "--resume" in script_words else ["--resume", "auto"]
+    job = (ROOT / "configs" / template).read_text(encoding="utf-8")
     # Relative paths in the options refer to the current folder.
     run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
-    job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
-    for template_text, job_text in {
-        job.splitlines()[1]: "\n".join(header),
-        "--job-name=gpt2": f"--job-name={plan.strategy.name}",
-        "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // processes_here}",
-        "--gpus-per-node=4": f"--gpus-per-node={processes_here}",
-        "--mem=64G": f"--mem={math.ceil(SAFETY_FACTOR * ram_bytes / GIB)}G",
-        "--time=04:00:00": f"--time={time}",
-        'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
-        "run=(real_model_example.py --strict --resume auto": run_line,
-        "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
-    }.items():
+    gpu = find_gpu(plan.machine.gpu_name)
+    gpu_name = str(gpu.name if gpu else plan.machine.gpu_name).replace("RTX-", "RTX")
+    changes = {
+        "skypilot.yaml": {
+            "num_nodes: 2": f"num_nodes: {num_nodes}",
+            "H100:8": f"{SKYPILOT_GPUS.get(gpu_name, gpu_name)}:{processes_here}",
+            "memory: 64+": f"memory: {gib}+",
+            "TRAIN: --strategy fsdp": f"TRAIN: {json.dumps(shlex.join(options))}",
+        },
+        "kubeflow-trainjob.yaml": {
+            "numNodes: 2": f"numNodes: {num_nodes}",
+            "numProcPerNode: 8": f"numProcPerNode: {processes_here}",
+            "gpu: 8": f"gpu: {processes_here}",
+            "memory: 64Gi": f"memory: {gib}Gi",
+            "--strategy=fsdp]": json.dumps(options)[1:],
+        },
+        "train.slurm": {
+            "#SBATCH --nodes=1": f"#SBATCH --nodes={num_nodes}",
+            "--gpus-per-node=4": f"--gpus-per-node={processes_here}",
+            "--mem=64G": f"--mem={gib}G",
+            "--time=04:00:00": f"--time={time}",
+            'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
+            "run=(real_model_example.py --strict --resume auto": run_line,
+            "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
+        },
+    }[template]
+    changes["train-gpt2"] = f"train-{plan.strategy.name.replace('_', '-')}"
+    changes[next(line for line in job.splitlines() if "Submit:" in line)] = "\n".join(header)
+    for template_text, job_text in changes.items():
         assert job.count(template_text) == 1, template_text
         job = job.replace(template_text, job_text)
     return job
+
+
+def job_template(file: Path) -> tuple[str, str]:
+    """Return the name of the template for a job file, and the command that submits the job."""
+    return next(entry for end, entry in TEMPLATES.items() if file.name.endswith(end))
 
 
 def slurm_time(seconds: float) -> str:

@@ -38,7 +38,7 @@ from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.launch import planned_cluster, requested_cluster
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command
-from distributed_training.tools.jobs import build_batch_script, build_options
+from distributed_training.tools.jobs import build_batch_script, build_options, job_template
 from distributed_training.tools.plan_table import (
     describe_picks,
     legend,
@@ -55,7 +55,11 @@ _SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that are not CONFIG keys."""
     add = parser.add_argument
-    add("--write", metavar="FILE", help="write the best layout as a SLURM job")
+    add(
+        "--write",
+        metavar="FILE",
+        help="write a job: job.slurm, job.sky.yaml (SkyPilot) or job.yaml (Kubeflow TrainJob)",
+    )
     calibrate = "measure this machine's GPUs for about a minute first. Later plans use the result"
     add("--calibrate", action="store_true", help=calibrate)
     add(
@@ -170,7 +174,7 @@ def run(
         job_file.parent.mkdir(parents=True, exist_ok=True)
         job_file.write_text(job, encoding="utf-8")
         print(f"Wrote {job_file}. Check it, then submit it:")
-        print(f"  bash {job_file}\n  sbatch {job_file}")
+        print(f"  {job_template(job_file)[1]} {job_file}")
     return 0
 
 

@@ -2,12 +2,16 @@
 plans."""
 
 import dataclasses
+import json
 import random
+import re
 import shlex
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 import distributed_training.planner.make_plan as planning
 from distributed_training import cli
@@ -160,6 +164,28 @@ def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypa
     assert f"\ncd {tmp_path}\nrun=({SCRIPT} --preset own.json --dataset " in job
     assert "# Submit:  sbatch job.slurm\n" in job
     assert "--strict --resume auto" in job
+
+
+@pytest.mark.parametrize("end", [".sky.yaml", ".yaml"])
+def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, call, tmp_path):
+    schemas = json.loads(Path(__file__).with_name("job_schemas.json").read_text())
+    files = [tmp_path / f"job{suffix}" for suffix in (end, ".slurm")]
+    written = 0
+    for number in range(15):
+        words = random_words(number)
+        if call(["plan", *words, "--write", str(files[0])])[0]:
+            continue
+        assert call(["plan", *words, "--write", str(files[1])])[0] == 0
+        written += 1
+        document = yaml.safe_load(files[0].read_text())
+        jsonschema.validate(document, schemas[end])
+        if end == ".yaml":
+            options = document["spec"]["trainer"]["args"][3:]
+        else:
+            options = shlex.split(document["envs"]["TRAIN"])
+        run = re.search(r"run=\((.*) \"\$@\"\)", files[1].read_text())[1]
+        assert shlex.split(run)[1:] == [*options, "--strict", "--resume", "auto"]
+    assert written > 5
 
 
 @pytest.mark.parametrize(
