@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment, only_record
+from tests.conftest import ROOT, assert_ok, clean_environment, only_record, run_command
 from tests.e2e.support import clone, find_command, run_folders
 from tests.support import small_text
 
@@ -125,3 +125,11 @@ def test_from_a_text_to_answers(tmp_path):
     answer = type_in(repository, [*asks, "--temperature", "0"])
     assert answer.startswith(asks[-1])
     assert len(answer.split()) > 5
+
+    (repository / "notes.txt").rename(repository / "other.txt")
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", GUIDE))
+    on_a_run = r"^ *(python \S+\.py (?:eval|generate|--model runs/<run>/hf|export)[^#\n]*)"
+    for command in re.findall(on_a_run, pages, re.MULTILINE):
+        words = shlex.split(command.replace("<run>", run.name))
+        words += ["--dry-run"] if "--model" in words else []
+        assert_ok(run_command(words, cwd=repository, PYTHONPATH=""))
