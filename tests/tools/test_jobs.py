@@ -1,5 +1,5 @@
-"""Test that the commands that `plan` prints and the jobs that it writes result in the ranked
-plans."""
+"""Test that the commands that `plan` prints, the jobs that it writes and strategy=auto result in
+the ranked plans."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ import distributed_training.planner.make_plan as planning
 from distributed_training import cli
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.data import Sources
+from distributed_training.planner.rank import describe_suggestion
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
 from distributed_training.tools import dry_run, jobs
@@ -76,8 +77,8 @@ def sources_of():
 @pytest.fixture
 def call(monkeypatch):
     """Return a function that runs the script without looking for tokenizers, weights or data. The
-    function returns the exit code, the plans for the picked layouts, and the plans that a dry run
-    describes."""
+    function returns the exit code, the predictions for the picked layouts, and the plans that a dry
+    run describes."""
 
     def run(words):
         picked, printed = [], []
@@ -98,7 +99,7 @@ def call(monkeypatch):
             )
             patch.setattr(sys, "argv", [str(SCRIPT), *words])
             code = cli.main(CONFIG, "About.", str(SCRIPT))
-        return code, [choice.plan for _, choice in picked], printed
+        return code, [choice for _, choice in picked], printed
 
     return run
 
@@ -116,42 +117,70 @@ def comparable(plan):
     return compared_fields
 
 
+def assert_equal(plan, ranked, typed):
+    found, expected = comparable(plan), comparable(ranked)
+    assert {name for name in found if found[name] != expected[name]} == set(), typed
+
+
 def assert_same_plans(call, capsys, words, tmp_path):
-    """Check that the printed commands and the job result in the picked plans. Return the number of
-    picked plans."""
+    """Check that the printed commands and the job result in the picked plans, and that the run with
+    the same words has the first one. If all weights fit only with offload, or not at all, this run
+    is refused, and the error suggests the first one. Return the number of picked plans and whether
+    the run was refused."""
     job = tmp_path / "job.slurm"
     capsys.readouterr()
     code, picked, _ = call(["plan", *words, "--write", str(job)])
     out, err = capsys.readouterr()
     if code:
         assert (code, err[:7], err.count("\n")) == (2, "error: ", 1), err
-        return 0
+        assert call([*words, "--dry-run"])[0] == 2
+        assert capsys.readouterr().err == err
+        return 0, True
     cluster = words[words.index("--cluster") + 1]
     starts = ("  python ", "  torchrun ")
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith(starts)]
     run = next(line for line in job.read_text().splitlines() if line.startswith("run=("))
     commands.append(shlex.split(run.removeprefix("run=(").removesuffix(' "$@")')))
-    for plan, typed in zip([*picked, picked[0]], commands, strict=True):
+    for choice, typed in zip([*picked, picked[0]], commands, strict=True):
         typed = typed[next(i for i, word in enumerate(typed) if word.endswith(".py")) + 1 :]
         if typed[0] == "--num_gpus":
             typed = typed[2:]
         code, _, printed = call([*typed, "--cluster", cluster, "--dry-run"])
         assert code == 0, (typed, capsys.readouterr().err)
-        printed_plan, ranked_plan = comparable(printed[0]), comparable(plan)
-        assert {
-            name for name in printed_plan if printed_plan[name] != ranked_plan[name]
-        } == set(), typed
-    return len(picked)
+        assert_equal(printed[0], choice.plan, typed)
+    if {"--strategy", "--preset"} & {word.partition("=")[0] for word in words}:
+        return len(picked), False
+    capsys.readouterr()
+    code, _, printed = call([*words, "--dry-run"])
+    if code:
+        advice = capsys.readouterr().err.partition("Set ")[2].partition(", or ")[0]
+        assert advice.endswith(describe_suggestion({}, picked[0]).strip()), words
+    else:
+        assert_equal(printed[0], picked[0].plan, words)
+    return len(picked), code != 0
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_planning_a_preset_gives_the_presets_run(preset, call, capsys, tmp_path):
-    assert assert_same_plans(call, capsys, ["--cluster", "2xH200", "--preset", preset], tmp_path)
+    words = ["--cluster", "2xH200", "--preset", preset]
+    assert assert_same_plans(call, capsys, words, tmp_path)[0]
 
 
 def test_printed_commands_give_the_ranked_plans(call, capsys, tmp_path):
-    found = [assert_same_plans(call, capsys, random_words(n), tmp_path) for n in range(30)]
-    assert sum(count > 0 for count in found) >= 15
+    found = [assert_same_plans(call, capsys, random_words(n), tmp_path) for n in range(40)]
+    assert sum(count > 0 for count, _ in found) >= 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "T4 --model gpt2-xl", "T4 --model gpt2-xl --batch_size auto",
+        "A10G --model gpt2-xl --grad_accum_steps 8", "RTX-4090 --model Qwen/Qwen3-8B",
+    ],
+)  # fmt: skip
+def test_a_run_that_does_not_fit_is_refused_with_the_first_choice(words, call, capsys, tmp_path):
+    words = ["--cluster", *words.split()]
+    assert assert_same_plans(call, capsys, words, tmp_path)[1]
 
 
 def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypatch):
