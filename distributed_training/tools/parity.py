@@ -277,7 +277,7 @@ def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
         ]
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
-    table = Table(title="compare.Differences", about=explanation, columns=columns)
+    table = Table(title="Differences", about=explanation, columns=columns)
     settings = common_settings([reference]) | {
         "steps": str(reference.num_steps), "processes": str(layouts[-1].num_processes),
         "device": reference.machine["gpu_name"] or "CPU",
