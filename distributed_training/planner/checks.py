@@ -109,7 +109,7 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     if plan.requested.strategy == AUTO and plan.strategy.offloads:
         _, best = suggest(plan, cluster)[0]
         if not best.plan.strategy.offloads:
-            what = f"all weights of {plan.config.model} fit only with {plan.strategy.name}"
+            what = f"with these settings, {plan.config.model} fits only with {plan.strategy.name}"
             raise UserError(what, fix=suggest_settings(plan, cluster))
 
 

@@ -401,7 +401,7 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
 def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     """Return settings with which the run of `plan` would fit, and their predictions: another layout
     for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
-    4-bit base, then offload."""
+    4-bit base, then offload. Settings that fit safely come before settings that may fit."""
     request = plan.requested
     changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
     changes |= {"strategy": AUTO, "model": plan.config.model}
@@ -430,7 +430,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
             suggestions.append((settings, first))
             if not alternative and not first.plan.strategy.offloads:
                 break
-    return sorted(suggestions, key=lambda suggestion: suggestion[1].plan.strategy.offloads)
+    return sorted(suggestions, key=lambda suggestion: _tier(suggestion[1]))
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:

@@ -20,6 +20,7 @@ from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import count_work
 from distributed_training.planner.rank import (
+    NEAR_BEST,
     SIMPLE,
     Settings,
     as_typed,
@@ -139,7 +140,7 @@ def run(
     lines = [verdict_of(first, amount, arguments.price)]
     if suggestions:
         assumption = cluster.assumption and f" {cluster.assumption}."
-        text = f"Without offload, all weights of {config.model} do not fit.{assumption} What fits:"
+        text = f"Without offload, these settings do not fit.{assumption} What fits, best first:"
         lines.append(text)
         lines += [f"  {describe_suggestion(*suggestion)}" for suggestion in suggestions]
     lines += describe_picks(picks, amount)
@@ -183,7 +184,7 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
     note = f"batch_size is {request.batch_size}, from CONFIG"
     best = choose_batch_size(as_typed(request, batch_size=AUTO), cluster, [])
     now, then = (rank(each, cluster, SIMPLE, 1)[0].tokens_per_s for each in (request, best))
-    if now is not None and then is not None and best.batch_size != request.batch_size:
+    if now is not None and then is not None and then > now / NEAR_BEST:
         note += (
             f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
         )

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from distributed_training.planner.make_plan import make_plan
-from distributed_training.planner.rank import rank
+from distributed_training.planner.make_plan import draft_plan, make_plan
+from distributed_training.planner.rank import rank, suggest
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.request import build_config
@@ -63,6 +63,16 @@ def test_no_layout_is_chosen_without_the_ram_that_it_needs():
     assert rank(build_config(large), server)[0].plan.strategy.name == "offload"
     with refused("lora_rank=16", "base_dtype=nf4"):
         make_plan(build_config(large), desktop)
+
+
+def test_settings_that_fit_safely_are_suggested_before_settings_that_may_fit():
+    request = build_config({"model": "Qwen/Qwen3-4B", "strategy": "dp"})
+    for name, first in (
+        ("RTX-5090", {"lora_rank": 16}),
+        ("A100-40GB", {"optimizer": "adamw-bf16-weights"}),
+    ):
+        cluster = parse_cluster(name)
+        assert suggest(draft_plan(request, cluster), cluster)[0][0] == first
 
 
 @pytest.mark.parametrize("name", ["H20", "GH200", "H100-PCIe", "A100"])
