@@ -31,8 +31,9 @@ STARTS = re.compile(
     r"[^|`#]*)"
 )
 STAND_INS = {
-    "user/name:config": "notes.txt", "valid.txt": "notes.txt", "runs/latest/best": "random",
-    "my_zero1.json": str(ROOT / "configs/ds_config_zero1.json"), ",my-strategy": "",
+    "user/name:config": "notes.txt", "user/name": "held-out.jsonl", "code.jsonl": "chats.jsonl",
+    "valid.txt": "notes.txt", "runs/latest/best": "random", ",my-strategy": "",
+    "my_zero1.json": str(ROOT / "configs/ds_config_zero1.json"),
 }  # fmt: skip
 GPU_COMMENT = re.compile(rf"# ((?:\d+x)?(?:{'|'.join(map(re.escape, GPUS))}))\b")
 TEXTS = ("notes.txt", "mine.txt")

@@ -3,7 +3,6 @@ blank line, which Markdown needs."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -83,26 +82,6 @@ def published_json(*files: str, key: str, columns: str, rows: str = "") -> str:
             _check_names(f"{file}, {row}", "column", column_names, values)
             cells.append([row, *(_format_number(values[name]) for name in column_names)])
     return markdown_table(cells, ["", *(HEADINGS.get(name, name) for name in column_names)])
-
-
-def published_links(*files: str, over: str = "") -> str:
-    """Return a table of fitted latencies in microseconds and bandwidths in GB/s. The table contains
-    one row per operation and one column per record of results/lab/links.py. The values are for the
-    group `over` or, if `over` is empty, for each record's first group."""
-    records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
-    groups = {
-        name: record["groups"][over or next(iter(record["groups"]))]
-        for name, record in records.items()
-    }
-    rows = [
-        [kind.replace("_", "-")] + [
-            f"{1e6 * group['operations'][kind]['latency_s']:,.0f} µs, "
-            f"{group['operations'][kind]['bytes_per_s'] / 1e9:.0f} GB/s"
-            for group in groups.values()
-        ]
-        for kind in next(iter(groups.values()))["operations"]
-    ]  # fmt: skip
-    return markdown_table(rows, ["", *groups])
 
 
 def _format_number(value: float | None) -> str:
