@@ -114,9 +114,9 @@ class AdamWBf16(torch.optim.Optimizer):
             firsts.append(sum(a * b for a, b in zip(start, parameter.stride(), strict=True)))
             gap = parameter.stride(0) - local.stride(0)
             self.rows[local] = (local.stride(0), gap) if gap else None
-        # Hash keys of the parameters and flat indices of the shards' first values, modulo 2**32
+        # Hash keys of the parameters and flat indices of the shards' first values
         self.keys, self.firsts = (
-            torch.tensor(values, device=local.device).int() for values in (keys, firsts)
+            torch.tensor(values, device=local.device) for values in (keys, firsts)
         )
 
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class AdamWBf16(torch.optim.Optimizer):
         step += 1 if skip is None else ~skip
         beta1, beta2 = ADAM["betas"]
         bias_correction2_rsqrt = (1 - beta2**step).rsqrt()
-        keys = _hash_int32(self.keys ^ _hash_int32(step.int()))
+        keys = _hash_int32(self.keys.int() ^ _hash_int32(step.int())).long()
         places = dict(zip(self.rows, zip(keys, self.firsts, strict=True), strict=True))
         for group in self.param_groups:
             scalars = {
@@ -193,12 +193,13 @@ def _update(
     updated = parameter.float() * decay - step_size * new_exp_avg / (
         new_exp_avg_sq.sqrt() * bias_correction2_rsqrt + ADAM["eps"]
     )
-    # The sizes are int64 in Triton, whatever the dtype of the index (torch 2.11).
+    # In Triton, an index is int64 even if it is int32 here (torch 2.11). Only values that depend on
+    # loaded tensors are converted.
     index = torch.arange(offset, offset + len(parameter), device=parameter.device)
     if rows is not None:
         row_size, gap = rows
         index = index + index // row_size * gap
-    bits = _hash_int32((index.int() + first) ^ key)
+    bits = _hash_int32(((index + first) ^ key).int())
     if parameter.dtype is torch.bfloat16:
         updated = _round_to_bf16(updated, _hash_int32(bits))
     rounded_moments = (
