@@ -13,6 +13,7 @@ backward pass transposes the codes of one matrix at a time.
 Codes are viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits.
 Scales are rounded to the compute dtype before the codes are computed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from distributed_training.models.size import ModelSize
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
+ReduceMax = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 class Fp8Linear(Linear):
@@ -38,38 +40,50 @@ class Fp8Linear(Linear):
 
 
 class _Multiply(torch.autograd.Function):
+    """Multiply x [.., columns] by a matrix. Under tp, `reduce_x` or `reduce_dy` returns the maximum
+    of a tensor over the ranks that have the other columns of x or dy."""
+
     @staticmethod
-    def forward(ctx, x, codes, scales):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, codes, scales, reduce_x=None, reduce_dy=None):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(codes, scales)
-        return product(x, codes, scales)
+        ctx.reduce_dy = reduce_dy
+        return product(x, codes, scales, reduce_x)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return input_gradient(dy, *ctx.saved_tensors), None, None
+        dx = input_gradient(dy, *ctx.saved_tensors, ctx.reduce_dy)
+        return dx, None, None, None, None
 
 
 multiply = _Multiply.apply
 
 
-def product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def product(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, reduce: ReduceMax = None
+) -> torch.Tensor:
     """Return `x W^T`, [.., columns] -> [.., rows], without autograd."""
-    y: torch.Tensor = fp8_matmul(*quantize(x.flatten(0, -2)), codes, scales)
+    y: torch.Tensor = fp8_matmul(*quantize(x.flatten(0, -2), reduce=reduce), codes, scales)
     return y.view(*x.shape[:-1], -1)
 
 
-def input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def input_gradient(
+    dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, reduce: ReduceMax = None
+) -> torch.Tensor:
     """Return `dy W`, [.., rows] -> [.., columns]."""
-    dx: torch.Tensor = fp8_matmul(*quantize(dy.flatten(0, -2).float() * scales.float()), codes)
+    scaled = dy.flatten(0, -2).float() * scales.float()
+    dx: torch.Tensor = fp8_matmul(*quantize(scaled, reduce=reduce), codes)
     return dx.view(*dy.shape[:-1], -1)
 
 
 def quantize(
-    x: torch.Tensor, dtype: torch.dtype = torch.float32
+    x: torch.Tensor, dtype: torch.dtype = torch.float32, reduce: ReduceMax = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix in e4m3, and its scales [rows, 1] in `dtype`. torch.compile fuses this
     function with the operation before it."""
-    scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).to(dtype)
-    scales = scales.clamp(min=torch.finfo(dtype).tiny)
+    largest = x.abs().amax(-1, keepdim=True).float()
+    if reduce is not None:
+        largest = reduce(largest)
+    scales = (largest / LARGEST).to(dtype).clamp(min=torch.finfo(dtype).tiny)
     return (x.float() / scales.float()).to(E4M3), scales
 
 

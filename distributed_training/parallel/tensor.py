@@ -30,6 +30,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.data.samples import IGNORE_INDEX
+from distributed_training.models import fp8
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
 from distributed_training.parallel.private import all_gather_functional, all_reduce_functional
@@ -53,6 +54,9 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         "vocabulary": _LayerParallel(Replicate(), placement, dim=0),
     }
     roles = model.find_roles()
+    for layer in model.modules():
+        if isinstance(layer, fp8.Fp8Linear):
+            layer.matmul_override = _fp8_matmul
     for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
@@ -70,6 +74,24 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         or (sequence_parallel and role in ("whole", "positions"))
         or (sequence_parallel and (role, parameter) == ("row", "bias"))
     }
+
+
+def _fp8_matmul(layer: Any, x: DTensor) -> DTensor:
+    """Multiply by a shard of a matrix in fp8. If this rank has some of the columns of x, or of the
+    gradient of the result, the scales are computed from all columns, as without tp."""
+    weight = layer.weight
+    mesh = weight.device_mesh
+    reduce = partial(all_reduce_functional, reduceOp="max", group=mesh.get_group())
+    by_columns = weight.placements[0].is_shard(1)
+    y = fp8.multiply(
+        x.to_local(grad_placements=x.placements if by_columns else [Partial()]),
+        weight.to_local(), layer.scales.to_local(),
+        reduce if by_columns else None, None if by_columns else reduce,
+    )  # fmt: skip
+    placement = Partial() if by_columns else Shard(x.dim() - 1)
+    y = DTensor.from_local(y, mesh, [placement], run_check=False)
+    bias = layer.cast_bias(x.dtype)
+    return y if bias is None else y + bias
 
 
 def shard_output(

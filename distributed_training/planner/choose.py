@@ -353,6 +353,8 @@ def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) ->
         return "a CPU"
     if not compiled:
         return "compile=False"
+    if candidate.config.base_dtype == "fp8":
+        return "base_dtype='fp8', whose products cannot be split"
     if machine.num_gpus % tp:
         return f"tp={tp} across machines with {plural(machine.num_gpus, 'GPU')} each"
     return ""

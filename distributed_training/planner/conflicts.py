@@ -138,11 +138,12 @@ def _check_base(candidate: Candidate) -> None:
     strategy_setting = f"strategy={config.strategy!r}"
     matrices = candidate.model.size.block_matrices
     if config.base_dtype == "fp8":
-        if not candidate.strategy.traits.builds_on_device or candidate.mesh["tp"] > 1:
+        if not candidate.strategy.traits.builds_on_device:
             why = "the strategy's engine does not compute in fp8"
             _refuse(candidate, key, strategy_setting, why, "set strategy to dp or fsdp")
-        if odd := [n for shape in matrices for n in shape if n % 16]:
-            why = f"fp8 needs multiples of 16, but a matrix has {odd[0]} rows or columns"
+        tp = candidate.mesh["tp"]
+        if odd := [n for shape in matrices for n in shape if n % (16 * tp)]:
+            why = f"fp8 needs multiples of {16 * tp}, but a matrix has {odd[0]} rows or columns"
             _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
         return
     split_axes = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distributed_training.models import fp8
+from distributed_training.models import find_model, fp8, llama, peft
 from distributed_training.start import rendezvous
 from tests.parity import cases
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
@@ -16,13 +16,22 @@ from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 MODULE = "tests.parity.test_fp8"
+llama.SIZES["fp8-llama"] = llama.llama_size(
+    llama.Config(
+        model_type="qwen3", vocab_size=2048, max_position_embeddings=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, hidden_size=64, head_dim=16,
+        intermediate_size=64,
+    )
+)  # fmt: skip
 ONE = {"strategy": "dp", **micro_batches(1)}
 FP8 = {**BASE, "lora_rank": 4, "lora_alpha": 8.0, "base_dtype": "fp8", "learning_rate": 1e-2}
 LAYOUTS = {
-    "dp": {"strategy": "dp", **micro_batches(2)},
+    # Compiling without tp changes how torch divides later graphs.
+    "tp-compiled": {**mesh(tp=2), **micro_batches(1), "compile": True},
     "fsdp": {"strategy": "fsdp", **micro_batches(1)},
-    "selective": {**ONE, "activation_checkpointing": "selective"},
+    "selective": {**ONE, "activation_checkpointing": "selective", "compile": True},
     "pp": {**mesh(pp=2), **micro_batches(2)},
+    "tp-whole": {**mesh(tp=2), **micro_batches(1), "sequence_parallel": False},
 }
 E4M3 = torch.float8_e4m3fn
 
@@ -41,6 +50,10 @@ def train(arguments: dict[str, Any]) -> Any:
     return with_fp8(cases.train, arguments)
 
 
+def train_traced(arguments: dict[str, Any]) -> Any:
+    return with_fp8(cases.train_without_inductor, arguments)
+
+
 def resume(arguments: dict[str, Any]) -> Any:
     return with_fp8(cases.resume, arguments)
 
@@ -49,7 +62,9 @@ def train_dequantized(arguments: dict[str, Any]) -> Any:
     """Train like `train`, but multiply by the dequantized matrices. Activations and gradients are
     not quantized."""
     multiply = fp8.multiply
-    fp8.multiply = lambda x, codes, scales: F.linear(x, codes.view(E4M3).float() * scales[:, None])
+    fp8.multiply = lambda x, codes, scales, *_: F.linear(
+        x, codes.view(E4M3).float() * scales[:, None]
+    )
     try:
         return train(arguments)
     finally:
@@ -78,6 +93,28 @@ def test_products_equal_products_of_rounded_matrices():
     torch.testing.assert_close(x.grad.view(10, 64), expected, rtol=1e-4, atol=0)
 
 
+def test_exported_weights_are_the_trained_weights():
+    """`export --merge` and `generate` dequantize the matrices that a run multiplies by, of which a
+    rank may store some rows and columns."""
+    spec = find_model("gpt2-tiny")
+    model = spec.build_meta_model().to(torch.bfloat16)
+    base = model.random_source(3, torch.device("cpu"), hashed=True)
+    stored = fp8.use_fp8(model, base, torch.device("cpu"))
+    adapters = peft.Adapters(
+        by_matrix={}, targets=None, rank=4, scale=1.0, base_fingerprint=None, rounding="fp8 bf16",
+        origin="",
+    )  # fmt: skip
+    exported = adapters.merged(base, spec.size)
+    for name, parameter in model.named_parameters():
+        if name.endswith("scales"):
+            matrix = name.replace("scales", "weight")
+            codes = stored(matrix, (slice(4, 9), slice(8, 24))).view(E4M3).float()
+            weights = codes * stored(name, (slice(4, 9),)).float()[:, None]
+            assert torch.equal(exported(matrix, (slice(4, 9), slice(16, 48))), weights)
+        elif ".weight" not in name or "norm" in name:
+            assert torch.equal(exported(name, ()), base(name, ())), parameter.shape
+
+
 def relative(found, expected):
     """Return the largest relative differences of losses, gradient norms and weights."""
     differences = [
@@ -88,25 +125,29 @@ def relative(found, expected):
     return *differences, max((found["state"][n] - w).norm() / w.norm() for n, w in state)
 
 
-@pytest.fixture(scope="module")
-def one():
-    return run_cases({"one": {**FP8, **ONE}}, 1, module=MODULE)["one"]
-
-
-def test_training_follows_the_dequantized_base(one):
-    found = run_cases({"one": {**FP8, **ONE}}, 1, module=MODULE, function="train_dequantized")
-    loss, norm, weights = relative(one, found["one"])
+def test_training_follows_the_dequantized_base():
+    found, expected = (
+        run_cases({"one": {**FP8, **ONE}}, 1, module=MODULE, function=function)["one"]
+        for function in ("train", "train_dequantized")
+    )
+    loss, norm, weights = relative(found, expected)
     assert 1e-6 < loss < 5e-4
     assert norm < 0.02
     assert weights < 0.1
 
 
-def test_layouts_equal_one_process(one):
-    """A rounding error of another order of summation can move a value to the next e4m3 number."""
-    layouts = {name: {**FP8, **values} for name, values in LAYOUTS.items()}
-    for name, found in run_cases(layouts, 2, module=MODULE).items():
+@pytest.mark.parametrize("model", ["gpt2-tiny", "fp8-llama"])
+def test_layouts_equal_one_process(model):
+    """The first step is equal. Later, a rounding error of another order of summation can move a
+    value to the next e4m3 number, so runs differ by a part of the quantization error."""
+    base = {**FP8, "model": model}
+    one = run_cases({"one": {**base, **ONE}}, 1, module=MODULE)["one"]
+    layouts = {name: {**base, **values} for name, values in LAYOUTS.items()}
+    for name, found in run_cases(layouts, 2, module=MODULE, function="train_traced").items():
+        for what in ("losses", "grad_norms"):
+            assert found[what][0] == pytest.approx(one[what][0], rel=1e-6), (name, what)
         loss, norm, weights = relative(found, one)
-        assert (loss < 2e-5, norm < 2e-4, weights < 5e-3) == (True, True, True), name
+        assert (loss < 1e-4, norm < 5e-3, weights < 0.05) == (True, True, True), name
 
 
 def test_a_resumed_run_is_bitwise_equal():
