@@ -204,25 +204,6 @@ def command(monkeypatch, *argv):
     return real_model_example.main()
 
 
-def test_commands_are_dispatched(monkeypatch, capsys):
-    def echo(parser, program):
-        parser.add_argument("words", nargs="*")
-        return lambda arguments: [*arguments.words, program.script]
-
-    monkeypatch.setitem(cli.COMMANDS, "echo", echo)
-    assert command(monkeypatch, "echo", "a") == ["a", SCRIPT]
-    with pytest.raises(SystemExit):
-        command(monkeypatch, "echo", "--help")
-    assert command(monkeypatch, "echo", "a", "--b") == 2
-    monkeypatch.setattr(cli, "print_plan", lambda config, _, __, typed, ___: (config.seed, typed))
-    assert command(monkeypatch, "train", "--seed", "5", "--dry-run") == (5, ["--seed", "5"])
-    monkeypatch.setattr(
-        "distributed_training.records.report.main", lambda arguments, runs: (arguments.paths, runs)
-    )
-    found = command(monkeypatch, "report", "runs/a")
-    assert found == ([Path("runs/a")], SCRIPT.parent / "runs")
-
-
 @pytest.mark.parametrize(
     ("platform", "argv", "words"),
     [

@@ -8,7 +8,6 @@ name ends with .partial."""
 import hashlib
 import itertools
 import json
-import logging
 import os
 import shutil
 import time
@@ -39,10 +38,8 @@ _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
 _NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
-_READ_BYTES = 16 * 2**20  # bytes read at a time
 PRINT_EVERY_S = 10.0  # time between progress lines without a terminal
 _MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
-logger = logging.getLogger(__name__)
 
 
 def tokenize(
@@ -67,8 +64,6 @@ def tokenize(
             cache_dir.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not is_intact(folder):
-                    if folder.is_dir():
-                        logger.warning("the token cache %s is damaged and will be rebuilt", folder)
                     _fill(folder, corpus, tokenizer, config)
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
@@ -119,8 +114,7 @@ def _digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.bin")):
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
         with open(file, "rb") as stream:
-            while chunk := stream.read(_READ_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 
@@ -229,8 +223,6 @@ def _tokenize_split(
                 if piece.ends:
                     counts.notes[SPECIAL] += piece.eos and num_special > num_added
                     counts.notes[UNKNOWN] += num_unknown > 0
-                if mask is None:
-                    mask = np.ones(len(row), bool)
                 if piece.eos and piece.ends and row[-1:].tolist() != [tokenizer.eos_id]:
                     row = np.append(row, tokenizer.eos_id)
                     mask = np.append(mask, True)

@@ -172,16 +172,12 @@ def parse_columns(text: str | None) -> dict[str, str]:
     COLUMNS."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
     names = {name.strip(): dataset_name.strip() for name, _, dataset_name in pairs}
-    unknown = [
-        name for name, dataset_name in names.items() if name not in COLUMNS or not dataset_name
-    ]
-    if unknown:
-        what = f"columns={shown(text)} is not accepted"
-        why = (
-            f"{unknown[0]!r} is not a supported column. The "
-            f"supported columns are {', '.join(COLUMNS)}"
-        )
-        raise UserError(what, why, "write --columns prompt=question,completion=answer")
+    for name, dataset_name in names.items():
+        if name not in COLUMNS or not dataset_name:
+            what = f"columns={shown(text)} is not accepted"
+            why = f"{name!r} is not a supported column. The supported columns are "
+            fix = "write --columns prompt=question,completion=answer"
+            raise UserError(what, why + ", ".join(COLUMNS), fix)
     return names
 
 

@@ -64,7 +64,7 @@ class Samples:
         """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
         do not attend to other parts of their block."""
         order, firsts = pack_records(self.lengths, self.seq_len)
-        max_documents = int(np.diff(firsts).max()) + 1
+        max_documents = int(np.diff(firsts).max(initial=0)) + 1
         return replace(self.select(order), firsts=firsts, max_documents=max_documents)
 
     def select(self, parts: Any) -> "Samples":
@@ -138,8 +138,8 @@ class Samples:
 
     @property
     def real_share(self) -> float:
-        """Fraction of positions that are not padding."""
-        return float(self.lengths.sum()) / (len(self) * self.seq_len)
+        """Fraction of positions that are not padding. 0 without samples."""
+        return float(self.lengths.sum()) / max(1, len(self) * self.seq_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +248,9 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
 
 def all_samples(
     folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
-) -> tuple[Samples, Samples]:
-    """Return all samples of the first split in a cache folder, first as separate samples and then
-    as a run packs them. `can_pack` has the same meaning as in `cut_samples`. If `with_tail` is set,
+) -> tuple[Samples, bool]:
+    """Return all samples of the first split in a cache folder as separate samples, and whether a
+    run packs them. `can_pack` has the same meaning as in `cut_samples`. If `with_tail` is set,
     include the last block of running text even if it is incomplete."""
     form, (split, *_) = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
@@ -259,8 +259,7 @@ def all_samples(
         starts = np.arange(0, len(split["ids"]) - 1, config.max_length)
         lengths = np.minimum(len(split["ids"]) - 1 - starts, config.max_length)
     samples = _cut(split, (starts, lengths), seq_len=config.max_length, padding_id=padding_id)
-    is_packed = packs and form != RUNNING and len(samples) > 0
-    return samples, samples.packed() if is_packed else samples
+    return samples, packs and form != RUNNING
 
 
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples

@@ -325,29 +325,30 @@ class Tokenizer:
             rows = (encoding.ids for encoding in encodings)
         return [np.array(ids, np.int32) for ids in rows]
 
-    def encode_pieces(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Return (ids, loss mask) for each piece. A mask of None means that all ids are in the
-        loss. Concatenating the ids of a document's pieces gives the ids of `tokenizer(document)`.
-        No special tokens are added to pieces that the tokenizer's own chat template rendered."""
+    def encode_pieces(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (ids, loss mask) for each piece. Concatenating the ids of the pieces of a document
+        gives the ids of `tokenizer(document)`. No special tokens are added to pieces that the
+        tokenizer's own chat template rendered."""
         encoded = iter(self.encode_texts([piece.text for piece in batch if piece.spans is None]))
-        rows: list[tuple[np.ndarray, np.ndarray | None]] = []
+        rows = []
         for piece in batch:
-            mask = None
             if piece.spans is None:
                 ids = next(encoded)
+                mask = np.ones(len(ids), bool)
             else:
                 ids, mask = self._encode_spans(piece)
             if self._backend is None and not piece.templated:
                 # Some Python tokenizers add an end only to text without one.
                 (ids,) = self.encode_texts([piece.text], add_special_tokens=True)
+                mask = np.ones(len(ids), bool)
             elif not piece.templated:
                 prefix, suffix = self.added_ids
                 prefix = prefix[: len(prefix) * piece.begins]
                 suffix = suffix[: len(suffix) * piece.ends]
                 ids = np.concatenate([prefix, ids, suffix])
-                if mask is not None:  # The added end belongs to an answer that ends the text.
-                    ends = np.full(len(suffix), mask[-1:].any())
-                    mask = np.concatenate([np.zeros(len(prefix), bool), mask, ends])
+                # An added end belongs to an answer that ends the text.
+                ends = np.full(len(suffix), mask[-1:].any())
+                mask = np.concatenate([np.zeros(len(prefix), bool), mask, ends])
             rows.append((ids, mask))
         return rows
 

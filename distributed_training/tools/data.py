@@ -54,8 +54,8 @@ def run(
     )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    samples, packed = all_samples(folder, config, can_pack=can_pack)
-    counts["real_share"] = packed.real_share if len(samples) else 0.0
+    samples, packs = all_samples(folder, config, can_pack=can_pack)
+    counts["real_share"] = (samples.packed() if packs else samples).real_share
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["tokenizer_name"] = tokenizer_name

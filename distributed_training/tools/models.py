@@ -243,7 +243,7 @@ def _load_samples(
     folder = tokenize(
         split_corpus, tokenizer, config, token_cache_dir(), embedding_rows=size.vocab_size
     )
-    _, samples = all_samples(
+    samples, packs = all_samples(
         folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
     )
     if len(samples) == 0:
@@ -253,6 +253,7 @@ def _load_samples(
     notes = [f"{counts['records']:,} records read, {counts['used']:,} used"]
     notes += report.describe(counts, config.max_length)
     split_note = " (validation split)" if split == "validation" else ""
+    samples = samples.packed() if packs else samples
     return samples, load_bytes(folder), split_note, notes
 
 

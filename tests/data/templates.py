@@ -206,7 +206,7 @@ TEMPLATES = {
     "qwen-2": Case(CHATML, *IM),
     "qwen-2.5": Case(QWEN_25, *IM),
     "qwen-3": Case(QWEN_3, THINK, "<|im_end|>\n", differs_in_history=True),
-    "phi-3": Case(PHI_3, "", "<|end|>", last="\n</s>"),
+    "phi-3": Case(PHI_3, "", "<|end|>\n", last="</s>"),
     "phi-4": Case(PHI_4, "", "<|im_end|>"),
     "gemma-2": Case(GEMMA_2, "", "<end_of_turn>\n", alternates=True, system=False, strips=True),
     "gemma-3": Case(GEMMA_3, "", "<end_of_turn>\n", strips=True),

@@ -202,7 +202,7 @@ def test_cache_and_fingerprint_depend_on_content_and_settings(tokenizer, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
-def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
+def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path):
     expected = all_rows(prepare(tmp_path, tokenizer, pack=False).train)[0]
     (folder,) = cache_folders(tmp_path)
     content = (folder / name).read_bytes()
@@ -214,7 +214,6 @@ def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
         np.testing.assert_array_equal(all_rows(rebuilt.train)[0], expected)
         assert (folder / name).read_bytes() == content
         assert cache_folders(tmp_path) == [folder]
-        assert str(folder) in caplog.text
 
 
 def test_concurrent_runs_build_one_cache(tokenizer, tmp_path, monkeypatch):

@@ -23,10 +23,6 @@ COMMAND_LINES = {
     "dataset neither here nor on the Hub": (
         "--set dataset=me/none --dry-run", ["'me/none'", "Hub"],
     ),
-    "weights": ("--set weights={tmp}/none --dry-run", ["weights=", "none"]),
-    "skip where the engine updates by itself": (
-        "--on_nonfinite skip", ["on_nonfinite='skip'", "zero2", "rollback"],
-    ),
     "push without a token": ("--push user/tiny --dry-run", ["HF_TOKEN"]),
     "push to no name": (
         "--push a/b/c --dry-run", ["push='a/b/c'", "user/name"],

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from distributed_training.data.report import Amount
-from distributed_training.records.display import Display, describe_prediction, header_rows, verdict
+from distributed_training.records.display import Display, header_rows, verdict
 from distributed_training.records.results import summary_rows
 from tests.support import made_record
 
@@ -113,10 +113,3 @@ def test_the_verdict_names_work_machine_layout_time_cost_and_memory():
     assert on_cpu.endswith("2.00 GiB of RAM per process")
     unknown = verdict("no data", machine, 1, "dp", {**PREDICTED, "step_time_s": None})
     assert unknown == "An unknown number of steps on H100: dp, time unknown, 3 of 80 GiB"
-
-
-def test_memory_names_its_parts():
-    on_gpu = describe_prediction(PREDICTED, 2, on_gpu=True)
-    assert on_gpu.startswith("3.00 GiB of GPU memory (1.00 GiB allocated, 2.00 GiB context)")
-    on_cpu = describe_prediction(PREDICTED, 2, on_gpu=False)
-    assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM")

@@ -95,6 +95,8 @@ def align(
             lacks_end_token = int(not special_pattern.search(text, start))
             separate_samples.append(Rendered(text, [(start, len(text))], num_lost, lacks_end_token))
             continue
+        else:  # White space after the end token belongs to the answer, as at the end of the text.
+            end = len(full_text) - len(full_text[end:].lstrip())
         if stop:
             if end == len(full_text):
                 full_text += stop
