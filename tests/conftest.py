@@ -101,14 +101,12 @@ def light_pool() -> Pool:
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
 
-def new_heavy_pool() -> Pool:
+@functools.cache
+def heavy_pool() -> Pool:
     """Return a process pool for training on CPUs. Its processes have imported torch and
     DeepSpeed."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return Pool(HEAVY, clean_environment(DS_ACCELERATOR="cpu", **threads))
-
-
-heavy_pool = functools.cache(new_heavy_pool)
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """Save runs under one layout and resume them under another.
 
-python -m tests.faults.resharding --jobs 16          all pairs; writes results/resharding.json
-python -m tests.faults.resharding --ring             each layout saved once and resumed once
-python -m tests.faults.resharding --pairs 20 --seed 7
-python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
+python -m tests.faults.resharding                    all pairs; writes results/resharding.json
+python -m tests.faults.resharding --ring --seed 7    each layout saved once and resumed once
+python -m tests.faults.resharding --work lora --ring --out /tmp/lora.json
 
 The models are wider than the models in the tests, so that infinity keeps Adam moments in files.
 `--work` is gpt2, llama, or lora (adapters on a Llama model with frozen weights).
@@ -14,18 +13,14 @@ import itertools
 import json
 import random
 import tempfile
-import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
-from tests.conftest import new_heavy_pool
 from tests.parity.support import DEEP, mesh, micro_batches, reference, run_cases, small_infinity
-from tests.pool import Pool
 
 # This model is deep enough for two stages on each of four processes, and its embedding has padding.
 EIGHT_LAYERS = {**DEEP, "model": "eight-layers-2050"}
@@ -34,7 +29,6 @@ LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
 NUM_STEPS = 6  # each run is saved after half of these steps
-PAIRS_PER_JOB = 40  # approximate number of pairs per job; the pairs in a job share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
 _1F1B = {"pipeline_schedule": "1f1b"}
@@ -74,11 +68,6 @@ def all_pairs() -> list[Pair]:
     return [*itertools.permutations(LAYOUTS, 2), *itertools.permutations(LOCAL, 2)]
 
 
-def draw_pairs(count: int, seed: int) -> list[Pair]:
-    """Draw `count` distinct pairs at random."""
-    return random.Random(seed).sample(all_pairs(), count)
-
-
 def processes_of(layout: str) -> int:
     return int(layout.rpartition(" ")[2])
 
@@ -91,23 +80,17 @@ def draw_ring(seed: int) -> list[Pair]:
 
 
 def reshard(
-    pairs: Iterable[Pair],
-    folder: Path,
-    work: Mapping[str, Any] = EIGHT_LAYERS,
-    pool: Pool | None = None,
+    pairs: list[Pair], folder: Path, work: Mapping[str, Any]
 ) -> dict[Pair, dict[str, float]]:
     """For each pair, train half of the steps under the first layout and the other half under the
     second. Compare the losses of the second half and the final weights with an uninterrupted
     single-process run. For each pair, return the largest relative difference of a loss, and of a
     weight tensor in the 2-norm."""
-    pairs = list(pairs)
-    runs = _save({saved for saved, _ in pairs}, folder, work, pool)
-    return _resume(pairs, runs, work, pool)
+    runs = _save({saved for saved, _ in pairs}, folder, work)
+    return _resume(pairs, runs, work)
 
 
-def _save(
-    layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
-) -> dict[str, str]:
+def _save(layouts: Iterable[str], folder: Path, work: Mapping[str, Any]) -> dict[str, str]:
     """Train under each layout for half of the steps, then save a checkpoint. Return the run folder
     for each layout."""
     runs: dict[str, str] = {}
@@ -120,12 +103,12 @@ def _save(
             }
             for name in names
         }
-        runs |= run_cases(cases, count, function="save_halfway", steps=NUM_STEPS, pool=pool)
+        runs |= run_cases(cases, count, function="save_halfway", steps=NUM_STEPS)
     return runs
 
 
 def _resume(
-    pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
+    pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any]
 ) -> dict[Pair, dict[str, float]]:
     """Resume each pair's saved run under the pair's second layout. `runs` maps saved layouts to run
     folders. Return the same differences as `reshard`."""
@@ -137,7 +120,7 @@ def _resume(
             for saved, resumed in pairs
             if resumed in names
         }
-        results = run_cases(cases, count, function="continue_training", steps=NUM_STEPS, pool=pool)
+        results = run_cases(cases, count, function="continue_training", steps=NUM_STEPS)
         for pair_name, actual in results.items():
             saved, resumed = pair_name.split(" -> ")
             differences[saved, resumed] = _distance(actual, expected)
@@ -161,51 +144,30 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
     }
 
 
-def split_into_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Divide the pairs into jobs of about PAIRS_PER_JOB pairs. All pairs with the same saved layout
-    are in one job."""
-    jobs: list[list[Pair]] = []
-    for _, same_saved in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
-        if not jobs or len(jobs[-1]) > PAIRS_PER_JOB / 2:
-            jobs.append([])
-        jobs[-1] += same_saved
-    return jobs
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, help="draw this many pairs (default: all)")
     parser.add_argument("--ring", action="store_true", help="use each layout twice")
     parser.add_argument("--work", choices=WORKS, default="gpt2")
-    parser.add_argument("--jobs", type=int, default=1, help="jobs at the same time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
     parser.add_argument("--dry-run", action="store_true", help="only check the command")
     a = parser.parse_args()
     if a.dry_run:
         return
-    pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
-    pairs = draw_ring(a.seed) if a.ring else pairs
     values = WORKS[a.work]
     record = {"model": values["model"], "num_steps": NUM_STEPS, "versions": versions()}
-    reference(dict(values), steps=NUM_STEPS)  # computed once for all jobs
-    thread_local = threading.local()
-
-    def run_job(job: list[Pair]) -> dict[Pair, dict[str, float]]:
-        if not hasattr(thread_local, "pool"):
-            thread_local.pool = new_heavy_pool()
-        with tempfile.TemporaryDirectory() as folder:
-            return reshard(job, Path(folder), values, thread_local.pool)
-
+    # Pairs with the same saved layout share its run.
+    by_saved = itertools.groupby(all_pairs(), lambda pair: pair[0])
+    groups = [draw_ring(a.seed)] if a.ring else [list(pairs) for _, pairs in by_saved]
     rows = list[dict[str, Any]]()
-    with ThreadPoolExecutor(a.jobs) as jobs:
-        for pair_differences in jobs.map(run_job, split_into_jobs(pairs)):
+    for pairs in groups:
+        with tempfile.TemporaryDirectory() as folder:
             rows += [
                 {"saved": saved, "resumed": resumed, **differences}
-                for (saved, resumed), differences in pair_differences.items()
+                for (saved, resumed), differences in reshard(pairs, Path(folder), values).items()
             ]
-            a.out.write_text(json.dumps({**record, "pairs": rows}, indent=1) + "\n")
-            print(f"{len(rows)} of {len(pairs)} pairs", flush=True)
+        a.out.write_text(json.dumps({**record, "pairs": rows}, indent=1) + "\n")
+        print(f"{len(rows)} of {sum(map(len, groups))} pairs", flush=True)
     for key, limit in (("loss", LOSS_TOLERANCE), ("weight", WEIGHT_TOLERANCE)):
         worst = max(rows, key=lambda row: row[key])
         print(f"Largest difference in any {key}: {worst[key]:.1e} ({worst})")

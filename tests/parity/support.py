@@ -53,17 +53,16 @@ def run_cases(
     module: str = "tests.parity.cases",
     steps: int = NUM_STEPS,
     failing: bool = False,
-    pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """Call `function` from `module` in `pool`, by default the pool that all tests share. Return
-    the result for each case. A case may set `global_batch` instead of batch_size."""
+    """Call `function` from `module` in the pool that all tests share. Return the result for each
+    case. A case may set `global_batch` instead of batch_size."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
             values["batch_size"], remainder = divmod(values.pop("global_batch"), num_processes)
             assert remainder == 0, "the number of processes must divide the global batch size"
-    return (pool or _pool(**environment)).call(
+    return _pool(**environment).call(
         f"{module}:{function}",
         {"cases": cases, "steps": steps, "failing": failing},
         num_processes=num_processes,
