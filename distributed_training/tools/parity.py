@@ -129,7 +129,7 @@ def build_references(layouts: Sequence[compare.Run], build: compare.Build) -> li
     size = int(config.batch_size)
     global_batch_size = size * config.grad_accum_steps * first.num_processes
     other_size = 1 if size > 1 else first.num_processes
-    references: list[Trial] = []
+    references: list[compare.Run] = []
     for name, micro_batch_size in (
         ("one process", size), ("one process, other micro-batches", other_size),
     ):  # fmt: skip
