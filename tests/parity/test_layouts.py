@@ -202,12 +202,16 @@ def test_lora_dropout_agrees_between_layouts_with_the_same_samples():
         assert_equal_runs(found[name], found["dp"])
 
 
-# The cases include zb-v, in which one process holds both copies of the tied embedding.
+BF16_WEIGHTS = {"precision": "bf16", "optimizer": "adamw-bf16-weights"}
+# The cases include zb-v, in which one process holds both copies of the tied embedding. Under dp,
+# the two processes save different parameters, so their weights must be equal.
 TO_RESUME = {
     2: {
         "zb-v": {**mesh(pp=2), **micro_batches(2), **ZB_V},
         "zb-auto": {**mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-auto"},
         "1f1b in bf16": {**mesh(pp=2), **micro_batches(2), "precision": "bf16"},
+        **{f"bf16 weights under {name}": {"strategy": name, **BF16_WEIGHTS, **micro_batches(2)}
+           for name in ("dp", "fsdp", "tp")},
     },
     4: {
         "tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
