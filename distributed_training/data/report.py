@@ -11,14 +11,7 @@ import numpy as np
 from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.corpus import split_weights
 from distributed_training.data.pieces import MESSAGES, RUNNING, TEXT
-from distributed_training.data.samples import (
-    Samples,
-    all_samples,
-    count_targets,
-    find_parts,
-    num_held_out,
-    will_pack,
-)
+from distributed_training.data.samples import Samples, count_targets, num_held_out, read_samples
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import shown
 
@@ -71,57 +64,53 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
       tokens;
     - `loss_share`: number of tokens in the loss, divided by the number of tokens in all samples;
     - `notes`: number of occurrences of each note."""
-    meta = read_meta(folder)
-    counts = meta["counts"]["train"]
-    split = load_tokens(folder)[1][0]
-    lengths = np.diff(split["starts"])
-    packs = will_pack(meta["form"], config, can_pack=can_pack)
-    starts, part_lengths = find_parts(split, meta["form"], config.max_length, packs=packs)
-    num_targets = part_lengths
-    num_used = counts["records"] - sum(counts["left_out"].values())
-    is_cut = np.zeros(0, bool)
-    num_answers_cut = 0
+    counts = read_meta(folder)["counts"]["train"]
     left_out = dict(counts["left_out"])
     notes = {note: count for note, count in counts["notes"].items() if count}
-    if meta["form"] != RUNNING and (num_short := int((lengths < 2).sum())):
+    form, packs, (samples, *other_splits) = read_samples(folder, config, can_pack=can_pack)
+    split = load_tokens(folder)[1][0]
+    lengths = np.diff(split["starts"])
+    is_cut = np.zeros(0, bool)
+    num_answers_cut = 0
+    # If a record may have several samples, one per answer, count omitted samples in a note.
+    has_one_sample = len(lengths) == counts["records"] - sum(left_out.values())
+    if form != RUNNING and (num_short := int((lengths < 2).sum())):
         left_out["fewer than two tokens"] = num_short
-    if "loss_mask" in split and len(lengths):
-        num_targets = count_targets(split["loss_mask"], starts, part_lengths)
-        full_lengths = lengths[lengths > 1] - 1  # Records with answers have one part each.
+    if "loss_mask" in split:
+        starts = np.sort(samples.starts)
+        full_lengths = lengths[np.searchsorted(split["starts"], starts, "right") - 1] - 1
         is_cut = full_lengths > config.max_length
-        all_targets = count_targets(split["loss_mask"], starts, full_lengths)
-        num_answers_cut = int(((num_targets > 0) & (num_targets < all_targets)).sum())
-        is_filled = num_targets == 0
-        if is_filled.any():
-            # If a record may have several samples, one per answer, count the samples in a note.
-            note = f"sample of a record with several answers left out ({FILLED})"
-            reasons, key = (left_out, FILLED) if len(lengths) == num_used else (notes, note)
-            reasons[key] = int(is_filled.sum())
-            is_cut = is_cut & ~is_filled
+        num_answers = count_targets(split["loss_mask"], starts, full_lengths)
+        num_kept = count_targets(
+            split["loss_mask"], starts, np.minimum(full_lengths, config.max_length)
+        )
+        num_answers_cut = int((num_kept < num_answers).sum())
+        if num_filled := int((lengths > 1).sum()) - len(samples):
+            if has_one_sample:
+                left_out[FILLED] = num_filled
+            else:
+                notes[f"sample of a record with several answers left out ({FILLED})"] = num_filled
     # If texts are packed, long texts are split into several samples instead of being cut.
-    elif not (packs and meta["form"] in (RUNNING, TEXT)):
+    elif not (packs and form in (RUNNING, TEXT)):
         is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
     # Neighboring samples of running text share a token: the last token of one sample is the first
     # token of the next.
-    is_shared = meta["form"] == RUNNING and packs
-    num_sample_tokens = (part_lengths[num_targets > 0] + (0 if is_shared else 1)).sum()
+    is_shared = form == RUNNING and packs
+    num_sample_tokens = (samples.lengths + (0 if is_shared else 1)).sum()
     num_used = counts["records"] - sum(left_out.values())
-    num_samples = int((num_targets > 0).sum())
-    held_out = 0
-    if "validation" not in meta["splits"]:
-        held_out = min(num_samples, num_held_out(num_samples))
+    num_samples = len(samples)
+    held_out = 0 if other_splits else min(num_samples, num_held_out(num_samples))
     weights = split_weights(config.dataset)
-    samples, _ = all_samples(folder, config, can_pack=can_pack)
     used = samples.select(slice(num_samples - held_out)).repeated(weights.values()).owners
     if config.num_samples != -1:
         used = used[: config.num_samples]
     trained = np.bincount(used, minlength=len(weights)).tolist()
     unit = "records" if num_samples == num_used else "samples"
-    if meta["form"] == MESSAGES and unit == "records":
+    if form == MESSAGES and unit == "records":
         unit = "chats"
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
     return {
-        "form": meta["form"],
+        "form": form,
         "records": counts["records"],
         "used": num_used,
         "left_out": left_out,
@@ -134,7 +123,7 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         "ends_cut": num_answers_cut,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
         "num_tokens": int(lengths.sum()),
-        "loss_share": float(num_targets.sum() / max(1, num_sample_tokens)),
+        "loss_share": float(samples.num_targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
     }
 
@@ -175,7 +164,7 @@ def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def read_samples(samples: Samples, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def first_samples(samples: Samples, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (ids, mask) for each of the first `count` samples, which are not packed. The mask is
     True for ids that are targets in the loss."""
     for start, length in zip(samples.starts[:count], samples.lengths[:count], strict=True):

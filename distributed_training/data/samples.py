@@ -190,13 +190,8 @@ def cut_samples(
     `can_pack` is True if the model and the engine can keep packed records separate. Raises
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
     training samples or no validation samples."""
-    form, splits = load_tokens(folder)
-    packs = will_pack(form, config, can_pack=can_pack)
-    as_blocks = packs and form == RUNNING
-    seq_len = config.max_length
-    cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
-    train, *other_splits = (
-        cut(split, find_parts(split, form, seq_len, packs=packs)) for split in splits
+    form, packs, (train, *other_splits) = read_samples(
+        folder, config, can_pack=can_pack, padding_id=tokenizer.eos_id
     )
     if other_splits:
         validation = other_splits[0]
@@ -206,7 +201,7 @@ def cut_samples(
         train = train.select(slice(num_train))
     if len(train) == 0 or len(validation) == 0:
         why = f"the run would have {len(train):,} training and {len(validation):,} validation "
-        why += f"samples of {seq_len} tokens"
+        why += f"samples of {config.max_length} tokens"
         what = f"dataset={config.dataset!r}"
         if len(train) and config.validation_dataset:
             what = f"validation_dataset={config.validation_dataset!r}"
@@ -220,10 +215,10 @@ def cut_samples(
         train = train.select(slice(config.num_samples))
     if config.eval_samples != -1:
         validation = validation.select(slice(config.eval_samples))
-    identity = f"{read_meta(folder)['sha256']} {packs} {seq_len} {len(train)}"
+    identity = f"{read_meta(folder)['sha256']} {packs} {config.max_length} {len(train)}"
     if weights != [1]:
         identity += f" with weights {weights}"
-    if packs and not as_blocks:
+    if packs and form != RUNNING:
         train = train.packed()
         validation = validation.packed()
         identity += f" in {len(train)} blocks"
@@ -246,31 +241,33 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
     return packs
 
 
-def all_samples(
+def read_samples(
     folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
-) -> tuple[Samples, bool]:
-    """Return all samples of the first split in a cache folder as separate samples, and whether a
-    run packs them. `can_pack` has the same meaning as in `cut_samples`. If `with_tail` is set,
-    include the last block of running text even if it is incomplete."""
-    form, (split, *_) = load_tokens(folder)
+) -> tuple[str, bool, list[Samples]]:
+    """Return the form of the text in a cache folder, the result of `will_pack`, and all samples of
+    each split. Records are not packed. If `with_tail` is set, include the last block of running
+    text even if it is incomplete."""
+    form, splits = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
-    starts, lengths = find_parts(split, form, config.max_length, packs=packs)
-    if with_tail and form == RUNNING and packs:
-        starts = np.arange(0, len(split["ids"]) - 1, config.max_length)
-        lengths = np.minimum(len(split["ids"]) - 1 - starts, config.max_length)
-    samples = _cut(split, (starts, lengths), seq_len=config.max_length, padding_id=padding_id)
-    return samples, packs and form != RUNNING
+    seq_len = config.max_length
+    parts = [find_parts(split, form, seq_len, packs=packs, with_tail=with_tail) for split in splits]
+    cut = functools.partial(_cut, seq_len=seq_len, padding_id=padding_id)
+    return form, packs, [*map(cut, splits, parts)]
 
 
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples
 
 
-def find_parts(split: dict[str, np.ndarray], form: str, seq_len: int, *, packs: bool) -> Parts:
+def find_parts(
+    split: dict[str, np.ndarray], form: str, seq_len: int, *, packs: bool, with_tail: bool = False
+) -> Parts:
     """Return the parts that a split is cut into, including parts without a target in the loss.
-    `packs` is the result of `will_pack`."""
-    if packs and form == RUNNING:  # the tokens after the last full block are left out
-        starts = np.arange(0, max(0, len(split["ids"]) - seq_len), seq_len)
-        return starts, np.broadcast_to(np.int64(seq_len), len(starts))
+    `packs` is the result of `will_pack`. See `read_samples` for `with_tail`."""
+    if packs and form == RUNNING:
+        num_targets = len(split["ids"]) - 1
+        end = num_targets if with_tail else num_targets - seq_len + 1
+        starts = np.arange(0, max(0, end), seq_len)
+        return starts, np.minimum(num_targets - starts, seq_len)
     return _find_records(split, seq_len, packs and form == TEXT)
 
 

@@ -13,7 +13,7 @@ from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import all_samples
+from distributed_training.data.samples import read_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
@@ -54,13 +54,14 @@ def run(
     )
     can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
     counts = report.summarize(folder, config, can_pack=can_pack)
-    samples, packs = all_samples(folder, config, can_pack=can_pack)
-    counts["real_share"] = (samples.packed() if packs else samples).real_share
+    form, packs, (samples, *_) = read_samples(folder, config, can_pack=can_pack)
+    packed = samples.packed() if packs and form != RUNNING else samples
+    counts["real_share"] = packed.real_share
     counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["tokenizer_name"] = tokenizer_name
     counts["special_tokens"] = tokenizer.facts.special
-    shown_samples = list(report.read_samples(samples, arguments.show))
+    shown_samples = list(report.first_samples(samples, arguments.show))
     if arguments.json:
         sample_dicts = [
             {

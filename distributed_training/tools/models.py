@@ -18,8 +18,8 @@ from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus
 from distributed_training.data.hub import check_push
-from distributed_training.data.pieces import ASSISTANT, Message
-from distributed_training.data.samples import Samples, all_samples
+from distributed_training.data.pieces import ASSISTANT, RUNNING, Message
+from distributed_training.data.samples import Samples, read_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
@@ -243,7 +243,7 @@ def _load_samples(
     folder = tokenize(
         split_corpus, tokenizer, config, token_cache_dir(), embedding_rows=size.vocab_size
     )
-    samples, packs = all_samples(
+    form, packs, (samples,) = read_samples(
         folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
     )
     if len(samples) == 0:
@@ -253,7 +253,7 @@ def _load_samples(
     notes = [f"{counts['records']:,} records read, {counts['used']:,} used"]
     notes += report.describe(counts, config.max_length)
     split_note = " (validation split)" if split == "validation" else ""
-    samples = samples.packed() if packs else samples
+    samples = samples.packed() if packs and form != RUNNING else samples
     return samples, load_bytes(folder), split_note, notes
 
 

@@ -19,8 +19,8 @@ from distributed_training.data.cache import tokenize
 from distributed_training.data.chats.prepare import NO_ANSWER, SPECIAL, UNKNOWN, Counts, read_pieces
 from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
-from distributed_training.data.report import read_samples, summarize
-from distributed_training.data.samples import all_samples
+from distributed_training.data.report import first_samples, summarize
+from distributed_training.data.samples import read_samples
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
@@ -228,8 +228,8 @@ def test_texts_without_a_token_are_counted(tmp_path):
     counts = summarize(folder, config, can_pack=True)
     assert (counts["records"], counts["used"], counts["samples"]) == (44, 42, 42)
     assert counts["left_out"] == {"fewer than two tokens": 2}
-    samples, _ = all_samples(folder, config, can_pack=True)
-    ids = [row.tolist() for row, _ in read_samples(samples, 2)]
+    _, _, (samples,) = read_samples(folder, config, can_pack=True)
+    ids = [row.tolist() for row, _ in first_samples(samples, 2)]
     assert ids == [[1, 2, 0], [1, 0]]
 
 
@@ -246,8 +246,8 @@ def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expe
     folder = tokenize(corpus, tokenizer, config, tmp_path / "cache")
     counts = summarize(folder, config, can_pack=can_pack)
     assert (counts["samples"], counts["cut"]) == expected
-    samples, _ = all_samples(folder, config, can_pack=can_pack)
-    assert len(list(read_samples(samples, 200))) == counts["samples"]
+    _, _, (samples,) = read_samples(folder, config, can_pack=can_pack)
+    assert len(list(first_samples(samples, 200))) == counts["samples"]
 
 
 def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
