@@ -246,9 +246,10 @@ def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) 
             "but not both"
         )
         raise UserError(f"{what} cannot be read", f"it mixes {', '.join(suffixes)} files", fix)
-    for where, record in read_records(*files, columns={*COLUMNS, *columns.values()}):
+    source = Source(files=files, columns=columns)
+    for where, record in source.read_records():
         Record(record, where, columns)
-        return Source(files=files, columns=columns)
+        return source
     raise UserError(f"{what} contains no text", fix="use files with at least one record")
 
 

@@ -2,10 +2,11 @@
 module does not import torch."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from distributed_training.data.corpus import Corpus, count_corpus_bytes
 from distributed_training.data.files import encoding_of
@@ -33,8 +34,8 @@ def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] |
     lines = [chunk.read_bytes() for _, chunk in chunks if chunk.suffix == ".jsonl"]
     if lines:
         densities = [text.count(b"\n") / len(text) for text in lines]
-        spread = statistics.stdev(densities) / statistics.fmean(densities)
-        error = max(error, 2 * spread / math.sqrt(len(lines)))
+        spread = np.std(densities, ddof=1) / np.mean(densities)
+        error = max(error, float(2 * spread / math.sqrt(len(lines))))
     sources = [
         replace(
             source,

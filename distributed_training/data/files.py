@@ -110,10 +110,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
         if not text.lstrip().startswith("["):
             yield from _read_jsonl(path)
             return
-        if isinstance(error, json.JSONDecodeError):
-            where = f"{path} line {error.lineno} column {error.colno}"
-            raise UserError(f"{where} is not JSON", error.msg) from None
-        raise UserError(f"{path} cannot be read", str(error)) from None
+        raise UserError(f"{path} is not JSON", str(error)) from None
     for number, record in enumerate(value if isinstance(value, list) else [value], 1):
         yield f"{path} record {number}", record
 

@@ -94,14 +94,15 @@ def fetch_tokenizer(repo_id: str) -> Path:
         files = HfApi().model_info(repo_id, timeout=TIMEOUT_S).siblings or []
     except Exception:  # Without a network connection, the cache may have the files.
         return fetch_folder(repo_id, ("tokenizer_config.json",))
-    names = [file.rfilename for file in files]
-    tokenizer_files = [name for name in names if "/" not in name and is_tokenizer_file(name)]
+    names = [
+        file.rfilename
+        for file in files
+        if "/" not in file.rfilename.removeprefix(_TEMPLATES_FOLDER)
+    ]
+    tokenizer_files = [*filter(is_tokenizer_file, names)]
     if not tokenizer_files:
         raise OSError(f"{repo_id} has no tokenizer files")
-    other_files = [
-        name for name in names if name == "config.json" or name.startswith(_TEMPLATES_FOLDER)
-    ]
-    return fetch_folder(repo_id, (*tokenizer_files, *other_files))
+    return fetch_folder(repo_id, (*tokenizer_files, *{"config.json"}.intersection(names)))
 
 
 def is_tokenizer_file(name: str) -> bool:
@@ -121,15 +122,11 @@ def fetch_error(missing: str, error: OSError, command: str, alternative: str = "
 def check_push(repo_id: str) -> None:
     """Raise UserError unless `repo_id` is a valid name for the Hub and the user has a Hub token."""
     from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
+    if not is_repo_id(repo_id):
         what = f"push={repo_id!r} is not a valid model name"
         fix = "write user/name with only letters, digits, hyphens, underscores and periods"
-        raise UserError(what, fix=fix) from None
+        raise UserError(what, fix=fix)
     if get_token() is None:
         what = f"uploading to {repo_id!r} needs a Hugging Face token"
         raise UserError(what, fix="set HF_TOKEN, or run: hf auth login")

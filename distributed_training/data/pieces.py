@@ -11,7 +11,6 @@ RUNNING = "running text"
 TEXT = "text"
 PROMPT = "prompt"
 MESSAGES = "messages"
-ANSWERS = (PROMPT, MESSAGES)  # forms in which only answers are in the loss
 ASSISTANT = "assistant"
 Message = dict[str, Any]  # role, content, and any other keys that a template reads
 Span = tuple[int, int]  # (index of the first character, index after the last character)

@@ -14,7 +14,7 @@ import numpy as np
 from distributed_training.data.cache import load_bytes, load_tokens, read_meta
 from distributed_training.data.corpus import split_weights
 from distributed_training.data.packing import pack_records
-from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
+from distributed_training.data.pieces import RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -205,9 +205,7 @@ def cut_samples(
         what = f"dataset={config.dataset!r}"
         if len(train) and config.validation_dataset:
             what = f"validation_dataset={config.validation_dataset!r}"
-        fix = "use more text or a smaller max_length"
-        if form in ANSWERS:
-            fix = "use more records, or set a larger max_length if prompts fill it"
+        fix = "use more text or records. If prompts fill max_length, set a larger one"
         raise UserError(f"{what} is too short", why, fix)
     weights = [*split_weights(config.dataset).values()]
     train = train.repeated(weights)

@@ -56,16 +56,11 @@ class Facts:
         """Raise UserError if the tokenizer has more tokens than `rows`, the number of rows in the
         embedding of `model`."""
         if self.num_tokens > rows:
-            what = (
-                f"the tokenizer has {self.num_tokens:,} tokens, but the "
-                f"embedding of {model} has only {rows:,} rows"
-            )
+            what = f"the tokenizer has {self.num_tokens:,} tokens"
+            why = f"the embedding of {model} has only {rows:,} rows"
             fix = "remove the last tokens, or add rows in transformers: call "
-            fix += (
-                "model.resize_token_embeddings(len(tokenizer)), "
-                "and save the model and the tokenizer"
-            )
-            raise UserError(what, fix=fix)
+            fix += "model.resize_token_embeddings(len(tokenizer)), and save both"
+            raise UserError(what, why, fix)
 
 
 class Tokenizer:

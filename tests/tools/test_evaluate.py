@@ -156,7 +156,7 @@ def test_invalid_evaluations_are_refused(model, tmp_path):
         shutil.copy(model / name, too_small)
     (tmp_path / "a.txt").write_text("A list isn't a tuple.")
     message = refusal(too_small, "--dataset", tmp_path / "a.txt")
-    assert f"has 401 tokens, but the embedding of {too_small} has only 400 rows" in message
+    assert all(word in message for word in ("401", "400", str(too_small)))
 
 
 @pytest.mark.parametrize("place", [EMBEDDED_DIR, None])

@@ -239,7 +239,8 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
         }
     elif isinstance(content, list):
         for part in content:
-            if not _is_text_part(part):
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
                 what = f"{where} has a part that is not text: {shown(part)}"
                 raise UserError(what, "only text is supported", "remove such records")
     elif content is None:
@@ -269,12 +270,6 @@ def _is_trained(message: Message, where: str) -> bool | None:
             "set this key to 0 or 1, or remove it",
         )
     return all(values.values()) if values else None
-
-
-def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
 
 
 def _is_empty(value: Any) -> bool:

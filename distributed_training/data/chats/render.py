@@ -5,6 +5,7 @@ limited, so an endless template must be stopped with Ctrl-C."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,19 +24,13 @@ class Conversation(NamedTuple):
     skip: list[int] = []  # noqa: RUF012, indices of messages that are not in the loss
 
 
+@dataclass(frozen=True)
 class Renderer:
-    """Chat template of a tokenizer.
+    """Chat template of a tokenizer."""
 
-    `templates` contains two templates: one for conversations without tools and one for
-    conversations with tools. `variables` contains the variables that both templates can use.
-    `special_pattern` matches special tokens."""
-
-    def __init__(
-        self, templates: Sequence[str], variables: dict[str, Any], special_pattern: re.Pattern[str]
-    ) -> None:
-        self._templates = templates
-        self._variables = variables
-        self._special_pattern = special_pattern
+    templates: Sequence[str]  # one for conversations without tools, and one for those with tools
+    variables: dict[str, Any]  # variables that both templates can use
+    special_pattern: re.Pattern[str]  # matches special tokens
 
     def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
         """Return the samples of a conversation. Raises UserError with its location in the dataset,
@@ -49,13 +44,13 @@ class Renderer:
             messages = conversation.messages
             marked = None
             # Some templates mark the text that the assistant generates.
-            if re.search(r"\{%-?\s*generation\s*-?%\}", self._choose_template(conversation)):
+            if re.search(r"\{%-?\s*generation\s*-?%\}", self.templates[bool(conversation.tools)]):
                 _, marked = self._render(conversation, messages, return_assistant_tokens_mask=True)
             return align(
                 render,
                 messages,
                 marked=marked,
-                special_pattern=self._special_pattern,
+                special_pattern=self.special_pattern,
                 skip=conversation.skip,
             )
         except Exception as error:  # A template can raise any error.
@@ -72,9 +67,6 @@ class Renderer:
         except Exception as error:  # A template can raise any error.
             what = "the chat template cannot render this question"
             raise UserError(what, describe(error)) from None
-
-    def _choose_template(self, conversation: Conversation) -> str:
-        return self._templates[bool(conversation.tools)]
 
     def _adapt(self, conversation: Conversation) -> Conversation:
         """Join the parts of contents that are lists if the template accepts only strings."""
@@ -102,8 +94,9 @@ class Renderer:
 
         rendered: Any = render_jinja_template(
             conversations=[list(messages)], tools=conversation.tools,
-            documents=conversation.documents, chat_template=self._choose_template(conversation),
-            **{**self._variables, **conversation.template_kwargs}, **options,
+            documents=conversation.documents,
+            chat_template=self.templates[bool(conversation.tools)],
+            **{**self.variables, **conversation.template_kwargs}, **options,
         )  # fmt: skip
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
