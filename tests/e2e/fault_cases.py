@@ -5,12 +5,10 @@ script's exit code."""
 
 import os
 import signal
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from distributed_training.checkpoint import saver
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
 from distributed_training.train import run as training
@@ -57,22 +55,6 @@ def without_step(job: dict[str, Any]) -> None:
         self.results.skipped_step = job["step"]
 
     Trainer.__post_init__ = init
-    run_script(*job["arguments"])
-
-
-def with_full_disk(job: dict[str, Any]) -> None:
-    """Fill the disk, so that the second checkpoint cannot be written."""
-    original, calls = saver.Saver.begin, []
-
-    def save(*arguments: Any, **options: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 2 and os.environ["RANK"] == "0":
-            with open(job["disk"] + "/filled", "wb", buffering=0) as file, suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-        return original(*arguments, **options)
-
-    saver.Saver.begin = save
     run_script(*job["arguments"])
 
 

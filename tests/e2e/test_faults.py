@@ -2,6 +2,7 @@
 Such a run must soon end, leave no processes behind, and record the reason."""
 
 import ipaddress
+import json
 import platform
 import re
 import signal
@@ -31,11 +32,18 @@ LIMIT_S = 150  # time limit of a run; on an idle machine, a run needs a tenth of
 LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
 
 
+def fault(kind, folder):
+    """Return the variable that injects a fault in step 5 of rank 1, or in its next save. `folder`
+    is for soak_worker.py, and is on the disk that the fault may fill."""
+    job = {"folder": str(folder), "disk": str(folder), "kind": kind, "rank": 1, "step": 5}
+    return {"FAULT": json.dumps(job)}
+
+
 @pytest.mark.parametrize("how", ["hangs", "fails", "killed"])
 def test_a_rank_that_stops_is_named(how, tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**LONG, "output_dir": output_dir, "hang_timeout_s": 10}
-    with running(launcher_command("faulty", values), log, FAULT=how) as process:
+    with running(launcher_command("faulty", values), log, **fault(how, tmp_path)) as process:
         assert process.wait(timeout=LIMIT_S) == 1, log.read_text()
         assert remaining_processes(str(output_dir)) == []
     said = log.read_text()
@@ -59,7 +67,7 @@ def test_a_rank_killed_under_torchrun_is_a_failure_and_no_interruption(tmp_path)
     output_dir = tmp_path / "runs"
     command = launcher_command("torchrun", {**LONG, "output_dir": output_dir})
     command[command.index(str(SCRIPT))] = str(FAULT_SCRIPT)
-    result = run_command(command, FAULT="killed")
+    result = run_command(command, **fault("killed", tmp_path))
     assert "SIGKILL" in result.stderr
     record = only_record(output_dir)
     assert (record["status"], LOST_PEER in record["error"]) == ("failed", True)
@@ -138,10 +146,12 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_reported_and_keeps_saved_checkpoints(small_disk):
     """The run saves a checkpoint after step 3. After step 6, the disk is too full for another
     checkpoint."""
-    values = {**SMALL, "strategy": "fsdp", "checkpoint_every": 3, "output_dir": small_disk}
-    said = run_case("fault_cases:with_full_disk", values, disk=str(small_disk))
-    record = only_record(small_disk)
-    (run_dir,) = (path for path in run_folders(small_disk) if path.is_dir())
+    output_dir = small_disk / "runs"
+    values = {**SMALL, "strategy": "fsdp", "checkpoint_every": 3, "output_dir": output_dir}
+    result = run_command(launcher_command("faulty", values), **fault("disk full", small_disk))
+    said = result.stderr
+    record = only_record(output_dir)
+    (run_dir,) = run_folders(output_dir)
     assert record["status"] == "failed"
     assert "--resume auto" in record["error"]
     assert f"error: {record['error']}" in said

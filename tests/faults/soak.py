@@ -187,7 +187,7 @@ class Mission:
             **({"offload_dir": self.folder / "offload"} if self.strategy == "infinity" else {}),
         })  # fmt: skip
         command = [sys.executable, str(WORKER), "--num_gpus", str(count), *arguments]
-        environment = clean_environment(DS_ACCELERATOR="cpu", SOAK=job, OMP_NUM_THREADS="1")
+        environment = clean_environment(DS_ACCELERATOR="cpu", FAULT=job, OMP_NUM_THREADS="1")
         with (folder / "log").open("w") as out:
             launcher = subprocess.Popen(
                 command, cwd=ROOT, env=environment,

@@ -1,6 +1,6 @@
-"""Run real_model_example.py for soak.py, with a fault in one of the processes.
+"""Run real_model_example.py with a fault in one process, for soak.py and e2e/test_faults.py.
 
-The environment variable SOAK describes the fault as JSON and names a folder. In this folder, the
+The environment variable FAULT describes the fault as JSON and names a folder. In this folder, the
 processes record their IDs, whether the fault has occurred, and a line for each completed step."""
 
 import dataclasses
@@ -25,7 +25,7 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )
-JOB: dict[str, Any] = json.loads(os.environ["SOAK"])
+JOB: dict[str, Any] = json.loads(os.environ["FAULT"])
 FOLDER = Path(JOB["folder"])
 KIND = JOB["kind"]
 # Kind -> (signal that is sent in a step, whether the launcher receives it instead of the rank)
@@ -73,6 +73,8 @@ def strike_in_step(trainer: Any) -> None:
         shutil.rmtree(trainer.plan.run_dir, ignore_errors=True)
     elif KIND in END_SIGNALS and KIND.endswith("at the end"):
         strike_at(trainer.engine, "close")
+    elif KIND == "fails":
+        raise RuntimeError("a fault made on purpose")
     elif KIND == "hangs":  # within the step, after its start was reported
 
         def hang(_batch: Any) -> None:
@@ -152,6 +154,7 @@ def inject_faults(rank: int) -> None:
 
 def register_process() -> None:
     """Record this process's ID. If the process is a rank, set up fault injection."""
+    (FOLDER / "processes").mkdir(parents=True, exist_ok=True)
     (FOLDER / "processes" / str(os.getpid())).touch()
     if "RANK" in os.environ:
         inject_faults(int(os.environ["RANK"]))
