@@ -166,11 +166,9 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                 for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
                     arrays["starts"] += num_ids
                     num_ids += len(arrays["ids"])
-                    num_records = f"{counts[split].records:,} records"
-                    bar.set_postfix_str(num_records)
                     if bar.disable and time.monotonic() - printed_at > PRINT_EVERY_S:
                         printed_at = time.monotonic()
-                        print_stderr(f"tokenized {num_records}")
+                        print_stderr(f"tokenized {counts[split].records:,} records")
                     for name, dtype in dtypes.items():
                         with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
                             file.write(arrays[name].astype(dtype).tobytes())

@@ -56,9 +56,7 @@ def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
             what = (
                 f"text of more than {_MAX_UNCUT / 1e6:.0f} million characters cannot be tokenized"
             )
-            why = "this tokenizer cannot process text in parts"
-            if can_cut:
-                why = "it has no spaces to split it at"
+            why = "it has no spaces to split it at" if can_cut else "the tokenizer needs whole text"
             fix = 'split it into records, one per line: {"text": "..."}'
             raise UserError(what, why, fix)
     if not begins or pending.strip():

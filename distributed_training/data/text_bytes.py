@@ -37,5 +37,4 @@ def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.
 
 def _decoded_size(tokenizer: Any, ids: list[int]) -> int:
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    # Canine has a token for each code point, including surrogates.
-    return len(tokenizer.decode(ids, **options).encode(errors="surrogatepass"))
+    return len(tokenizer.decode(ids, **options).encode())

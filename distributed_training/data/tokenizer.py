@@ -131,19 +131,14 @@ class Tokenizer:
         names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
         return sorted(filter(hub.is_tokenizer_file, names))
 
-    def _unreadable_error(self, why: str, fix: str = "") -> UserError:
-        """Return the error for a tokenizer whose files cannot be read."""
-        return UserError(
-            f"tokenizer {self.folder} cannot be read", " ".join(why.split())[:300], fix
-        )
-
     @cached_property
     def _hf_tokenizer(self) -> Any:
         """Tokenizer object from transformers. Raises UserError if the tokenizer cannot be
         loaded."""
+        what = f"tokenizer {self.folder} cannot be read"
         fix = "use the folder that the model's tokenizer was saved in, or set tokenizer to auto"
         if not self._files:
-            raise self._unreadable_error("the folder contains no tokenizer files", fix)
+            raise UserError(what, "the folder contains no tokenizer files", fix)
         from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -160,7 +155,7 @@ class Tokenizer:
             why = f"{type(error).__name__}: {error}"
             if "trust_remote_code" in why:
                 why = "its tokenizer_config.json refers to custom code, which is never run"
-            raise self._unreadable_error(why, fix) from None
+            raise UserError(what, " ".join(why.split())[:300], fix) from None
         finally:
             transformers_logging.set_verbosity_error()
 

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import first_samples, summarize
 from distributed_training.data.samples import read_samples
-from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
 from tests.data.test_records import ANSWER, CHAT, USER
@@ -260,17 +258,6 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
     config = build_config({"dataset": "made", "pack": False})
     folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
     assert summarize(folder, config, can_pack=True)["notes"] == {UNKNOWN: 1, SPECIAL: 1}
-
-
-def test_surrogate_tokens_have_a_byte_size():
-    """A surrogate has a size of 3 bytes, although UTF-8 cannot encode surrogates. The Canine
-    tokenizer has a token for each code point, including surrogates."""
-    canine = SimpleNamespace(
-        is_fast=False, get_vocab=lambda: {"a": 0, "\ud800": 1, "b": 2},
-        encode=lambda text, **_: [0],
-        decode=lambda ids, **_: "".join("a\ud800b"[i] for i in ids),
-    )  # fmt: skip
-    assert count_bytes(canine, np.array([2]), 3).tolist() == [1, 3, 0]
 
 
 def test_answers_near_characters_without_a_token_are_refused(tmp_path):
