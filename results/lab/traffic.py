@@ -47,6 +47,7 @@ COUNTED = {
     "c10d._reduce_scatter_base_": ("reduce_scatter", 1, False),
     "c10d.broadcast_": ("broadcast", 0, False),
     "c10d.alltoall_base_": ("all_to_all", 1, False),
+    "distributed_training.all_to_all": ("all_to_all", 0, False),
     "c10d.send": ("send", 0, False),
     "_c10d_functional.all_reduce": ("all_reduce", 0, False),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
