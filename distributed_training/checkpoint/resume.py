@@ -27,6 +27,7 @@ from distributed_training.records.record import (
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32, crc32_of, parse_as, shown
+from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 5
@@ -194,8 +195,11 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     obstacle = ""
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
-        is_writable = os.access(run_dir, os.W_OK)  # others may keep their runs in the same folder
-        for checkpoint in list_checkpoints(run_dir) if is_writable else ():
+        checkpoints = list_checkpoints(run_dir)
+        if checkpoints and (why := claims.find_foreign_file(run_dir)):
+            logger.warning("resume='auto' skips %s: %s", run_dir, why)
+            checkpoints = []
+        for checkpoint in checkpoints:
             with _skip_damaged(checkpoint):
                 meta = read_meta(checkpoint)
                 run = load_run_record(checkpoint, meta)

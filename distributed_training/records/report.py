@@ -19,7 +19,7 @@ from distributed_training.records.results import (
     render,
 )
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.files import plural, resolve_user_path
+from distributed_training.settings.files import check_replaced, plural, resolve_user_path
 
 MAX_RUNS = 20
 COMMAND = "python real_model_example.py report"
@@ -104,6 +104,7 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     page = ("Training runs", heading, sections, note)
     print(render("txt", *page), flush=True)
     if html := arguments.html:
+        check_replaced(html)
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(render("html", *page), encoding="utf-8")
         print(f"Wrote {short_path(html)}.")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from distributed_training.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
-MARK = "written by distributed_training"
+MARK = "written by distributed_training"  # at the beginning of files that a command may replace
 _ERROR_TEXTS = {
     "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
     "extra_forbidden": "is not a known key", "missing": "is missing",
@@ -29,6 +29,15 @@ def resolve_user_path(text: str | Path) -> Path:
     path = Path(text).expanduser()
     in_checkout = ROOT / path
     return in_checkout if in_checkout.exists() and not path.exists() else path
+
+
+def check_replaced(*paths: Path) -> None:
+    """Raise UserError if one of the files `paths` exists and this program did not write it."""
+    for path in paths:
+        is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
+        if os.path.lexists(path) and not is_own:
+            what = f"{path} exists, and this program did not write it"
+            raise UserError(what, fix="name another file or folder")
 
 
 def publish(unpublished: Path, final: Path) -> None:
@@ -64,6 +73,8 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
     `what` describes the file in the message. If `unique` is True, a duplicate key is also an
     error."""
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")  # Reading a pipe could block.
         hook = _reject_duplicate_keys if unique else None
         return json.loads(path.read_bytes(), object_pairs_hook=hook)
     except FileNotFoundError:

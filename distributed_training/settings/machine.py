@@ -251,6 +251,9 @@ def parse_gpu(name: str) -> Gpu:
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu
+    if re.match(r"(?i)MI\d|INSTINCT|RX-|GAUDI|TPU|TRN|ARC-", text):
+        what = f"GPU {shown(name)} is not supported"
+        raise UserError(what, "the suite needs CUDA", "name a GPU by NVIDIA, such as H100-80GB")
     fix = f"to describe another GPU, write --cluster 1x8 --gpu '{GPU_EXAMPLE}', for example"
     raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
 

@@ -39,7 +39,7 @@ from distributed_training.records.results import (
 )
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_as, plural
+from distributed_training.settings.files import check_replaced, load_json, parse_as, plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
@@ -117,6 +117,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
+    check_replaced(out / "compare.html")
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")

@@ -33,7 +33,7 @@ from distributed_training.records.results import (
 )
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural
+from distributed_training.settings.files import MARK, check_replaced, plural
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies
 from distributed_training.tools import compare
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.dry_run:
         compare.print_settings(trials)
         return 0
+    check_replaced(out / "parity.json")
 
     def conclude(trial: compare.Run) -> str:
         judge(trial, *references)
@@ -295,7 +296,8 @@ def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
          "apart": trial.differences}
         for trial in trials
     ]  # fmt: skip
-    origin = provenance(shlex.join(["python", *sys.argv])) | {"rule": explanation, "runs": rows}
+    origin = {"generator": MARK} | provenance(shlex.join(["python", *sys.argv]))
+    origin |= {"rule": explanation, "runs": rows}
     origin |= {"heading": heading, "config": reference.config, "machine": reference.machine}
     write_json(out / "parity.json", origin)
     print(f"\n{render('txt', '', heading, [section])}\n{textwrap.fill(explanation, WIDTH)}")

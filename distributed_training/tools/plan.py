@@ -33,7 +33,7 @@ from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.predict.rates import calibration_file
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import check_replaced, shown
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.launch import planned_cluster, requested_cluster
@@ -83,6 +83,8 @@ def run(
     the exit code."""
     command = shlex.join(["python", *sys.argv])
     job_file = Path(arguments.write).expanduser() if arguments.write else None
+    if job_file is not None:
+        check_replaced(job_file)
     request = configure(arguments.overrides)
     cluster = _cluster(arguments, request)
     if job_file is not None and not cluster.machine.num_gpus:

@@ -134,6 +134,8 @@ def train(
             display.say(f"{what} Nothing was saved.")
     engine.close()
     dist.barrier()
+    if is_rank_0:
+        claims.release(plan.run_dir)
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     return 128 + signum if signum else 0

@@ -325,7 +325,12 @@ def test_resume_auto_follows_links_to_runs_and_skips_what_it_cannot_read(tmp_pat
     (runs / "c").symlink_to("missing")
     (runs / "d").mkdir()
     os.mkfifo(runs / "pipe")
+    damaged = make_run(runs, "e", 5)
+    (damaged / "record.json").unlink()
+    os.mkfifo(damaged / "record.json")
     assert find_checkpoint("auto", runs) == moved / "checkpoints" / "step-00000003"
+    os.mkfifo(moved / "metrics.jsonl")
+    assert find_checkpoint("auto", runs) == runs / "a" / "checkpoints" / "step-00000001"
 
 
 def test_resume_identifies_text_by_its_tokens(tmp_path):

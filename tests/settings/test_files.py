@@ -1,8 +1,10 @@
+import os
+
 import pytest
 
 from distributed_training.settings.config import PATHS
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, shown
+from distributed_training.settings.files import MARK, check_replaced, load_json, shown
 from distributed_training.settings.request import build_config
 from tests.support import refused
 
@@ -12,6 +14,23 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
     for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("./a/b", "./a/b")):
         for key in PATHS:
             assert getattr(build_config({key: text}), key) == path
+
+
+@pytest.mark.parametrize("kind", ["text", "folder", "pipe", "link"])
+def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
+    path = tmp_path / "a"
+    if kind == "text":
+        path.write_text("x" * 5000 + MARK)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("missing")
+    with refused(str(path)):
+        check_replaced(tmp_path / "b", path)
+    (tmp_path / "b").write_text(f"# {MARK}")
+    check_replaced(tmp_path / "b", tmp_path / "c")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Test the claim on a run's folder."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,16 @@ claims.hold(pathlib.Path(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
+
+
+def change_owner(run_dir, **changes):
+    file = run_dir / claims.OWNER_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def make_old(run_dir):
+    for path in run_dir.iterdir():
+        os.utime(path, (1, 1))
 
 
 def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
@@ -56,28 +67,80 @@ def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_without_a_visible_lock_the_latest_run_owns_the_folder(has_locks, tmp_path, monkeypatch):
-    """The lock of another machine may be invisible, or the file system has none."""
+def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_path, monkeypatch):
+    """The lock of another machine may be invisible. Its run is then alive if it has neither
+    released its folder nor been silent for a while, unless it is an earlier attempt of this run."""
 
     def flock(descriptor, operation):
         if not has_locks:
             raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for run_id in ("first", "second"):
-        claims.claim(tmp_path, run_id)
-    claims.check(tmp_path, "second")
-    with pytest.raises(RunError, match=str(tmp_path)):
+    claims.claim(tmp_path, "first")
+    change_owner(tmp_path, host="another-host")
+    with refused(str(tmp_path), "'another-host'", "resume=None"):
+        claims.claim(tmp_path, "second")
+    claims.claim(tmp_path, "first")  # restarted on this machine
+    change_owner(tmp_path, host="another-host")
+    make_old(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with refused("another-host"):
+        claims.claim(tmp_path, "second")
+    make_old(tmp_path)
+    claims.claim(tmp_path, "second")
+    with pytest.raises(RunError):
         claims.check(tmp_path, "first")
+    change_owner(tmp_path, host="another-host")
+    claims.release(tmp_path)
+    claims.claim(tmp_path, "third")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b'{"host": 1}'])
 def test_a_damaged_owner_file_does_not_prevent_a_claim(content, tmp_path):
     (tmp_path / claims.OWNER_FILE).write_bytes(content)
     claims.claim(tmp_path, "first")
-    assert claims.read_owner(tmp_path)["run_id"] == "first"
+    claims.check(tmp_path, "first")
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "pipe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".owner.json", ".writing-hf", ".writing-best", "checkpoints", ".lock", "metrics.jsonl",
+        "record.json", "plan.json", "hf", "hf/README.md", "checkpoints/.writing-00000001",
+        "checkpoints/step-00000001", "tensorboard", "wandb",
+    ],
+)  # fmt: skip
+def test_a_folder_with_a_link_or_a_pipe_is_refused_and_nothing_outside_changes(
+    name, kind, tmp_path
+):
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    (run_dir / name).parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(run_dir / name)
+    else:
+        (run_dir / name).symlink_to(outside)
+    if kind == "link":
+        outside.write_text("kept")
+    with refused(str(run_dir / name)):
+        claims.claim(run_dir, "first")
+    assert not outside.exists() if kind != "link" else outside.read_text() == "kept"
+
+
+def test_links_of_wandb_are_not_refused(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+    claims.claim(tmp_path, "first")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    os.chown(tmp_path, 12345, 12345)
+    with refused(str(tmp_path)):
+        claims.claim(tmp_path, "first")
 
 
 def test_a_removed_folder_is_named(tmp_path):
+    claims.check(tmp_path, "")  # a run that was never claimed
     with pytest.raises(RunError, match=str(tmp_path)):
         claims.check(tmp_path / "removed", "first")

@@ -122,6 +122,17 @@ def assert_equal(plan, ranked, typed):
     assert {name for name in found if found[name] != expected[name]} == set(), typed
 
 
+def test_plan_replaces_only_jobs_that_it_wrote(call, tmp_path, capsys):
+    job, dataset = tmp_path / "job.slurm", tmp_path / "text.txt"
+    dataset.write_text("the dataset")
+    words = ["plan", "--cluster", "2xH100-80GB", "--model", "gpt2", "--write"]
+    for _ in range(2):
+        assert call([*words, str(job)])[0] == 0
+    assert call([*words, str(dataset)])[0] == 2
+    assert str(dataset) in capsys.readouterr().err
+    assert dataset.read_text() == "the dataset"
+
+
 def assert_same_plans(call, capsys, words, tmp_path):
     """Check that the printed commands and the job result in the picked plans, and that the run with
     the same words has the first one. If all weights fit only with offload, or not at all, this run
