@@ -192,8 +192,7 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> dict[st
         try:
             parquet = hub.fetch_wikitext()
         except OSError as error:
-            missing = f"{key}={WIKITEXT!r} is"
-            raise hub.fetch_error(missing, error, hub.WIKITEXT_COMMAND) from None
+            raise hub.fetch_error(f"{what} is", error, hub.WIKITEXT_COMMAND) from None
         corpus = {}
         for split, path in parquet.items():
             lines = "".join(row["text"] for _, row in read_records(path, columns=("text",)))

@@ -203,8 +203,8 @@ def cut_samples(
         why = f"the run would have {len(train):,} training and {len(validation):,} validation "
         why += f"samples of {config.max_length} tokens"
         what = f"dataset={config.dataset!r}"
-        if len(train) and config.validation_dataset:
-            what = f"validation_dataset={config.validation_dataset!r}"
+        if config.validation_dataset:
+            what += f" or validation_dataset={config.validation_dataset!r}"
         fix = "use more text or records. If prompts fill max_length, set a larger one"
         raise UserError(f"{what} is too short", why, fix)
     weights = [*split_weights(config.dataset).values()]
