@@ -445,4 +445,4 @@ def suggest_settings(plan: Draft, cluster: Cluster) -> str:
     texts = [describe_suggestion(*suggestion) for suggestion in suggest(plan, cluster)]
     if texts:
         return f"set {', or '.join(texts)}"
-    return "use more GPUs, a smaller model, a smaller batch_size or optimizer=adamw-bf16-weights"
+    return "use more GPUs, a smaller model or a smaller batch_size"
