@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN, Counts, read_pieces
 from distributed_training.data.corpus import Corpus, count_corpus_bytes, fingerprint
+from distributed_training.data.files import sha256_of
 from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
@@ -114,7 +115,7 @@ def _digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.bin")):
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
         with open(file, "rb") as stream:
-            hashlib.file_digest(stream, lambda: digest)
+            digest.update(sha256_of(stream))
     return digest.hexdigest()
 
 

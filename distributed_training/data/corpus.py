@@ -22,6 +22,7 @@ from distributed_training.data.files import (  # fmt: skip
     open_file,
     read_records,
     read_text,
+    sha256_of,
     suffix_of,
 )
 from distributed_training.data.folders import (
@@ -85,8 +86,7 @@ class Source:
         digest = hashlib.sha256(str(columns).encode())
         for file in self.files:
             with open_file(file) as stream:
-                file_digest = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
-            digest.update(file_digest.digest())
+                digest.update(sha256_of(stream))
         for text in self.texts:
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)

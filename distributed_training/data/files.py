@@ -4,6 +4,7 @@ are read as a whole. This module does not import torch."""
 import codecs
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import shlex
@@ -22,6 +23,14 @@ RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_SIZE = 2**20  # bytes or characters read at a time
 _BATCH_ROWS = 16  # rows of a table decoded at a time
+
+
+def sha256_of(stream: IO[bytes]) -> bytes:
+    """Return the SHA-256 of a file's contents. (hashlib.file_digest needs Python 3.11.)"""
+    digest = hashlib.sha256()
+    for block in iter(partial(stream.read, BLOCK_SIZE), b""):
+        digest.update(block)
+    return digest.digest()
 
 
 def suffix_of(path: Path) -> str:

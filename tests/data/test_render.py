@@ -38,7 +38,7 @@ def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     rendered as in transformers."""
     template = "{% for m in messages %}{{ m.role ~ m.time ~ m.content }}{% endfor %}"
     messages = [
-        {**SAID[0], "time": datetime.datetime(2024, 5, 1, 12, tzinfo=datetime.UTC)},
+        {**SAID[0], "time": datetime.datetime(2024, 5, 1, 12, tzinfo=datetime.timezone.utc)},
         {**SAID[1], "time": b"\xff"},
     ]
     renderer = Renderer([template] * 2, {}, NO_TOKENS)
