@@ -159,7 +159,8 @@ def use_fp8(model: Decoder, source: WeightSource, device: torch.device) -> Weigh
         # A scale depends on a whole row, even if this rank stores only some of the columns.
         values = source(f"{layer_name}.weight", slices[:1]).to(device).to(dtype)
         codes, scales = quantize(values.contiguous(), dtype)  # GPT-2's files have columns first
-        return scales[:, 0] if key == "scales" else codes.view(dtype)[(slice(None), *slices[1:])]
+        columns = (slice(None), *slices[1:])
+        return scales[:, 0] if key == "scales" else codes.view(dtype)[columns]
 
     return read
 

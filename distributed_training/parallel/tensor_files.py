@@ -236,8 +236,9 @@ class TensorFiles:
         last = -(-(start[0] + size[0]) // width) if all(size) else first
         rows = self._read_box(part, (last - first, *row_shape), (first, *(0 for _ in row_shape)))
         if is_box:
-            columns = zip(start[1:], size[1:], strict=True)
-            return rows[(slice(None), *(slice(first, first + n) for first, n in columns))]
+            columns = [slice(i, i + n) for i, n in zip(start[1:], size[1:], strict=True)]
+            index = (slice(None), *columns)
+            return rows[index]
         return rows.flatten()[start[0] - first * width :][: size[0]]
 
     def read_whole(self, name: str) -> torch.Tensor:
