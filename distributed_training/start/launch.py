@@ -4,7 +4,6 @@ the plan to the other ranks (see rendezvous.py).
 
 This module itself does not import torch. `import_worker` imports it."""
 
-import argparse
 import gc
 import importlib
 import math
@@ -20,7 +19,7 @@ from types import ModuleType
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import Cluster, local_cluster, parse_cluster
+from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.record import has_begun, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, print_stderr
@@ -53,14 +52,6 @@ def launched_process(num_gpus: str | None) -> Process | None:
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
     return process
-
-
-def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """Return the cluster that --cluster and --gpu describe, or None without these options. Without
-    --cluster, it has as many GPUs as this machine, at least one."""
-    if arguments.cluster is None and arguments.gpu is None:
-        return None
-    return parse_cluster(arguments.cluster or str(max(1, detect_machine().num_gpus)), arguments.gpu)
 
 
 def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:

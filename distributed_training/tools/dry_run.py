@@ -17,17 +17,25 @@ from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.planner.rank import layout_name
-from distributed_training.predict.predict import local_cluster
+from distributed_training.predict.predict import Cluster, local_cluster, parse_cluster
 from distributed_training.records.display import describe_prediction, fold, verdict
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import printable
 from distributed_training.settings.machine import detect_machine
-from distributed_training.start.launch import planned_cluster, requested_cluster
+from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
 UNKNOWN = "the number of steps is unknown until the data is tokenized (the data command does this)"
 FIRST_HOST_NOTE = f"Replace {FIRST_HOST} with the name of the first node."
+
+
+def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """Return the cluster that --cluster and --gpu describe, or None without these options. Without
+    --cluster, it has as many GPUs as this machine, at least one."""
+    if arguments.cluster is None and arguments.gpu is None:
+        return None
+    return parse_cluster(arguments.cluster or str(max(1, detect_machine().num_gpus)), arguments.gpu)
 
 
 def print_plan(

@@ -36,9 +36,9 @@ from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import check_replaced, shown
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import named_strategy
-from distributed_training.start.launch import planned_cluster, requested_cluster
+from distributed_training.start.launch import requested_cluster
 from distributed_training.start.ranks import run_ranks
-from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command
+from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command, planned_cluster
 from distributed_training.tools.jobs import build_batch_script, build_options, job_template
 from distributed_training.tools.plan_table import (
     describe_picks,

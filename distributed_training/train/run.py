@@ -1,6 +1,7 @@
 """Execute a training run on one rank, from loading the data to the finished record. `train` builds
 the parts of the run with the functions below it."""
 
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -121,7 +122,7 @@ def train(
         finished_record = records.Record.model_validate(record.values)
         if not signum:
             display.table(summary_rows(finished_record))
-            display.suggest(commands.suggest_commands(plan, finished_record))
+            display.suggest(_suggest_commands(plan))
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished_record)
@@ -290,3 +291,17 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         },
         "num_steps": plan.num_steps,
     }
+
+
+def _suggest_commands(plan: Plan) -> dict[str, str]:
+    """Return the commands to suggest after a finished run, keyed by purpose. Commands that do not
+    apply are omitted."""
+    script = shlex.split(plan.command)[1]
+    suggestions = {}
+    if (plan.run_dir / records.LAST).is_dir():
+        prompt = [] if plan.config.generate is None else ["--prompt", plan.config.generate]
+        arguments = ["python", script, "generate", short_path(plan.run_dir), *prompt]
+        suggestions["generate text"] = shlex.join(arguments)
+    folder = plan.run_dir.absolute().parent  # a resumed run may be outside `output_dir`
+    suggestions["compare runs"] = shlex.join(["python", script, "report", short_path(folder)])
+    return suggestions
