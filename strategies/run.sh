@@ -9,4 +9,5 @@ if [ -e "$folder/setup.sh" ]; then source "$folder/setup.sh"; fi
 name=$(python -S -c 'import json, sys; print(json.load(open(sys.argv[1]))["name"])' \
     "$folder/config.json" 2>/dev/null) ||
     { echo "error: $folder has no config.json that names its strategy" >&2; exit 2; }
-exec python "$root/real_model_example.py" --strategy "$name" --num_gpus all "$@"
+case " $* " in *" --cluster"*) ;; *) set -- --num_gpus all "$@" ;; esac
+exec python "$root/real_model_example.py" --strategy "$name" "$@"

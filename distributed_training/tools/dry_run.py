@@ -54,7 +54,7 @@ def print_plan(
     if process is not None:
         launched = local_cluster(detect_machine(), process.world_size, process.local_world_size)
     cluster = planned_cluster(options) or launched or requested_cluster(config, options.num_gpus)
-    plan = make_plan(config, cluster, peek_data, needs_weights=False)
+    plan = make_plan(config, cluster, peek_data, needs_weights=config.strict)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))

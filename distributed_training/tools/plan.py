@@ -161,9 +161,9 @@ def run(
             gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
         print_folded(legend(cluster, gbit).splitlines())
     print()
-    if cluster.num_processes > cluster.processes_per_node:
+    if job_file is None and cluster.num_processes > cluster.processes_per_node:
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
-    for label, choice in picks:
+    for label, choice in picks if job_file is None else ():
         options = build_options(choice.plan, arguments)
         print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
     if job_file is not None:
@@ -176,8 +176,11 @@ def run(
         )  # fmt: skip
         job_file.parent.mkdir(parents=True, exist_ok=True)
         job_file.write_text(job, encoding="utf-8")
+        submit = job_template(job_file)[1]
         print(f"Wrote {job_file}. Check it, then submit it:")
-        print(f"  {job_template(job_file)[1]} {job_file}")
+        if submit == "sbatch":
+            print(f"  bash {job_file}")
+        print(f"  {submit} {job_file}")
     return 0
 
 

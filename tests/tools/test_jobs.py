@@ -140,7 +140,7 @@ def assert_same_plans(call, capsys, words, tmp_path):
     the run was refused."""
     job = tmp_path / "job.slurm"
     capsys.readouterr()
-    code, picked, _ = call(["plan", *words, "--write", str(job)])
+    code, picked, _ = call(["plan", *words])
     out, err = capsys.readouterr()
     if code:
         assert (code, err[:7], err.count("\n")) == (2, "error: ", 1), err
@@ -148,6 +148,7 @@ def assert_same_plans(call, capsys, words, tmp_path):
         assert capsys.readouterr().err == err
         return 0, True
     cluster = words[words.index("--cluster") + 1]
+    call(["plan", *words, "--write", str(job)])
     starts = ("  python ", "  torchrun ")
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith(starts)]
     run = next(line for line in job.read_text().splitlines() if line.startswith("run=("))
