@@ -23,7 +23,8 @@ _find_python() {
 }
 
 # Without an NVIDIA GPU, install torch's CPU build: about 200 MB instead of 5 GB. If the index cannot be
-# reached, the default build is installed. To use a mirror, set PYTORCH_CPU_INDEX to its URL.
+# reached, the default build is installed. To use a mirror, set PYTORCH_CPU_INDEX to its URL; to get the
+# default build without a GPU, for example on a login node, set it to none.
 _cpu_index=${PYTORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 _wants_cpu_build() {
