@@ -241,7 +241,7 @@ class RunConfig(Options):
 
     @property
     def has_bf16_weights(self) -> bool:
-        """Whether trained weights and their gradients are in bf16, without an fp32 copy."""
+        """True if trained weights and their gradients are in bf16, without an fp32 copy."""
         return self.optimizer == "adamw-bf16-weights"
 
     def to_key_values(self) -> dict[str, Any]:
