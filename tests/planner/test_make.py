@@ -67,6 +67,13 @@ def test_max_steps_beyond_the_epochs_repeats_the_data(tmp_path):
     assert note in plan.notes
 
 
+def test_a_weight_that_leaves_no_sample_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one more word " * 2000)
+    name = f"{tmp_path}/a.txt:0.0001"
+    with refused(f"dataset={name!r}", "larger weight"):
+        plan_for(tmp_path, 1, dataset=name)
+
+
 def test_a_profile_needs_a_step_before_it(tmp_path):
     assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
     with refused("profile=4", "4 steps", "Lower profile"):
