@@ -128,12 +128,13 @@ def test_the_contents_of_a_progress_file_are_only_shown(ranks, clock, monkeypatc
     """Whatever another process writes, signals go to the ranks, and control characters do not
     reach the terminal."""
     signaled = []
-    monkeypatch.setattr(os, "kill", lambda pid, signum: signaled.append(pid))
     assert ranks[1].read_activity() == Activity()
     Progress(ranks[0].report_fd).set_activity("step 1")
     os.pwrite(ranks[1].report_fd, f"1 \x1b{os.getppid()}".encode().ljust(128), 0)
     assert ranks[1].read_activity() == Activity(1, f"\\x1b{os.getppid()}")
-    assert "has hung" in check(Monitor(config(5), 2), ranks, clock, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", lambda pid, signum: signaled.append(pid))
+        assert "has hung" in check(Monitor(config(5), 2), ranks, clock, 20)
     assert set(signaled) == {rank.process.pid for rank in ranks.values()}
 
 
