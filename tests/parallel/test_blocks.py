@@ -3,7 +3,7 @@
 import sys
 
 from distributed_training.settings.cache import CACHE_VARIABLE
-from tests.conftest import assert_ok, run_command
+from tests.conftest import run_command
 
 COMPILE = """
 import os
@@ -19,7 +19,12 @@ block = torch.nn.Linear(2, 2)
 model = SimpleNamespace(blocks={0: block}, is_last=False)
 config = SimpleNamespace(compile=True, loss_chunk_tokens=1, lora_rank=0)
 apply_compile(model, config, compile_outer_layers=False)
-block.forward(torch.ones(1, 2)).sum().backward()
+block.forward(torch.ones(1, 2))
+"""
+# A compiler that only creates its output files. The real one would take 15 s.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo g++ 13
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
 """
 
 
@@ -29,8 +34,11 @@ def test_compiled_code_is_never_stored_in_a_folder_that_another_user_could_creat
     contents."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    cache = tmp_path / "own"
-    environment = {"TMPDIR": str(shared), CACHE_VARIABLE: str(cache)}
-    assert_ok(run_command([sys.executable, "-c", COMPILE], **environment))
+    cache, compiler = tmp_path / "own", tmp_path / "g++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    environment = {"TMPDIR": str(shared), CACHE_VARIABLE: str(cache), "CXX": str(compiler)}
+    result = run_command([sys.executable, "-c", COMPILE], **environment)
+    assert "main.so: file too short" in result.stderr, result.stderr
     assert list(shared.glob("torchinductor_*")) == []
     assert list(cache.glob("inductor/precompiled_headers/*.h"))
