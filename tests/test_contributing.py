@@ -1,7 +1,6 @@
 """Test that the examples in CONTRIBUTING.md work as printed."""
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.own_code import allow_families
 from distributed_training.settings.request import build_config
-from tests.conftest import assert_ok, run_command
+from tests.conftest import assert_ok, heavy_pool
 from tests.support import CPU_MACHINE, read_model, refused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +84,7 @@ def test_example_of_a_config_key():
 
 def test_example_of_a_measurement(folder):
     file = folder / "results/lab/first_evaluation.py"
-    answer = run_command([sys.executable, file], cwd=folder)
+    answer = heavy_pool().script([], script=file, cwd=folder)
     assert_ok(answer)
     lines = dict(line.split() for line in answer.stdout.splitlines() if line[:2] in ("dp", "fs"))
     assert set(lines) == {"dp", "fsdp"}

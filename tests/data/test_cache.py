@@ -54,12 +54,12 @@ print(before, peak(), len(data.train.tokens))
 def test_a_long_text_takes_little_memory(tmp_path):
     """Text must be streamed. Without streaming, tokenizing 10 MB of text took 1 GiB of RAM."""
     text = small_text().read_text()
-    (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
+    (tmp_path / "a.txt").write_text(text * (5_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
     output = subprocess.check_output(command, text=True)
     before, peak, num_tokens = map(float, output.split())
-    assert num_tokens > 2_000_000
-    assert peak - before < 300, output  # MiB
+    assert num_tokens > 1_000_000
+    assert peak - before < 200, output  # MiB
 
 
 def test_an_existing_cache_may_be_read_only(tokenizer, tmp_path, monkeypatch):

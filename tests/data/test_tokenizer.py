@@ -159,12 +159,17 @@ def test_a_saved_folder_gives_the_same_ids_in_transformers(name, tokenizer, fold
 CACHED = """
 import sys
 from pathlib import Path
+from distributed_training.data.cache import tokenize
+from distributed_training.data.corpus import find_corpus
+from distributed_training.data.samples import cut_samples
 from distributed_training.data.tokenizer import Tokenizer
-from tests.data.test_samples import prepare, find_corpus
+from distributed_training.settings.request import build_config
 
 tokenizer = Tokenizer(Path(sys.argv[1]))
-data = prepare(Path(sys.argv[3]), tokenizer, find_corpus(sys.argv[2]), max_length=200)
-print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(data.form))
+config = build_config({"dataset": "made", "max_length": 200})
+folder = tokenize(find_corpus(sys.argv[2]), tokenizer, config, Path(sys.argv[3]))
+form = cut_samples(folder, tokenizer, config).form
+print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(form))
 """
 
 

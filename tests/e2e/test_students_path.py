@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, assert_ok, clean_environment, only_record, run_command
+from tests.conftest import ROOT, assert_ok, clean_environment, heavy_pool, only_record
 from tests.e2e.support import clone, find_command, run_folders
 from tests.support import small_text
 
@@ -132,4 +132,4 @@ def test_from_a_text_to_answers(tmp_path):
     for command in re.findall(on_a_run, pages, re.MULTILINE):
         words = shlex.split(command.replace("<run>", run.name))
         words += ["--dry-run"] if "--model" in words else []
-        assert_ok(run_command(words, cwd=repository, PYTHONPATH=""))
+        assert_ok(heavy_pool().script(words[2:], script=repository / words[1], cwd=repository))

@@ -2,14 +2,13 @@
 check that invalid input is rejected."""
 
 import math
-import sys
 
 import pytest
 
 from distributed_training.records.display import format_count
 from distributed_training.settings.files import ROOT
 from results.lab.budget import FITS, parse_budget
-from tests.conftest import assert_ok, run_command
+from tests.conftest import assert_ok, heavy_pool
 from tests.support import refused
 
 CHINCHILLA, REPLICATION = FITS
@@ -53,7 +52,7 @@ def test_budgets_are_parsed_and_unreachable_losses_are_refused():
 
 
 def budget(*words):
-    return run_command([sys.executable, str(ROOT / "results/lab/budget.py"), *words])
+    return heavy_pool().script(words, script=ROOT / "results/lab/budget.py")
 
 
 def test_budget_command_prints_a_table():

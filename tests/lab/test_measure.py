@@ -1,11 +1,10 @@
 """Test results/lab/measure.py on a CPU, and that its published plans are accepted."""
 
 import json
-import sys
 
 import pytest
 
-from tests.conftest import ROOT, assert_ok, heavy_pool, run_command
+from tests.conftest import ROOT, assert_ok, heavy_pool
 from tests.support import small_text
 
 PROGRAM = ROOT / "results/lab/measure.py"
@@ -41,4 +40,4 @@ def test_each_run_of_a_plan_is_measured(what, tmp_path):
 @pytest.mark.parametrize("name", ["loss-chunks", "low-bits-base", "peaks-x1"])
 def test_published_plans_are_accepted(name, tmp_path):
     plan = ROOT / f"results/plans/h100-{name}.json"
-    assert_ok(run_command([sys.executable, PROGRAM, plan, tmp_path, "--dry-run"]))
+    assert_ok(heavy_pool().script([plan, tmp_path, "--dry-run"], script=PROGRAM))
