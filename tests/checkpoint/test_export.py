@@ -1,10 +1,10 @@
 """Test text generation, the weights from `keep_best` and from checkpoints, and the `generate` and
 `export` commands."""
 
+import io
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig
 
+import real_model_example
 from distributed_training.checkpoint.export import (
     find_stop_ids,
     generate_ids,
@@ -21,7 +22,7 @@ from distributed_training.checkpoint.export import (
 )
 from distributed_training.plan.plan import load_plan
 from distributed_training.planner.data import load_planned_data
-from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
 from tests.support import read_model, refused
@@ -139,17 +140,17 @@ def run_dir(tmp_path_factory):
     return Path(record["run_dir"])
 
 
-def test_generate_answers_a_prompt_and_lines_of_input(run_dir):
+def test_generate_answers_a_prompt_and_lines_of_input(run_dir, monkeypatch, capsys):
     words = ("--prompt", "def ", "--num_tokens", 12)
     generated = command("generate", run_dir, *words)
     assert generated.stdout.startswith("def ")
     other = command("generate", run_dir.parent / "latest", *words, "--seed", 1)
     assert other.stdout != generated.stdout
-    lines = subprocess.run(
-        [sys.executable, str(SCRIPT), "generate", run_dir / "hf", "--num_tokens", "12"],
-        input="def \ndef \n", capture_output=True, text=True, timeout=60, env=clean_environment(),
-    )  # fmt: skip
-    assert lines.stdout == 2 * generated.stdout
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def \ndef \n"))
+    argv = [str(SCRIPT), "generate", str(run_dir / "hf"), "--num_tokens", "12"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert real_model_example.main() == 0
+    assert capsys.readouterr().out == 2 * generated.stdout
 
 
 def test_generated_text_equals_transformers(run_dir):
