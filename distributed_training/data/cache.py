@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import shutil
-import time
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Pi
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import UserError, print_stderr
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural, publish
 from distributed_training.settings.machine import available_cpus
 
@@ -39,7 +39,7 @@ _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
 _NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
-PRINT_EVERY_S = 10.0  # time between progress lines without a terminal
+LOG_EVERY_S = 10.0  # time between updates of the progress bar without a terminal
 _MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 
 
@@ -59,8 +59,11 @@ def tokenize(
     UserError if the tokenizer has more than `embedding_rows` tokens, the number of rows in the
     model's embedding."""
     folder = cache_folder(corpus, tokenizer, config, cache_dir)
-    if not is_intact(folder):  # A complete cache may be read-only, so do not lock it.
-        tokenizer.facts.check_rows(embedding_rows, config.model)
+    is_cached = is_intact(folder)
+    if is_cached:
+        tokenizer.restore_facts(read_meta(folder)["tokenizer"])
+    tokenizer.facts.check_rows(embedding_rows, config.model)
+    if not is_cached:  # A complete cache may be read-only, so do not lock it.
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
@@ -69,8 +72,6 @@ def tokenize(
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
             raise UserError(what, str(error), f"set {CACHE_VARIABLE} to another folder") from None
-    tokenizer.restore_facts(read_meta(folder)["tokenizer"])
-    tokenizer.facts.check_rows(embedding_rows, config.model)
     return folder
 
 
@@ -151,10 +152,11 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     splits = {}
     counts = {split: Counts() for split in corpus}
     firsts: dict[str, list[int]] = {split: [0] for split in corpus}
-    printed_at = time.monotonic()
+    pause = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
     with tqdm(
-        desc="tokenizing", total=num_bytes, unit="B", unit_scale=True, disable=None, leave=False
-    ) as bar:
+        desc="tokenizing", total=num_bytes, unit="B", unit_scale=True, leave=False,
+        mininterval=pause, delay=pause,
+    ) as bar:  # fmt: skip
         for split, sources in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
             if sources[0].columns is not None:
@@ -167,9 +169,6 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                 for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
                     arrays["starts"] += num_ids
                     num_ids += len(arrays["ids"])
-                    if bar.disable and time.monotonic() - printed_at > PRINT_EVERY_S:
-                        printed_at = time.monotonic()
-                        print_stderr(f"tokenized {counts[split].records:,} records")
                     for name, dtype in dtypes.items():
                         with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
                             file.write(arrays[name].astype(dtype).tobytes())

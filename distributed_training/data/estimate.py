@@ -2,6 +2,7 @@
 module does not import torch."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,16 +52,13 @@ def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] |
 def _write_chunks(files: Sequence[Path], folder: Path) -> list[tuple[Path, Path]]:
     """Write whole lines from NUM_CHUNKS evenly spaced positions in the concatenated files to
     `folder`. Return (file, file of the chunk) for each chunk."""
-    sizes = [file.stat().st_size for file in files]
+    ends = np.cumsum([file.stat().st_size for file in files])
     chunks = []
     for number in range(NUM_CHUNKS):
-        offset = (2 * number + 1) * sum(sizes) // (2 * NUM_CHUNKS)
-        index = 0
-        while offset >= sizes[index]:
-            offset -= sizes[index]
-            index += 1
+        position = (2 * number + 1) * ends[-1] // (2 * NUM_CHUNKS)
+        index = np.searchsorted(ends, position, "right")
         with open(files[index], "rb") as file:
-            file.seek(offset)
+            file.seek(position - ends[index], os.SEEK_END)
             file.readline(MAX_LINE_BYTES)
             text = file.read(CHUNK_BYTES) + file.readline(MAX_LINE_BYTES)
         if text:

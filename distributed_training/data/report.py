@@ -11,9 +11,9 @@ import numpy as np
 from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.corpus import split_weights
 from distributed_training.data.pieces import MESSAGES, RUNNING, TEXT
-from distributed_training.data.samples import Samples, count_targets, num_held_out, read_samples
+from distributed_training.data.samples import Samples, count_targets, divide, read_samples
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import plural, shown
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length, so set a larger max_length"
@@ -32,7 +32,7 @@ class Amount:
     @property
     def total(self) -> str:
         """Text such as "8,550 chats in 270 steps"."""
-        steps = f"{self.num_steps:,} step{'' if self.num_steps == 1 else 's'}"
+        steps = plural(self.num_steps, "step")
         if not self.num_samples:
             return steps
         return f"{round(self.num_samples * self.epochs):,} {self.unit} in {steps}"
@@ -67,7 +67,8 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     counts = read_meta(folder)["counts"]["train"]
     left_out = dict(counts["left_out"])
     notes = {note: count for note, count in counts["notes"].items() if count}
-    form, packs, (samples, *other_splits) = read_samples(folder, config, can_pack=can_pack)
+    form, packs, splits = read_samples(folder, config, can_pack=can_pack)
+    samples = splits[0]
     split = load_tokens(folder)[1][0]
     lengths = np.diff(split["starts"])
     is_cut = np.zeros(0, bool)
@@ -99,29 +100,26 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     num_sample_tokens = (samples.lengths + (0 if is_shared else 1)).sum()
     num_used = counts["records"] - sum(left_out.values())
     num_samples = len(samples)
-    held_out = 0 if other_splits else min(num_samples, num_held_out(num_samples))
+    train, validation = divide(splits, config)
     weights = split_weights(config.dataset)
-    used = samples.select(slice(num_samples - held_out)).repeated(weights.values()).owners
-    if config.num_samples != -1:
-        used = used[: config.num_samples]
-    trained = np.bincount(used, minlength=len(weights)).tolist()
+    trained = np.bincount(train.owners, minlength=len(weights)).tolist()
     unit = "records" if num_samples == num_used else "samples"
     if form == MESSAGES and unit == "records":
         unit = "chats"
-    tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
+    tokens = np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
     return {
         "form": form,
         "records": counts["records"],
         "used": num_used,
         "left_out": left_out,
         "samples": num_samples,
-        "held_out": held_out,
-        "trained": len(used),
+        "held_out": len(validation) if len(splits) == 1 else 0,
+        "trained": len(train),
         "trained_by_dataset": dict(zip(weights, trained, strict=True)),
         "unit": "blocks" if is_shared else unit,
         "cut": int(is_cut.sum()),
         "ends_cut": num_answers_cut,
-        "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
+        "tokens": dict(zip(QUANTILES, tokens, strict=True)),
         "num_tokens": int(lengths.sum()),
         "loss_share": float(samples.num_targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
@@ -141,11 +139,11 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     """Return one line per note, preceded by lines about records that are left out, samples that are
     truncated, and files that are not read."""
     lines = [
-        f"left out: {count:,} of {_format_count(counts['records'], 'record')} ({reason})"
+        f"left out: {count:,} of {plural(counts['records'], 'record')} ({reason})"
         for reason, count in counts["left_out"].items()
     ]
     if counts["cut"]:
-        line = f"truncated to max_length={max_length}: {_format_count(counts['cut'], 'sample')}"
+        line = f"truncated to max_length={max_length}: {plural(counts['cut'], 'sample')}"
         if counts["ends_cut"]:
             line += f", {counts['ends_cut']:,} of them within an answer"
         lines.append(f"{line}; the longest record has {counts['tokens']['maximum']:,} tokens")
@@ -156,12 +154,8 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
         lines.append(f"{count} ({names}{more})")
     for note, count in counts["notes"].items():
         noun, _, rest = note.partition(" ")
-        lines.append(f"{_format_count(count, noun)} {rest}")
+        lines.append(f"{plural(count, noun)} {rest}")
     return lines
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def first_samples(samples: Samples, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

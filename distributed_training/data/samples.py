@@ -176,12 +176,6 @@ class StepBatch:
     num_tokens: int  # input tokens of the global batch, including prompts
 
 
-def num_held_out(num_samples: int) -> int:
-    """Return how many of the samples are kept for validation if the dataset has no validation
-    split."""
-    return max(1, round(VALIDATION_SHARE * num_samples))
-
-
 def cut_samples(
     folder: Path, tokenizer: Tokenizer, config: RunConfig, *, can_pack: bool = True
 ) -> Data:
@@ -190,27 +184,20 @@ def cut_samples(
     `can_pack` is True if the model and the engine can keep packed records separate. Raises
     UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
     training samples or no validation samples."""
-    form, packs, (train, *other_splits) = read_samples(
+    form, packs, splits = read_samples(
         folder, config, can_pack=can_pack, padding_id=tokenizer.eos_id
     )
-    if other_splits:
-        validation = other_splits[0]
-    else:
-        num_train = len(train) - num_held_out(len(train))
-        validation = train.select(slice(num_train, None))
-        train = train.select(slice(num_train))
+    train, validation = divide(splits, config)
     if len(train) == 0 or len(validation) == 0:
         why = f"the run would have {len(train):,} training and {len(validation):,} validation "
         why += f"samples of {config.max_length} tokens"
         what = f"dataset={config.dataset!r}"
         if config.validation_dataset:
             what += f" or validation_dataset={config.validation_dataset!r}"
-        fix = "use more text or records. If prompts fill max_length, set a larger one"
+        fix = "use more text or records, or a larger weight. If prompts fill max_length, set a "
+        fix += "larger one"
         raise UserError(f"{what} is too short", why, fix)
     weights = [*split_weights(config.dataset).values()]
-    train = train.repeated(weights)
-    if config.num_samples != -1:
-        train = train.select(slice(config.num_samples))
     if config.eval_samples != -1:
         validation = validation.select(slice(config.eval_samples))
     identity = f"{read_meta(folder)['sha256']} {packs} {config.max_length} {len(train)}"
@@ -225,6 +212,20 @@ def cut_samples(
         train, validation, fingerprint, tokenizer, folder.name, form, packs,
         bytes_per_token=load_bytes(folder),
     )  # fmt: skip
+
+
+def divide(splits: list[Samples], config: RunConfig) -> tuple[Samples, Samples]:
+    """Return the training samples of an epoch and the validation samples. If there is only one
+    split, the last samples are kept for validation."""
+    train, validation = splits[0], splits[-1]
+    if len(splits) == 1:
+        num_train = len(train) - max(1, round(VALIDATION_SHARE * len(train)))
+        validation = train.select(slice(num_train, None))
+        train = train.select(slice(num_train))
+    train = train.repeated(split_weights(config.dataset).values())
+    if config.num_samples != -1:
+        train = train.select(slice(config.num_samples))
+    return train, validation
 
 
 def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
@@ -243,60 +244,51 @@ def read_samples(
     folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
 ) -> tuple[str, bool, list[Samples]]:
     """Return the form of the text in a cache folder, the result of `will_pack`, and all samples of
-    each split. Records are not packed. If `with_tail` is set, include the last block of running
-    text even if it is incomplete."""
+    each split. If `with_tail` is set, include the last block of running text even if it is
+    incomplete.
+
+    Records are not packed, so each sample has one part. Parts without a target in the loss are left
+    out, for example parts that contain only a prompt. The samples of several datasets are spread
+    evenly, and the samples of one dataset keep their order."""
     form, splits = load_tokens(folder)
     packs = will_pack(form, config, can_pack=can_pack)
     seq_len = config.max_length
-    parts = [find_parts(split, form, seq_len, packs=packs, with_tail=with_tail) for split in splits]
-    cut = functools.partial(_cut, seq_len=seq_len, padding_id=padding_id)
-    return form, packs, [*map(cut, splits, parts)]
+    samples_by_split = []
+    for split in splits:
+        if packs and form == RUNNING:
+            num_targets = len(split["ids"]) - 1
+            end = num_targets if with_tail else num_targets - seq_len + 1
+            starts = np.arange(0, max(0, end), seq_len)
+            lengths = num_targets - starts
+        else:
+            starts, lengths = _find_records(split["starts"], packs and form == TEXT, seq_len)
+        lengths = np.minimum(lengths, seq_len)
+        loss_mask = split.get("loss_mask")
+        targets = lengths if loss_mask is None else count_targets(loss_mask, starts, lengths)
+        owners = np.searchsorted(split["firsts"], starts, "right") - 1
+        samples = Samples(
+            split["ids"], starts, lengths, seq_len, padding_id, targets, owners, loss_mask
+        ).select(targets > 0)
+        sizes = np.bincount(samples.owners)
+        positions = _concatenate_ranges(sizes) / sizes[samples.owners]
+        samples_by_split.append(samples.select(np.argsort(positions, kind="stable")))
+    return form, packs, samples_by_split
 
 
-Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths of parts, as in Samples
-
-
-def find_parts(
-    split: dict[str, np.ndarray], form: str, seq_len: int, *, packs: bool, with_tail: bool = False
-) -> Parts:
-    """Return the parts that a split is cut into, including parts without a target in the loss.
-    `packs` is the result of `will_pack`. See `read_samples` for `with_tail`."""
-    if packs and form == RUNNING:
-        num_targets = len(split["ids"]) - 1
-        end = num_targets if with_tail else num_targets - seq_len + 1
-        starts = np.arange(0, max(0, end), seq_len)
-        return starts, np.minimum(num_targets - starts, seq_len)
-    return _find_records(split, seq_len, packs and form == TEXT)
-
-
-def _find_records(split: dict[str, np.ndarray], seq_len: int, split_long: bool) -> Parts:
-    """Return one part per document, cut after `seq_len` input tokens. If `split_long` is set, split
-    a longer document into several parts that contain all its tokens."""
-    starts = split["starts"][:-1]
-    lengths = np.diff(split["starts"]) - 1
+def _find_records(
+    bounds: np.ndarray, split_long: bool, seq_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (starts, lengths) of one part per document. If `split_long` is set, a document with
+    more than `seq_len` input tokens has several parts."""
+    starts = bounds[:-1]
+    lengths = np.diff(bounds) - 1
     if split_long:
         counts = -(-lengths // seq_len)
         offsets = _concatenate_ranges(counts) * seq_len
         starts = np.repeat(starts, counts) + offsets
         lengths = np.repeat(lengths, counts) - offsets
     is_nonempty = lengths > 0
-    return starts[is_nonempty], np.minimum(lengths[is_nonempty], seq_len)
-
-
-def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
-    """Return samples that contain one part each. Parts without a target in the loss are left out,
-    for example parts that contain only a prompt. The samples of several datasets are spread evenly,
-    and the samples of one dataset keep their order."""
-    starts, lengths = parts
-    loss_mask = split.get("loss_mask")
-    targets = lengths if loss_mask is None else count_targets(loss_mask, starts, lengths)
-    owners = np.searchsorted(split["firsts"], starts, "right") - 1
-    samples = Samples(
-        split["ids"], starts, lengths, seq_len, padding_id, targets, owners, loss_mask
-    ).select(targets > 0)
-    sizes = np.bincount(samples.owners)
-    positions = _concatenate_ranges(sizes) / sizes[samples.owners]
-    return samples.select(np.argsort(positions, kind="stable"))
+    return starts[is_nonempty], lengths[is_nonempty]
 
 
 def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -201,15 +201,12 @@ def count_steps(draft: Draft, num_samples: int) -> int:
 
 def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, Amount]:
     """Return the draft with the values that depend on the samples, and the amount of work. Shorten
-    the warm-up if it is too long for the run. Raises UserError if there is no sample, or
-    if there are too few steps for `profile`."""
+    the warm-up if it is too long for the run. Raises UserError if the run has too few steps for
+    `profile`."""
     config = draft.config
     train = data.train
     num_samples = round(data.scale * len(train.starts))
     num_sequences = round(data.scale * len(train))  # samples or, with packing, blocks
-    if not num_sequences:
-        what = f"dataset={config.dataset!r} has no training sample"
-        raise UserError(what, fix="give it a larger weight, or use more data")
     error = data.error
     if error and 0 < config.num_samples < num_samples:
         num_sequences = round(num_sequences * config.num_samples / num_samples)

@@ -127,7 +127,7 @@ def one_of(words: Sequence[str]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a string such as "1 process" or "2 processes"."""
+    """Return a string such as "1 process" or "2,000 processes"."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {noun}es" if noun.endswith(("s", "ch")) else f"{count} {noun}s"
+    return f"{count:,} {noun}es" if noun.endswith(("s", "ch")) else f"{count:,} {noun}s"

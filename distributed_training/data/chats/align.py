@@ -40,17 +40,17 @@ def align(
     messages: Sequence[Message],
     *,
     skip: Sequence[int] = (),
-    marked: Sequence[Span] | None = None,
+    render_marked: Callable[[], Sequence[Span]] | None = None,
     special_pattern: re.Pattern[str],
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
     The template may render an answer differently in the whole conversation than during generation.
-    If `marked` is None, each such answer gets a separate sample, and all other answers share the
-    first sample.
+    If `render_marked` is None, each such answer gets a separate sample, and all other answers share
+    the first sample.
 
-    If the template marks the text to train on, `marked` contains the marked spans. The result is
-    then one sample with the marked spans outside skipped messages, or no sample if there are no
+    If the template marks the text to train on, `render_marked` returns the marked spans. The result
+    is then one sample with the marked spans outside skipped messages, or no sample if there are no
     such spans. `skip` contains the indices of messages that are not in the loss. The pattern
     `special_pattern` matches special tokens.
 
@@ -64,8 +64,8 @@ def align(
     if not trained_indices:
         return []
     full_text = render(messages)
-    if marked is not None:
-        spans = [span for span in marked if span[0] < span[1]]
+    if render_marked is not None:
+        spans = [span for span in render_marked() if span[0] < span[1]]
         for index in set(answer_indices).intersection(skip):
             answer = _find_answer(render, messages, index, special_pattern)
             spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]

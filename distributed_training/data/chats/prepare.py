@@ -70,12 +70,7 @@ def read_pieces(
         counts.notes[COPIED] += record.has_copy
         if tokenizer.is_chat_form(record.form):
             conversation = record.read_conversation(counts.notes)
-            roles = [message["role"] for message in conversation.messages]
-            answers = {index for index, role in enumerate(roles) if role == pieces.ASSISTANT}
-            if answers.issubset(conversation.skip):
-                counts.left_out[NO_ANSWER] += 1
-            else:
-                yield from _render(where, conversation, tokenizer, counts)
+            yield from _render(where, conversation, tokenizer, counts)
         elif record.form == pieces.TEXT:
             text = record.read_text()
             if text.strip():
@@ -104,6 +99,7 @@ def _render(
     samples = tokenizer.renderer.render_samples(conversation, where)
     if not samples:
         counts.left_out[NO_ANSWER] += 1
+        return
     contents = [message["content"] for message in join_parts(conversation.messages)]
     if tokenizer.special_pattern.search("\n".join(contents)):
         counts.notes[SPECIAL] += 1
@@ -116,10 +112,9 @@ def _render(
     expected_words += map(_longest_word, conversation.documents or [])
     # Reasoning that a template removes has its own note.
     expected_words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
-    if samples:
-        rendered = "\n".join(sample.text for sample in samples)
-        counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
-        counts.notes[OMITTED_BY_TEMPLATE] += any(word not in rendered for word in expected_words)
+    rendered = "\n".join(sample.text for sample in samples)
+    counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
+    counts.notes[OMITTED_BY_TEMPLATE] += any(word not in rendered for word in expected_words)
     for sample in samples:
         counts.notes[THOUGHTS] += sample.thoughts_removed
         counts.notes[NO_END_TOKEN] += sample.num_without_end_token

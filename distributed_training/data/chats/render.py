@@ -39,17 +39,19 @@ class Renderer:
         def render(messages: Sequence[Message], *, ask: bool = False) -> str:
             return self._render(conversation, messages, add_generation_prompt=ask)[0]
 
+        def render_marked() -> list[Span]:
+            messages = conversation.messages
+            return self._render(conversation, messages, return_assistant_tokens_mask=True)[1]
+
         try:
             conversation = self._adapt(conversation)
-            messages = conversation.messages
-            marked = None
+            template = self.templates[bool(conversation.tools)]
             # Some templates mark the text that the assistant generates.
-            if re.search(r"\{%-?\s*generation\s*-?%\}", self.templates[bool(conversation.tools)]):
-                _, marked = self._render(conversation, messages, return_assistant_tokens_mask=True)
+            has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template)
             return align(
                 render,
-                messages,
-                marked=marked,
+                conversation.messages,
+                render_marked=render_marked if has_marks else None,
                 special_pattern=self.special_pattern,
                 skip=conversation.skip,
             )
