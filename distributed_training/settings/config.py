@@ -101,10 +101,9 @@ class RunConfig(Options):
     """Optimizer steps over which the learning rate rises linearly from 0."""
     optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16-weights"] = training_key(
         "adamw")
-    """Optimizer. adamw: state in fp32 (16 bytes per trained parameter, including weights and
-    gradients). adamw-bf16: state in bf16 with stochastic rounding (12 bytes). adamw-8bit: state in
-    8 bits (10 bytes; needs `pip install torchao`). adamw-bf16-weights: also weights and gradients
-    in bf16 with stochastic rounding (8 bytes)."""
+    """Optimizer. adamw: state in fp32. adamw-bf16: state in bf16 with stochastic rounding.
+    adamw-8bit: state in 8 bits (needs `pip install torchao`). adamw-bf16-weights: also weights and
+    gradients in bf16 with stochastic rounding."""
     weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = training_key(1.0,

@@ -49,7 +49,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 def tradeoff(records: Path) -> Figure:
     """For each layout, plot tokens per second against the peak memory of the fullest GPU in GiB."""
     chosen = {
-        "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
+        "dp": (8, -3), "zero1": (-22, 9), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-118, -16), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
         "3d pp2 tp2 zb-auto-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (8, -7),
         "pp pp4 1f1b-m8": (8, -8), "pp pp4 zb-h1-m8": (-68, -4), "pp pp4 interleaved-m8": (8, -3),
@@ -72,7 +72,9 @@ def tradeoff(records: Path) -> Figure:
     axes.legend(title="split over GPUs", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
                 bbox_to_anchor=(0.47, 0))  # fmt: skip
     axes.set(
-        xlabel="GiB on the GPU that uses the most memory", ylabel="tokens per second", xlim=(0, 100)
+        xlabel="reserved GiB on the GPU that uses the most",
+        ylabel="tokens per second",
+        xlim=(0, 100),
     )
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(400_000, 850_000)
@@ -114,7 +116,7 @@ def memory(records: Path) -> Figure:
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
-    figure, axes = _figure("Peak memory in GiB on the GPU that uses the most memory", 4.0)
+    figure, axes = _figure("Reserved memory in GiB on the GPU that uses the most", 4.0)
     axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
     best = _gpt2_medium_records(records)
     state = [

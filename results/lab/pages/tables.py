@@ -15,21 +15,15 @@ from results.lab.pages.columns import COLUMNS, DEFAULT, MARKDOWN, table
 
 RECORDS_DIR = ROOT / "results" / "records"
 HEADINGS = {
+    "GiB": "allocated GiB",
     "KiB a step": "KiB per step",
     "first_line": "first line",
     "first_step": "first step",
-    "gradient_norm": "gradient norm",
     "last_step": "last step",
-    "ms": "ms per step",
-    "peak_gib": "GiB",
     "predicted step_time_s": "predicted step time, s",
-    "predicted_gib": "predicted GiB",
-    "predicted_ms": "predicted ms per step",
     "real_share": "share of real tokens",
     "real_tokens_per_s": "real tokens/s",
-    "records_per_block": "records per block",
     "step_time_s": "step time, s",
-    "tokens_per_s": "tokens/s",
 }  # keys of published JSON files whose column headings differ from the key
 
 
