@@ -36,6 +36,7 @@ NON_KEY_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "explain", "force", "strict",
     "cluster", "gpu", "help",
 )  # fmt: skip
+TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
 PLANNED_MACHINES = ("cluster", "gpu")
 DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
@@ -218,7 +219,6 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
     its own options."""
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
-    parser.description = str(tool.__doc__).partition("\n")[0]
     tool.add_options(parser)
     add_keys(parser, has_arguments=name in ("compare", "parity"))
 
@@ -246,7 +246,6 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         type=Path,
         help="runs, folders of runs, or records (default: output_dir)",
     )
-    add("--all", action="store_true", help="show all runs, not only the newest 20")
     html_help = "also write the tables and plots of losses into one HTML page"
     add("--html", type=Path, metavar="FILE", help=html_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
@@ -268,8 +267,6 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
                 fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
                 raise UserError("one process has no links to measure", fix=fix)
             return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
-        if arguments.num_gpus is not None:
-            raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
         return _load("tools.doctor").main(program.output_dir)
 
     return act
@@ -355,20 +352,22 @@ def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
-    **{name: partial(tool_command, name) for name in ("plan", "compare", "parity", "data")},
+    **{name: partial(tool_command, name) for name in TOOLS},
     "report": report, "doctor": doctor, "generate": generate, "eval": eval_, "export": export,
     "push": push, "calibrate": calibrate,
 }  # fmt: skip
 
 
+def describe_command(name: str) -> str:
+    """Return the purpose of a command in one line."""
+    source = _load(f"tools.{name}") if name in TOOLS else COMMANDS[name]
+    return str(source.__doc__).partition("\n")[0]
+
+
 def short_help(program: Program) -> str:
     """Return one page: the commands with their purposes, and the first keys of CONFIG."""
-    tools = ("plan", "compare", "parity", "data")
     lines = [program.description, "", f"{program.script.name} COMMAND [OPTIONS]", ""]
-    rows = []
-    for name, command in COMMANDS.items():
-        source = _load(f"tools.{name}") if name in tools else command
-        rows.append((name, str(source.__doc__).partition("\n")[0]))
+    rows = [(name, describe_command(name)) for name in COMMANDS]
     keys = [KEYS[name] for name in program.config if name in KEYS][:13]
     rows += [(f"--{key.name}", key.help) for key in keys]
     lines += [
@@ -387,12 +386,9 @@ def run_command(name: str, program: Program) -> int:
             print(short_help(program))
             return 0
         program = replace(program, argv=("--help",))
-    parser = Parser(prog=program.script.name)
-    commands = parser.add_subparsers(parser_class=Parser)
-    command = COMMANDS[name]
-    description = str(command.__doc__).partition("\n")[0]
-    act = command(commands.add_parser(name, description=description), program)
-    return act(read_options(parser, [name, *program.argv]))
+    parser = Parser(prog=f"{program.script.name} {name}", description=describe_command(name))
+    act = COMMANDS[name](parser, program)
+    return act(read_options(parser, program.argv))
 
 
 def main(config: Mapping[str, Any], description: str, script: str) -> int:

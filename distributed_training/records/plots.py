@@ -13,15 +13,15 @@ LINE_STYLES = ("-", "--", "-.", ":")
 Figure = Any  # matplotlib.figure.Figure, which is slow to import
 
 
-def draw_plots(layouts: Sequence[LayoutRow]) -> dict[str, bytes]:
-    """Return the plots as PNG files, keyed by name. Plots without data are left out."""
+def draw_losses(layouts: Sequence[LayoutRow]) -> bytes | None:
+    """Return the plot of the losses as a PNG file, or None if there are no losses."""
     figure = plot_losses(layouts)
     if figure is None:
-        return {}
+        return None
     file = io.BytesIO()
     # Replace matplotlib's version, so that equal runs produce equal files.
     figure.savefig(file, dpi=130, metadata={"Software": MARK})
-    return {"loss": file.getvalue()}
+    return file.getvalue()
 
 
 def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:

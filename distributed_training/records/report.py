@@ -2,43 +2,41 @@
 command `report`."""
 
 import argparse
+import base64
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed_training.records.display import short_path
-from distributed_training.records.plots import draw_plots
+from distributed_training.records.display import fill_template, fold, short_path
+from distributed_training.records.plots import draw_losses
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import (
     SETTINGS,
+    TEXT_COLUMNS,
     Comparison,
     LayoutRow,
-    Section,
     common_settings,
     differing_keys,
-    render,
 )
-from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.files import check_replaced, plural, resolve_user_path
+from distributed_training.settings.errors import UserError, print_stderr, printable
+from distributed_training.settings.files import check_replaced, resolve_user_path
 
-MAX_RUNS = 20
 COMMAND = "python real_model_example.py report"
 _KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
-def build_sections(comparisons: Sequence[Comparison], *, has_plots: bool = True) -> list[Section]:
-    """Return one section per comparison, by default with its plots."""
-    return [
-        Section(
-            heading=comparison.settings.get("model", "Runs"),
-            settings=comparison.settings,
-            notes=comparison.notes,
-            tables=comparison.tables(),
-            plots=draw_plots(comparison.finished) if has_plots else {},
-            verdict=comparison.verdict,
-        )
-        for comparison in comparisons
-    ]
+def render(form: str, title: str, heading: str, comparisons: Sequence[Comparison]) -> str:
+    """Return a page with a section for each comparison.
+
+    The forms are:
+    - txt: text for a terminal, with only the first table of each section and without plots
+    - html: a single file without scripts or network access"""
+    page = fill_template(
+        f"page.{form}.jinja", title=title, heading=heading, comparisons=comparisons,
+        text_columns=TEXT_COLUMNS, b64encode=base64.b64encode, draw_losses=draw_losses, fold=fold,
+        zip=zip,
+    )  # fmt: skip
+    return "\n".join(map(printable, page.splitlines())) if form == "txt" else page
 
 
 def compare_runs(records: Sequence[Record]) -> Comparison:
@@ -93,15 +91,10 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     if not records:
         what = f"There is no run record in {', '.join(map(short_path, paths))}"
         raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
-    shown = sorted(records, key=lambda r: r.started_at)[0 if arguments.all else -MAX_RUNS :]
-    sections = build_sections([compare_runs(shown)], has_plots=arguments.html is not None)
     heading = short_path(os.path.commonpath([r.run_dir for r in records]))
     if len(records) > 1:
         heading = f"{len(records)} runs in {heading}"
-    note = ""
-    if num_hidden := len(records) - len(shown):
-        note = f"Not shown: {plural(num_hidden, 'older run')}. To show all runs, add --all."
-    page = ("Training runs", heading, sections, note)
+    page = ("Training runs", heading, [compare_runs(records)])
     print(render("txt", *page), flush=True)
     if html := arguments.html:
         check_replaced(html)

@@ -1,13 +1,12 @@
-"""Define the columns of result tables, build tables that compare runs with the same work, and
-render pages for a terminal, in Markdown and in HTML. `Record.work` describes the work of a run: the
-model, the data, the global batch and other settings."""
+"""Define the columns of result tables, and build tables that compare runs with the same work.
+`Record.work` describes the work of a run: the model, the data, the global batch and other
+settings."""
 
-import base64
 import platform
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
@@ -16,15 +15,12 @@ from distributed_training.records.display import (
     amount_of,
     best_if_overfitted,
     bottleneck_name,
-    fill_template,
-    fold,
     format_bytes,
     format_perplexity,
     short_name,
     short_path,
 )
 from distributed_training.records.record import BEST, Record, is_alive
-from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural
 
 EMPTY_CELL = "-"
@@ -35,7 +31,8 @@ _NAME_WIDTH = 26  # width of the first column on a terminal
 _PAGE_COLUMNS = {
     "ms per step", "MFU", "peak RAM", "training loss", "validation perplexity", "bits per byte",
 }  # fmt: skip
-_TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}  # left-aligned
+# Left-aligned columns
+TEXT_COLUMNS = {"run", "strategy", "pick", "layout", "status", "verdict", "bottleneck"}
 
 
 @dataclass(frozen=True)
@@ -187,18 +184,6 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """Part of a page: tables and plots for runs that did the same work."""
-
-    heading: str
-    settings: Mapping[str, str]  # settings that the runs share
-    notes: Sequence[str]
-    tables: Sequence[Table]
-    plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
-    verdict: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Layouts whose runs are compared."""
 
@@ -273,6 +258,12 @@ class Comparison:
         tables = [self._results(), self._predictions()]
         return [table for table in tables if len(table.columns) > 1]
 
+    @property
+    def terminal_table(self) -> str:
+        """Return the table of results for a terminal, without the columns that only pages show."""
+        columns = self._results().columns
+        return format_table({name: columns[name] for name in columns if name not in _PAGE_COLUMNS})
+
     def _results(self) -> Table:
         """Return the table of speed, memory and losses. Failed layouts also have a row."""
         about = (
@@ -338,31 +329,13 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
     return {name: text for name, text in settings[0].items() if name not in different_names}
 
 
-def render(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """Return a page.
-
-    The forms are:
-    - txt: text for a terminal, with only the first table of each section and without plots
-    - html: a single file without scripts or network access"""
-    page = fill_template(
-        f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
-        text_columns=_TEXT_COLUMNS, b64encode=base64.b64encode, fold=fold,
-        zip=zip,
-        terminal_table=_terminal_table,
-    )  # fmt: skip
-    return "\n".join(map(printable, page.splitlines())) if form == "txt" else page
-
-
-def _terminal_table(columns: Mapping[str, list[str]]) -> str:
-    columns = {name: cells for name, cells in columns.items() if name not in _PAGE_COLUMNS}
+def format_table(columns: Mapping[str, list[str]]) -> str:
+    """Return a table for a terminal."""
     headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
     return tabulate(
         # The headings are a row of the table, because tabulate adds padding to its own headings.
         [headings, *zip(*columns.values(), strict=True)],
-        tablefmt="plain", disable_numparse=True, colalign=_column_alignment(columns),
+        tablefmt="plain", disable_numparse=True,
+        colalign=["left" if name in TEXT_COLUMNS else "right" for name in columns],
         maxcolwidths=[_NAME_WIDTH, *[None] * (len(columns) - 1)],
     )  # fmt: skip
-
-
-def _column_alignment(headers: Iterable[str]) -> list[str]:
-    return ["left" if name in _TEXT_COLUMNS else "right" for name in headers]

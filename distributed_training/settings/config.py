@@ -7,10 +7,11 @@ same. Error messages, `--help`, `--key value` options and the guide's reference 
 fields."""
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, shown
@@ -18,8 +19,6 @@ from distributed_training.settings.keys import Key, Options, config_key, read_ke
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
-PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
-PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
 # Keys are grouped by purpose, as in --help and in the guide.
 data_key = functools.partial(config_key, work=True, group="Model and data")
 training_key = functools.partial(config_key, work=True, group="Batch and optimizer")
@@ -34,6 +33,9 @@ Auto = Literal["auto"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"]
 PIPELINE_SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 Text = Annotated[str, Field(pattern=r"\S")]
+# A name or path. It stays a string, because a Path would turn "./a" into "a", which could be a name
+# on the Hub.
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, le=10)]
@@ -45,24 +47,25 @@ class RunConfig(Options):
     """Validated values of the CONFIG keys."""
 
     # fmt: off
-    model: Text = data_key(AUTO, aliases=("model_name", "model_name_or_path"))
+    model: PathText = data_key(AUTO, aliases=("model_name", "model_name_or_path"))
     """Model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
     the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
-    dataset: Text = data_key(AUTO, aliases=("data", "train_file"))
+    dataset: PathText = data_key(AUTO, aliases=("data", "train_file"))
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
     user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. Several, with weights:
     a.jsonl:2 b.jsonl:0.5. auto: wikitext-2 if it is available, otherwise embedded."""
-    validation_dataset: Text | None = data_key(None, aliases=("validation_file", "eval_dataset"))
+    validation_dataset: PathText | None = data_key(None,
+        aliases=("validation_file", "eval_dataset"))
     """Data to evaluate on, in any form that `dataset` accepts. None: the dataset's
     validation split or, without one, the last 5% of the dataset."""
     columns: Text | None = data_key(None)
     """Columns of the dataset to use, such as prompt=question,completion=answer. None: recognize the
     columns by their names."""
-    tokenizer: Text = data_key(AUTO)
+    tokenizer: PathText = data_key(AUTO)
     """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer can load, or a model's
     name on the Hub. auto: the model's own tokenizer."""
-    weights: Text = data_key(AUTO)
+    weights: PathText = data_key(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face format. auto: the
     published weights. If they are not available, the run starts from random weights, or is rejected
     if you named the model."""
@@ -122,7 +125,7 @@ class RunConfig(Options):
     matrices of the blocks."""
     strategy: Text = layout_key(AUTO)
     """Parallelism strategy, defined in `strategies/`. auto: the planner's first choice."""
-    deepspeed_config: Text | None = layout_key(None)
+    deepspeed_config: PathText | None = layout_key(None)
     """Path to a DeepSpeed configuration to use instead of the strategy's own."""
     dp_replicate: Axis = layout_key(None)
     """Number of copies of the model state. For every mesh axis, None uses the strategy's value
@@ -162,7 +165,7 @@ class RunConfig(Options):
     """Compute the loss in chunks of this many tokens, so that only one chunk's logits are in
     memory. 0: all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step
     by at most 1%."""
-    offload_dir: Text | None = memory_key(None)
+    offload_dir: PathText | None = memory_key(None)
     """Folder for the parameter and optimizer files of the strategy infinity. None:
     output_dir/.offload."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed_key(AUTO, work=True)
@@ -202,7 +205,7 @@ class RunConfig(Options):
     trace."""
     verbose: bool = logging_key(False)
     """True: also show informational messages from libraries."""
-    output_dir: Text = checkpoint_key("runs", aliases=("out_dir",))
+    output_dir: PathText = checkpoint_key("runs", aliases=("out_dir",))
     """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
     shared_disk: bool = checkpoint_key(True)
     """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
@@ -217,7 +220,7 @@ class RunConfig(Options):
     """Save the weights to best/ after each evaluation with the lowest validation loss so far.
     auto: True if there are several evaluations, export is True, and saving takes at most 5% of the
     run."""
-    resume: Text | None = checkpoint_key(None, aliases=("resume_from_checkpoint",))
+    resume: PathText | None = checkpoint_key(None, aliases=("resume_from_checkpoint",))
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""
     export: bool = checkpoint_key(True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.settings import files
-from distributed_training.settings.config import AUTO, KEYS, PATHS, Request, validate
+from distributed_training.settings.config import AUTO, KEYS, Request, validate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.keys import map_by_key, read_keys
@@ -52,21 +52,14 @@ def build_config(
         name: keys[name].parse(text) for name, text in typed_texts.items()
     }
     values = {**config_values, **override_values}
+    changed = [name for name, value in config_values.items() if value != keys[name].default]
+    set_by = dict.fromkeys(changed, "CONFIG")
+    set_by |= dict.fromkeys(preset_values, "preset") | dict.fromkeys(typed_texts, "command line")
+    set_by = {name: setter for name, setter in set_by.items() if values[name] != AUTO}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
     values["engine_options"] = validate(options_class, engine_values).model_dump()
     if isinstance(values.get("dataset"), list):
         values["dataset"] = shlex.join(map(os.path.expanduser, values["dataset"]))
-    for name in PATHS.intersection(values):
-        if isinstance(values[name], str):
-            # A Path would turn "./a" into "a", which could be a name on the Hub.
-            values[name] = os.path.expanduser(values[name])
-    effective_values = {
-        name: value for name, value in config_values.items() if value != keys[name].default
-    }
-    set_by = dict.fromkeys(effective_values, "CONFIG")
-    set_by |= dict.fromkeys(preset_values, "preset") | dict.fromkeys(typed_texts, "command line")
-    effective_values |= override_values
-    set_by = {name: setter for name, setter in set_by.items() if effective_values[name] != AUTO}
     values |= {"set_by": set_by, "preset": preset, "force": force, "strict": strict}
     return validate(Request, values)
 

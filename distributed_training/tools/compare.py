@@ -11,7 +11,6 @@ finished record are trained. This process does not import torch."""
 import argparse
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -35,7 +34,6 @@ from distributed_training.records.results import (
     Comparison,
     LayoutRow,
     differing_keys,
-    render,
 )
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
@@ -54,7 +52,6 @@ QUIET_DEFAULTS = {"checkpoint_every": 0, "keep_best": False, "export": False, "g
 # such.
 WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
-INTERRUPT_TIMEOUT_S = 30.0  # seconds after which an interrupted run is killed
 PRINTED_COLUMNS = ("tokens/s", "reserved GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
@@ -96,20 +93,25 @@ class Run:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `compare` that are not CONFIG keys."""
+    add_plan_options(parser)
+    seeds = "number of runs per strategy, with seed, seed + 1, ... (default: 1)"
+    parser.add_argument("--seeds", type=at_least(1), default=1, metavar="N", help=seeds)
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the runs and the folder for their records."""
     add = parser.add_argument
     add(
         "plan",
         nargs="?",
         metavar="PLAN.json",
-        help="JSON file that lists the runs to compare. results/plans/ has examples",
+        help="JSON file that lists the runs. results/plans/ has examples",
     )
-    add("--strategies", metavar="A,B", help="strategies to compare instead of a plan")
-    seeds = "number of runs per strategy, with seed, seed + 1, ... (default: 1)"
-    add("--seeds", type=at_least(1), default=1, metavar="N", help=seeds)
+    add("--strategies", metavar="A,B", help="strategies to run instead of a plan (parity: all)")
     add(
         "--out",
         metavar="FOLDER",
-        help="folder for the records and the page (default: a subfolder of output_dir)",
+        help="folder for the records and the results (default: a subfolder of output_dir)",
     )
 
 
@@ -290,11 +292,8 @@ def train(run: Run, out: Path) -> None:
         try:
             run.exit_code = process.wait()
         except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(INTERRUPT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGINT)
+            process.wait()
             raise
         log.seek(start_of_run)
         # Move the command that follows an error message to the same line.
@@ -334,7 +333,6 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
                 LayoutRow(name=name, records=succeeded, num_requested_runs=len(members), why=why)
             )
         comparisons.append(Comparison(layouts=layouts))
-    sections = report.build_sections(comparisons)
     title = "Strategies side by side"
     runs_text = plural(len(runs), "run")
     if count_runs(runs, "ok") < len(runs):
@@ -342,7 +340,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     heading = (
         f"{runs_text} finished. The runs were executed one after another, each in new processes."
     )
-    page = render("html", title, heading, sections)
+    page = report.render("html", title, heading, comparisons)
     (out / "compare.html").write_text(page, encoding="utf-8")
-    print(f"\n{render('txt', title, heading, sections)}")
+    print(f"\n{report.render('txt', title, heading, comparisons)}")
     print(f"\nWrote {short_path(out)}/compare.html.")

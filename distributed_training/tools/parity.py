@@ -15,24 +15,16 @@ import math
 import shlex
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed_training.planner.layouts import OPEN_SETTINGS
-from distributed_training.records.display import WIDTH, short_path
+from distributed_training.records.display import fold, short_path
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
 from distributed_training.records.record import METRICS_FILE, Record, provenance, write_json
-from distributed_training.records.results import (
-    EMPTY_CELL,
-    Section,
-    Table,
-    common_settings,
-    differing_keys,
-    render,
-)
+from distributed_training.records.results import EMPTY_CELL, differing_keys, format_table
 from distributed_training.settings.config import AUTO
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import MARK, check_replaced, plural
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies
@@ -56,14 +48,7 @@ REFERENCE_VALUES: compare.Values = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `parity` that are not CONFIG keys."""
-    add = parser.add_argument
-    add("plan", nargs="?", metavar="PLAN.json", help="layouts to check, as in results/plans/")
-    add("--strategies", metavar="A,B", help="strategies to check instead of a plan (default: all)")
-    add(
-        "--out",
-        metavar="FOLDER",
-        help="folder for the runs and parity.json (default: in output_dir)",
-    )
+    compare.add_plan_options(parser)
     parser.set_defaults(seeds=1)
 
 
@@ -283,13 +268,6 @@ def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
         ]
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
-    table = Table(title="Differences", about=explanation, columns=columns)
-    settings = common_settings([reference]) | {
-        "steps": str(reference.num_steps), "processes": str(layouts[-1].num_processes),
-        "device": reference.machine["gpu_name"] or "CPU",
-    }  # fmt: skip
-    notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
-    section = Section(heading=settings["model"], settings=settings, notes=notes, tables=[table])
     rows = [
         {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
          "mesh": trial.record and trial.record.mesh, "seconds": trial.seconds,
@@ -300,5 +278,7 @@ def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
     origin |= {"rule": explanation, "runs": rows}
     origin |= {"heading": heading, "config": reference.config, "machine": reference.machine}
     write_json(out / "parity.json", origin)
-    print(f"\n{render('txt', '', heading, [section])}\n{textwrap.fill(explanation, WIDTH)}")
-    print(f"Wrote {short_path(out)}/parity.json.")
+    notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
+    print(f"\n{heading}\n\n{format_table(columns)}")
+    for text in (*notes, explanation, f"Wrote {short_path(out)}/parity.json."):
+        print(fold(printable(text)))

@@ -3,16 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from tabulate import DataRow, TableFormat, tabulate
-
 from distributed_training.data.report import Amount
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import bottleneck_name, fold, format_count, verdict
+from distributed_training.records.results import format_table
 from distributed_training.settings.machine import GIB
-
-_CELLS = DataRow("", " ", "")
-ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
 
 
 def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
@@ -28,10 +24,7 @@ def table(choices: Sequence[Prediction], labels: Mapping[int, str]) -> str:
     """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
     column "pick"."""
     rows = [_row(choice, labels.get(id(choice), "")) for choice in choices]
-    sides = ["left", "left", *["right"] * (len(rows[0]) - 3), "left"]
-    # The headings are a row of the table, because tabulate adds padding to its own headings.
-    lines = [[*rows[0]], *(row.values() for row in rows)]
-    return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
+    return format_table({name: [row[name] for row in rows] for name in rows[0]})
 
 
 def _row(choice: Prediction, label: str) -> dict[str, str]:

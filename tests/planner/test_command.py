@@ -72,8 +72,8 @@ def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, 
     assert plan(monkeypatch, *arguments, "--explain") == 0
     rows = capsys.readouterr().out.partition("\npick ")[2].splitlines()[1:]
     assert rows[0].split("  ")[0] == "first"
-    assert "first   dp m8 " in rows[0]
-    assert rows[1].startswith("fastest pp pp=2 dp_shard=4 zb-v m16 ")
+    assert "first    dp m8 " in rows[0]
+    assert rows[1].startswith("fastest  pp pp=2 dp_shard=4 zb-v m16 ")
 
 
 def test_open_values_are_searched_and_typed_values_are_kept(monkeypatch, capsys):

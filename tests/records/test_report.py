@@ -11,8 +11,7 @@ import pytest
 
 from distributed_training import cli
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import build_sections, compare_runs, find_records
-from distributed_training.records.results import render
+from distributed_training.records.report import compare_runs, find_records, render
 from distributed_training.settings.files import ROOT
 from tests.support import made_record, record_values, refused
 
@@ -75,18 +74,6 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     assert printed(capsys, *sorted(runs.iterdir())) == printed(capsys, output_dir=runs)
 
 
-def test_twenty_runs_are_shown_unless_all_are_asked_for(runs, capsys):
-    for second in range(30, 50):
-        write_run(runs / f"20260102-0000{second}-dp-x", started_at=f"2027-01-01T00:00:{second}")
-    text = "\n".join(printed(capsys, runs))
-    assert len(re.findall(r"^2026010\d-", text, re.M)) == 20
-    assert "20260101-" not in text
-    assert re.search("Not shown: 3 .*--all", text)
-    text = "\n".join(printed(capsys, runs, "--all"))
-    assert len({*re.findall(r"^2026010\d-\d+", text, re.M)}) == 23
-    assert "Not shown" not in text
-
-
 def test_a_closed_output_pipe_gives_no_traceback(runs):
     """`report` prints no traceback if its reader closes the pipe before all output has been
     written, as `| head -1` does."""
@@ -113,8 +100,8 @@ def test_the_page_has_the_values_of_the_records_and_needs_no_network():
         made_record(run_dir="runs/2-b", strategy__name="dp", performance__tokens_per_s=65536.0),
         made_record(run_dir="runs/4-d", work__seed=7, status="failed", error="<b>&", step=5),
     ]
-    sections = build_sections([compare_runs(records)])
-    text = render("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
+    comparison = compare_runs(records)
+    text = render("html", "Training runs", "4 runs: runs/<run>...", [comparison])
     assert "http" not in text
     assert "<tr><th>precision</th><td>bf16</td></tr>" in text
     cells = re.findall(r'<td data-name="(.*?)".*?>(.*?)</td>', text)
@@ -130,7 +117,7 @@ def test_the_page_has_the_values_of_the_records_and_needs_no_network():
     ]  # fmt: skip
     assert "&lt;b&gt;&amp;" in text
     before_plot, _, after_plot = text.partition('<img alt="loss" src="data:image/png;base64,')
-    assert sections[0].verdict in before_plot
+    assert comparison.verdict in before_plot
     assert "<table" in after_plot
     assert "<table" not in before_plot
 
@@ -143,7 +130,7 @@ def test_a_table_fits_a_terminal():
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 10**6),
         made_record(status="failed", run_dir="runs/3-c", error="\x1b[2Jgone"),
     ]
-    text = render("txt", "", "", build_sections([compare_runs(records)]))
+    text = render("txt", "", "", [compare_runs(records)])
     assert max(map(len, text.splitlines())) <= 80
     assert len(text) < 3000
     assert "MFU" not in text
