@@ -169,6 +169,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                 for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
                     arrays["starts"] += num_ids
                     num_ids += len(arrays["ids"])
+                    bar.set_postfix_str(f"{counts[split].records:,} records", refresh=False)
                     for name, dtype in dtypes.items():
                         with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
                             file.write(arrays[name].astype(dtype).tobytes())
