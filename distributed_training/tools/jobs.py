@@ -19,7 +19,7 @@ OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and savi
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
 # End of a job file's name -> template in configs/, and the command that submits the job
 TEMPLATES = {
-    ".sky.yaml": ("skypilot.yaml", "sky launch"),
+    ".sky.yaml": ("skypilot.yaml", "sky jobs launch"),
     ".yaml": ("kubeflow-trainjob.yaml", "kubectl create -f"),
     "": ("train.slurm", "sbatch"),
 }

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -207,6 +208,19 @@ def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypa
     assert "--strict --resume auto" in job
 
 
+def run_skypilot_job(document, folder):
+    """Run a job's script on the second of its nodes, and return the arguments of Python."""
+    (folder / "strategies").mkdir(exist_ok=True)
+    (folder / "strategies/setup_env.sh").write_text("python() { printf '%s\\n' \"$@\"; }")
+    environment = {
+        **document["envs"], "HOME": str(folder), "PATH": "/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_NODES": str(document["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }  # fmt: skip
+    script = ["bash", "-euc", document["run"]]
+    return subprocess.check_output(script, cwd=folder, env=environment, text=True).splitlines()
+
+
 @pytest.mark.parametrize("end", [".sky.yaml", ".yaml"])
 def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, call, tmp_path):
     schemas = json.loads(Path(__file__).with_name("job_schemas.json").read_text())
@@ -224,6 +238,14 @@ def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, ca
             options = document["spec"]["trainer"]["args"][3:]
         else:
             options = shlex.split(document["envs"]["TRAIN"])
+            assert run_skypilot_job(document, tmp_path) == [
+                "-m", "distributed_training.tools.mirror", "1", f"{tmp_path}/runs", "/mirror",
+                "torchrun", f"--nnodes={document['num_nodes']}", "--node_rank=1",
+                "--nproc_per_node=8", "--master_addr=10.0.0.1", "--master_port=29500",
+                "--rdzv_conf=timeout=1800", "real_model_example.py", "--strict", "--resume",
+                "auto", *options, "--shared_disk", "false", "--output_dir", f"{tmp_path}/runs",
+            ]  # fmt: skip
+            assert document["file_mounts"]["/mirror"]["mode"] == "MOUNT"
         run = re.search(r"run=\((.*) \"\$@\"\)", files[1].read_text())[1]
         assert shlex.split(run)[1:] == [*options, "--strict", "--resume", "auto"]
     assert written > 5

@@ -1,0 +1,113 @@
+"""Keep a copy of a job's runs in a mounted bucket, so that the job can continue on other machines.
+
+    python -m distributed_training.tools.mirror NODE_RANK RUNS MIRROR COMMAND ...
+
+Before COMMAND starts, each run in MIRROR is copied to RUNS with its newest complete checkpoint.
+While COMMAND runs, each run's newest checkpoint and record are copied to MIRROR, and after it has
+ended, all other files. Nodes without a shared disk have the same MIRROR, to which each node copies
+its own part of a checkpoint. A checkpoint in MIRROR counts only if all files that its meta.json
+names are complete. This module does not import torch."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from distributed_training.checkpoint.resume import read_meta
+from distributed_training.records.folder import CHECKPOINTS, list_checkpoints, newest_checkpoint
+from distributed_training.records.record import RECORD_FILE, write_json
+from distributed_training.settings.errors import UserError, print_stderr
+from distributed_training.supervise.process import handle_signals
+
+INTERVAL_S = 60.0  # seconds between copies to the mirror
+
+
+def find_complete(run: Path) -> Path | None:
+    """Return the newest checkpoint whose files have the sizes in its meta.json, or None."""
+    for checkpoint in reversed(list_checkpoints(run)):
+        with contextlib.suppress(UserError, OSError):
+            files = read_meta(checkpoint).files
+            if all((checkpoint / name).stat().st_size == size for name, size in files.items()):
+                return checkpoint
+    return None
+
+
+def fetch(runs: Path, mirror: Path) -> None:
+    """Copy each run from the mirror with its newest complete checkpoint. In the mirror, remove the
+    other checkpoints, because the continued run may write them again."""
+    for run in mirror.iterdir():
+        checkpoint = find_complete(run)
+        folder = runs / run.name
+        if checkpoint is None or folder.exists():
+            continue
+        partial = runs / f".fetching-{run.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(checkpoint, partial / CHECKPOINTS / checkpoint.name)
+        for file in filter(Path.is_file, run.iterdir()):
+            shutil.copyfile(file, partial / file.name)
+        # The best weights are mirrored only after the end, so the run has to find them again.
+        record = json.loads((partial / RECORD_FILE).read_bytes())
+        write_json(partial / RECORD_FILE, {**record, "best": None})
+        partial.rename(folder)
+        print(f"Fetched {run.name} with {checkpoint.name}.", flush=True)
+        for other in {*list_checkpoints(run)} - {checkpoint}:
+            shutil.rmtree(other, ignore_errors=True)  # the other nodes remove it too
+
+
+def push(runs: Path, mirror: Path, pattern: str | None) -> None:
+    """Copy each run's newest checkpoint, and the files in its folder that match `pattern`, to the
+    mirror. Remove checkpoints from the mirror that are older than a complete one."""
+    for run in runs.glob("[!l.]*"):  # without the link "latest" and hidden folders
+        copy = mirror / run.name
+        checkpoint = newest_checkpoint(run)
+        # The record comes first, because a complete checkpoint without its record is an error.
+        for file in run.glob(pattern) if pattern else ():
+            name = file.relative_to(run)
+            if file.is_file() and name.parts[0] != CHECKPOINTS and file.name[0] != ".":
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy / name)
+        if checkpoint is not None:
+            copy_checkpoint(checkpoint, copy / CHECKPOINTS / checkpoint.name)
+        complete = find_complete(copy)
+        for other in list_checkpoints(copy):
+            if complete and other < complete:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def copy_checkpoint(checkpoint: Path, copy: Path) -> None:
+    """Copy the files of a checkpoint that the copy lacks."""
+    copy.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # Open files stay readable if the run deletes the checkpoint.
+        files = [stack.enter_context(path.open("rb")) for path in checkpoint.iterdir()]
+        for file in files:
+            target = copy / Path(file.name).name
+            if not target.is_file() or target.stat().st_size != os.fstat(file.fileno()).st_size:
+                with target.open("wb") as output:
+                    shutil.copyfileobj(file, output, 2**24)
+
+
+def main(node_rank: str, runs: Path, mirror: Path, command: list[str]) -> int:
+    """Run the command with a mirror of its runs. Return the exit code of the command."""
+    runs.mkdir(parents=True, exist_ok=True)
+    fetch(runs, mirror)
+    is_first_node = node_rank == "0"  # the only node with the record and the model
+    process = subprocess.Popen(command)
+    with handle_signals({signal.SIGTERM: lambda signum, _: process.send_signal(signum)}):
+        while process.poll() is None:
+            try:
+                push(runs, mirror, "*" if is_first_node else None)
+            except OSError as error:  # the run continues, and the next round repeats the copy
+                print_stderr(f"note: the mirror is incomplete: {error}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERVAL_S)
+        push(runs, mirror, "**/*" if is_first_node else None)
+    return process.returncode % 256
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
