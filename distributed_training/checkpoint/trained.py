@@ -13,6 +13,7 @@ from distributed_training.models.initial_weights import (
     WeightSource,
     weights_checksum,
 )
+from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import Plan
@@ -61,18 +62,17 @@ class TrainedModel:
         uses fp32."""
         model = self.spec.build_meta_model()
         weights = self._checked_weights(model)
-        nf4_dtype = self.adapters.nf4_dtype() if self.adapters else None
-        model.compute_dtype = nf4_dtype if nf4_dtype and dtype else dtype or torch.float32
+        base_dtype, compute_dtype = self.adapters.base_dtypes if self.adapters else ("", None)
+        stays_nf4 = dtype is not None and base_dtype == "nf4"
+        model.compute_dtype = compute_dtype if stays_nf4 else dtype or torch.float32
         keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
         for name, parameter in model.named_parameters():
             stored_dtype = (
                 self.weights(name, (slice(0, 1),)).dtype if keeps_dtypes else model.compute_dtype
             )
             parameter.data = parameter.data.to(stored_dtype)
-        if self.adapters and nf4_dtype and dtype:
-            from distributed_training.models.nf4 import quantize_matrices
-
-            quantize_matrices(model, weights, device)
+        if stays_nf4:
+            weights = quantize_matrices(model, weights, device, base_dtype)
         elif self.adapters:
             weights = self.adapters.trained_base(weights, self.spec.size)
         InitialWeights(source=weights).fill(model, device)

@@ -10,25 +10,21 @@ The other operand of a product is quantized when it is needed, with one scale pe
 GPUs multiply fp8 matrices only if both operands are contiguous along the summed dimension, so the
 backward pass transposes the codes of one matrix at a time.
 
-Codes are viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits.
 Scales are rounded to the compute dtype before the codes are computed."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn as nn
 
-from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
-from distributed_training.models.initial_weights import Slices, WeightSource
-from distributed_training.models.size import ModelSize
+from distributed_training.models.decoder import Linear
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
 ReduceMax = Callable[[torch.Tensor], torch.Tensor] | None
 
 
-class Fp8Linear(Linear):
+class QuantizedLinear(Linear):
     """Linear layer with a frozen matrix in fp8."""
 
     scales: nn.Parameter
@@ -126,51 +122,13 @@ def _transpose(codes: torch.Tensor) -> torch.Tensor:
     return transpose_bytes(codes.view(torch.uint8)).view(E4M3)
 
 
-def dequantize(values: torch.Tensor) -> torch.Tensor:
-    """Return a matrix in fp32 after it has been quantized from its dtype."""
-    codes, scales = quantize(values, values.dtype)
-    return codes.float() * scales.float()
+def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and scales of a matrix [rows, columns], both viewed as tensors of the
+    matrix's dtype."""
+    codes, scales = quantize(values.contiguous(), values.dtype)  # GPT-2's files have columns first
+    return codes.view(values.dtype), scales[:, 0]
 
 
-def use_fp8(model: Decoder, source: WeightSource, device: torch.device) -> WeightSource:
-    """Convert the matrices in the blocks of a model on the meta device to Fp8Linears, in place.
-    Given a `source` of the original parameters, return a source of the converted parameters, which
-    quantizes matrices on `device`. Each matrix is first rounded to the dtype of the parameter that
-    it replaces."""
-    dtypes = {}
-    for name, parameter in list(model.named_parameters()):
-        if is_block_matrix(name, model.size):
-            layer_name = name.removesuffix(".weight")
-            dtypes[layer_name] = parameter.dtype
-            linear: Any = model.get_submodule(layer_name)
-            linear.__class__ = Fp8Linear
-            rows, columns = parameter.shape
-            for key, shape in (
-                ("weight", (rows, columns // parameter.itemsize)),
-                ("scales", (rows,)),
-            ):
-                linear.register_parameter(key, nn.Parameter(parameter.new_empty(shape)))
-
-    def read(name: str, slices: Slices) -> torch.Tensor:
-        layer_name, _, key = name.rpartition(".")
-        if key == "bias" or layer_name not in dtypes:
-            return source(name, slices)
-        dtype = dtypes[layer_name]
-        # A scale depends on a whole row, even if this rank stores only some of the columns.
-        values = source(f"{layer_name}.weight", slices[:1]).to(device).to(dtype)
-        codes, scales = quantize(values.contiguous(), dtype)  # GPT-2's files have columns first
-        columns = (slice(None), *slices[1:])
-        return scales[:, 0] if key == "scales" else codes.view(dtype)[columns]
-
-    return read
-
-
-def dequantized_source(source: WeightSource, size: ModelSize, dtype: torch.dtype) -> WeightSource:
-    """Return a source of the weights that training uses if the base model is quantized to fp8 and
-    the compute dtype is `dtype`."""
-
-    def read(name: str, slices: Slices) -> torch.Tensor:
-        values = source(name, ())
-        return (dequantize(values.to(dtype)) if is_block_matrix(name, size) else values)[slices]
-
-    return read
+def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the matrix that codes and scales represent, in fp32."""
+    return codes.view(E4M3).float() * scales.float()[:, None]

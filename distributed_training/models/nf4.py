@@ -1,9 +1,8 @@
 """Store frozen matrices in 4-bit NF4 with one scale per 64 values (QLoRA, arXiv 2305.14314), using
 bitsandbytes.
 
-Codes and scales are viewed as numbers in the compute dtype, so that FSDP's casts do not change
-their bits. Viewed as bytes, codes have the shape [rows, columns / 2]. Viewed as fp32 numbers,
-scales have the shape [rows, columns / 64]. FSDP can therefore shard both by rows."""
+Viewed as bytes, codes have the shape [rows, columns / 2]. Viewed as fp32 numbers, scales have the
+shape [rows, columns / 64]."""
 
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
-from distributed_training.models.initial_weights import Slices, WeightSource
-from distributed_training.models.size import ModelSize
+from distributed_training.models.decoder import Linear
 
 BLOCK_SIZE = 64
 
 
-class NF4Linear(Linear):
+class QuantizedLinear(Linear):
     """Linear layer with a frozen matrix in NF4. At each use, the matrix is dequantized to the dtype
     of the input."""
 
@@ -76,13 +73,18 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, Non
 nf4_matmul.register_autograd(_backward, setup_context=_keep_codes)
 
 
-def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a matrix [rows, columns], both viewed as tensors of the
     matrix's dtype."""
     operations: Any = torch.ops.bitsandbytes
     codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK_SIZE, "nf4", torch.uint8)
     rows = len(values)
     return codes.view(rows, -1).view(values.dtype), scales.view(rows, -1).view(values.dtype)
+
+
+def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the matrix that `quantize_matrix` rounded, in its dtype."""
+    return dequantize(codes, scales, 2 * codes.itemsize * codes.shape[1], codes.dtype)
 
 
 def dequantize(
@@ -94,39 +96,3 @@ def dequantize(
         codes.view(torch.uint8).view(-1, 1), scales.view(torch.float32).view(-1), BLOCK_SIZE, "nf4",
         [len(codes), columns], dtype,
     )  # fmt: skip
-
-
-def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
-    """Convert each linear layer named in `scales` to an NF4Linear, in place. The layer's weight
-    must already consist of NF4 codes."""
-    for name, values in scales.items():
-        linear = model.get_submodule(name.removesuffix(".weight"))
-        linear.__class__ = NF4Linear
-        linear.scales = nn.Parameter(values, requires_grad=False)
-
-
-def quantize_matrices(model: Decoder, source: WeightSource, device: torch.device) -> None:
-    """Read the matrices of a model's blocks from `source` and quantize them to NF4 on `device`, one
-    at a time. Replace the model's parameters with the codes. Each matrix is first rounded to the
-    dtype of the parameter that it replaces."""
-    scales: dict[str, torch.Tensor] = {}
-    for name, parameter in list(model.named_parameters()):
-        if is_block_matrix(name, model.size):
-            codes, scales[name] = quantize(source(name, ()).to(device).to(parameter.dtype))
-            module_name, _, parameter_name = name.rpartition(".")
-            model.get_submodule(module_name).register_parameter(parameter_name, nn.Parameter(codes))
-    attach_scales(model, scales)
-
-
-def dequantized_source(source: WeightSource, size: ModelSize, dtype: torch.dtype) -> WeightSource:
-    """Return a source of the weights that training uses if the base model is quantized to NF4 and
-    the compute dtype is `dtype`."""
-
-    def read(name: str, slices: Slices) -> torch.Tensor:
-        values = source(name, ())
-        if is_block_matrix(name, size):
-            codes, scales = quantize(values.to(dtype))
-            values = dequantize(codes, scales, values.shape[1], dtype)
-        return values[slices]
-
-    return read

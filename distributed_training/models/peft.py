@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from distributed_training.models import ModelSpec, split_consecutive
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.initial_weights import Slices, WeightSource
+from distributed_training.models.quantized import dequantized_source
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig
@@ -46,30 +47,22 @@ class Adapters:
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
     origin: object  # folder or run of the adapters, for messages
 
-    def nf4_dtype(self) -> torch.dtype | None:
-        """Return the compute dtype if the base was in NF4, otherwise None. Raises UserError if
-        bitsandbytes is not installed."""
+    @property
+    def base_dtypes(self) -> tuple[str, torch.dtype | None]:
+        """Return the format of a quantized base, or "", and the compute dtype. Raises UserError if
+        the base was in NF4 and bitsandbytes is not installed."""
         base_dtype, _, precision = (self.rounding or "").partition(" ")
-        if base_dtype != "nf4":
-            return None
-        if importlib.util.find_spec("bitsandbytes") is None:
+        if base_dtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
             what = f"{self.origin}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
             raise UserError(what, why, "run: pip install bitsandbytes")
-        return _DTYPES[precision]
+        return base_dtype, _DTYPES.get(precision)
 
     def trained_base(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights on which the adapters were trained. If the base was
         quantized, the source returns dequantized values."""
-        if self.rounding is None:
-            return base
-        if (dtype := self.nf4_dtype()) is not None:
-            from distributed_training.models import nf4
-
-            return nf4.dequantized_source(base, size, dtype)
-        from distributed_training.models import fp8
-
-        return fp8.dequantized_source(base, size, _DTYPES[self.rounding.split()[1]])
+        base_dtype, dtype = self.base_dtypes
+        return dequantized_source(base, size, base_dtype, dtype) if dtype else base
 
     def merged(self, base: WeightSource, size: ModelSize) -> WeightSource:
         """Return a source of the `base` weights with the adapters merged in. The weights and the

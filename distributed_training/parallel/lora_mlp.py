@@ -19,7 +19,6 @@ import triton.language as tl
 
 from distributed_training.models import fp8
 from distributed_training.models.decoder import Block, Decoder
-from distributed_training.models.fp8 import Fp8Linear
 from distributed_training.models.llama.model import LlamaBlock
 from distributed_training.settings.config import RunConfig
 
@@ -57,7 +56,7 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     if hasattr(linear, "scales"):  # codes and their scales
         stored = [linear.weight, linear.scales]
     factors = first.factors(x)
-    is_fp8 = isinstance(linear, Fp8Linear)  # otherwise, codes are NF4
+    is_fp8 = isinstance(linear, fp8.QuantizedLinear)  # otherwise, codes are NF4
     y, hidden = _GatedMLP.apply(
         block.mlp_in.matmul(x), *factors, last.a.to(x.dtype), block.unit_size, is_fp8, *stored
     )

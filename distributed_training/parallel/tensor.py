@@ -55,7 +55,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
     }
     roles = model.find_roles()
     for layer in model.modules():
-        if isinstance(layer, fp8.Fp8Linear):
+        if isinstance(layer, fp8.QuantizedLinear):
             layer.matmul_override = _fp8_matmul
     for name, role in roles.items():
         if role == "vocabulary":

@@ -20,6 +20,7 @@ from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
 from distributed_training.models.decoder import Decoder
 from distributed_training.models.initial_weights import InitialWeights, weights_checksum
+from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -203,10 +204,9 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     """Return the model on the meta device, its initial weights and a fingerprint of its frozen
     weights, which is 0 without LoRA.
 
-    With an NF4 base, this rank's device already holds the whole base model. All weights are rounded
-    to the compute dtype. Frozen weights are stored in the compute dtype (or in `base_dtype` for the
-    matrices of blocks). Trained weights are stored in fp32 or, if the optimizer has no fp32 copy,
-    in bf16."""
+    All weights are rounded to the compute dtype. Frozen weights are stored in the compute dtype (or
+    in `base_dtype` for the matrices of blocks). Trained weights are stored in fp32 or, if the
+    optimizer has no fp32 copy, in bf16."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     model = plan.model.build_meta_model(dropout=config.dropout)
@@ -221,17 +221,9 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
     fingerprint = weights_checksum(model, source) if config.lora_rank else 0
-    if config.base_dtype == "fp8":
-        from distributed_training.models.fp8 import use_fp8
-
-        source = use_fp8(model, source, topology.device)
-    weights = InitialWeights(source=source, round_to=compute_dtype)
-    if config.base_dtype == "nf4":
-        from distributed_training.models.nf4 import quantize_matrices
-
-        quantize_matrices(model, source, topology.device)
-        weights.fill(model, topology.device)
-    return model, weights, fingerprint
+    if config.base_dtype in ("nf4", "fp8"):
+        source = quantize_matrices(model, source, topology.device, config.base_dtype)
+    return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint
 
 
 def push(run_dir: Path, name: str) -> int:

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from distributed_training.models import nf4
-from distributed_training.models.decoder import Linear
 from distributed_training.models.gpt2 import SIZES, build
+from distributed_training.models.initial_weights import InitialWeights
+from distributed_training.models.quantized import dequantized_source, quantize_matrices
 
+CPU = torch.device("cpu")
 # The 16 NF4 levels (QLoRA, appendix E). Numbers are rounded to the nearest level.
 LEVELS = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -33,7 +35,7 @@ def nearest(values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_match_the_paper_and_take_four_and_a_half_bits(dtype):
     values = draw(96, 128).to(dtype)
-    codes, scales = nf4.quantize(values)
+    codes, scales = nf4.quantize_matrix(values)
     assert codes.dtype is scales.dtype is dtype, "FSDP casts other dtypes"
     assert len(codes) == len(scales) == 96, "FSDP shards rows"
     assert codes.nbytes + scales.nbytes == 96 * 128 * 9 // 16
@@ -50,14 +52,12 @@ def build_model():
 
 
 def quantized_model():
-    model = build_model()
-    scales = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            codes, scales[f"{name}.weight"] = nf4.quantize(module.weight.detach())
-            module.weight = torch.nn.Parameter(codes, requires_grad=False)
-    nf4.attach_scales(model, scales)
-    return model
+    values = build_model().state_dict()
+    with torch.device("meta"):
+        model = build(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
+    source = quantize_matrices(model, lambda name, slices: values[name][slices], CPU, "nf4")
+    InitialWeights(source=source).fill(model, CPU)
+    return model.requires_grad_(False)
 
 
 def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
@@ -65,8 +65,8 @@ def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
     values. `generate` and `export --merge` must use exactly these values."""
     model = quantized_model()
     rounded = build_model()
-    source = nf4.dequantized_source(
-        lambda name, slices: values[name][slices], rounded.size, torch.float32
+    source = dequantized_source(
+        lambda name, slices: values[name][slices], rounded.size, "nf4", torch.float32
     )
     values = {name: weight.clone() for name, weight in rounded.state_dict().items()}
     rounded.load_state_dict({name: source(name, ()) for name in values})

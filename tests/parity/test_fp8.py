@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from distributed_training.models import find_model, fp8, llama, peft
+from distributed_training.models.quantized import quantize_matrices
 from distributed_training.start import rendezvous
 from tests.parity import cases
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
@@ -80,12 +81,12 @@ def rounded(x, dim):
 def test_products_equal_products_of_rounded_matrices():
     torch.manual_seed(0)
     x, dy, w = torch.randn(2, 5, 64), 1e-9 * torch.randn(2, 5, 96), 0.02 * torch.randn(96, 64)
-    codes, scales = fp8.quantize(w, w.dtype)
+    codes, scales = fp8.quantize_matrix(w)
     x.requires_grad_()
-    y = fp8.multiply(x, codes.view(w.dtype), scales[:, 0])
+    y = fp8.multiply(x, codes, scales)
     y.backward(dy)
     w = rounded(w, 1)
-    torch.testing.assert_close(fp8.dequantize(w), w)
+    torch.testing.assert_close(fp8.dequantize_matrix(codes, scales), w)
     row_scales = w.abs().amax(1) / 448
     expected = rounded(x.detach().view(10, 64), 1) @ w.T
     torch.testing.assert_close(y.view(10, 96), expected)
@@ -104,7 +105,7 @@ def test_exported_weights_are_the_trained_weights():
         values = random(name, slices)
         return values.t().contiguous().t() if values.dim() == 2 else values
 
-    stored = fp8.use_fp8(model, base, torch.device("cpu"))
+    stored = quantize_matrices(model, base, torch.device("cpu"), "fp8")
     adapters = peft.Adapters(
         by_matrix={}, targets=None, rank=4, scale=1.0, base_fingerprint=None, rounding="fp8 bf16",
         origin="",

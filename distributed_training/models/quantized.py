@@ -1,0 +1,69 @@
+"""Quantize the frozen matrices in a model's blocks to NF4 or fp8.
+
+The module of a format exports `QuantizedLinear`, the layer that computes with the codes and scales
+of a matrix, `quantize_matrix`, which returns them, and `dequantize_matrix`. Codes and scales are
+viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits. Both have one
+row per row of the matrix, so FSDP can shard them by rows."""
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from distributed_training.models.decoder import Decoder, is_block_matrix
+from distributed_training.models.initial_weights import Slices, WeightSource
+from distributed_training.models.size import ModelSize
+
+
+def _load_format(base_dtype: str) -> Any:
+    """Return the module of the format `base_dtype`. NF4 needs the package bitsandbytes."""
+    return importlib.import_module(f"distributed_training.models.{base_dtype}")
+
+
+def quantize_matrices(
+    model: Decoder, source: WeightSource, device: torch.device, base_dtype: str
+) -> WeightSource:
+    """Convert the matrices in the blocks of a model on the meta device to `base_dtype`, in place.
+    Given a `source` of the original parameters, return a source of the converted parameters, which
+    quantizes matrices on `device`. Each matrix is first rounded to the dtype of the parameter that
+    it replaces."""
+    quantized = _load_format(base_dtype)
+    dtypes = {}
+    for name, parameter in list(model.named_parameters()):
+        if is_block_matrix(name, model.size):
+            layer_name = name.removesuffix(".weight")
+            dtypes[layer_name] = parameter.dtype
+            linear: Any = model.get_submodule(layer_name)
+            linear.__class__ = quantized.QuantizedLinear
+            codes, scales = quantized.quantize_matrix(parameter.detach())
+            linear.weight, linear.scales = nn.Parameter(codes), nn.Parameter(scales)
+
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        layer_name, _, key = name.rpartition(".")
+        if key == "bias" or layer_name not in dtypes:
+            return source(name, slices)
+        # A scale depends on a whole row, even if this rank stores only some of the columns.
+        values = source(f"{layer_name}.weight", slices[:1]).to(device).to(dtypes[layer_name])
+        codes, scales = quantized.quantize_matrix(values)
+        columns = (slice(None), *slices[1:])
+        return (scales if key == "scales" else codes)[columns]
+
+    return read
+
+
+def dequantized_source(
+    source: WeightSource, size: ModelSize, base_dtype: str, dtype: torch.dtype
+) -> WeightSource:
+    """Return a source of the weights that training uses if the base model is quantized to
+    `base_dtype` and the compute dtype is `dtype`."""
+    quantized = _load_format(base_dtype)
+
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        values = source(name, ())
+        if is_block_matrix(name, size):
+            codes, scales = quantized.quantize_matrix(values.to(dtype))
+            values = quantized.dequantize_matrix(codes, scales)
+        return values[slices]
+
+    return read
