@@ -154,8 +154,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     firsts: dict[str, list[int]] = {split: [0] for split in corpus}
     pause = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
     with tqdm(
-        desc="tokenizing", total=num_bytes, unit="B", unit_scale=True, leave=False,
-        mininterval=pause, delay=pause,
+        desc="tokenizing", total=num_bytes, leave=False, mininterval=pause, delay=pause,
+        bar_format="{l_bar}{bar:20}| {elapsed}<{remaining}{postfix}",
     ) as bar:  # fmt: skip
         for split, sources in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
