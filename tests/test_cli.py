@@ -50,11 +50,8 @@ def test_options_keep_the_order_of_the_command_line():
     ("argv", "words"),
     [
         (["--stratgy", "dp"], ["'--stratgy'", " strategy?"]),
-        (["--dryrun"], [" dry-run?"]),
         (["--temperature", "1"], ["'--temperature'", "--help"]),
-        (["--gradient-checkpointing"], ["Use --activation_checkpointing full"]),
         (["--fp16"], ["'--fp16'", "--precision fp16"]),
-        (["--logging_steps=10"], ["metrics.jsonl"]),
         (["--zzzz"], ["See --help"]),
         (["--seed"], ["--seed", "See --help"]),
         (["--seed", "1", "extra"], ["'extra'"]),

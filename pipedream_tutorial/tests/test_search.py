@@ -22,18 +22,19 @@ def costs_of(p, *, communication=0, **durations):
     return build_costs(build_schedule("1f1b", p, 1), communication=communication, **durations)
 
 
+def can_begin_with(word, m, memory):
+    """Return whether the order of a rank can begin with `word`."""
+    forward, first, second = map(word.count, "FIW")
+    return forward <= m and second <= first <= forward <= second + memory
+
+
 def words_of(m, memory):
     """Return all orders of one rank with `m` microbatches and at most `memory` activations, as
     strings."""
     found = [""]
     for _ in range(3 * m):
         longer = (word + kind for word in found for kind in "FIW")
-        found = [
-            w
-            for w in longer
-            if w.count("F") <= m
-            and w.count("W") <= w.count("I") <= w.count("F") <= w.count("W") + memory
-        ]
+        found = [word for word in longer if can_begin_with(word, m, memory)]
     return found
 
 
@@ -105,7 +106,9 @@ def test_solver_proves_the_optimum(p, m, memory, shortest):
         shortest = shortest_of_all(problem)
     (words,), bound = solve(problem, 2 * shortest, 60)
     assert score(problem, words)[0] == bound == shortest
-    assert set(words) <= set(words_of(m, memory))
+    for word in words:
+        assert len(word) == 3 * m
+        assert all(can_begin_with(word[:end], m, memory) for end in range(3 * m))
 
 
 @pytest.mark.timeout(120)

@@ -13,19 +13,17 @@ class Case(NamedTuple):
     before: str  # text that the model writes before an answer's content
     after: str  # text that the model writes after an answer's content
     last: str = ""  # text that follows only the last answer
-    alternates: bool = False  # roles must take turns
     system: bool = True  # whether a system message is accepted
     strips: bool = False  # whether whitespace is stripped from contents
     differs_in_history: bool = False  # whether later turns change how an answer is rendered
     next_turn: str = ""  # token that begins the next turn; nothing else ends an answer
 
 
-def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
+def turns(begin, end, *, ask=None, name="message.role", first=""):
     """Return a template that renders each turn as `begin`, the turn's content and `end`. ROLE in
     `begin` stands for the turn's role."""
     role = "{{ " + name + " }}"
-    content = "{{ message.content" + trim + " }}"
-    turn = begin.replace("ROLE", role) + content + end
+    turn = begin.replace("ROLE", role) + "{{ message.content }}" + end
     header = (ask or begin.replace("ROLE", "assistant")).replace("\\n", "\n")
     return (
         first + "{% for message in messages %}" + turn + "{% endfor %}"
@@ -61,8 +59,6 @@ LLAMA_2 = ALTERNATE + FOLDED + (
     "{{ m.content.strip() ~ ' [/INST]' }}"
     "{% else %}{{ ' ' ~ m.content.strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}"
 )  # fmt: skip
-HEADER = "<|start_header_id|>ROLE<|end_header_id|>\n\n"
-LLAMA_3 = turns(HEADER, "<|eot_id|>", trim=" | trim", first="{{ bos_token }}")
 LLAMA_31 = (
     "{{ bos_token }}{% set d = '26 Jul 2024' %}{% if messages[0].role == 'system' %}"
     "{% set s = messages[0].content | trim %}{% set rest = messages[1:] %}{% else %}"
@@ -74,19 +70,15 @@ LLAMA_31 = (
     "{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-INST_LAST = (
+MISTRAL_02 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set s = messages[0].content %}"
     "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}{% if m.role == 'user' %}{% if s is defined and loop.last %}"
-    "{{ '[INST]SPACE' ~ s ~ '\n\n' ~ m.content ~ '[/INST]' }}{% else %}"
-    "{{ '[INST]SPACE' ~ m.content ~ '[/INST]' }}{% endif %}{% else %}"
-    "{{ 'SPACE' ~ m.content ~ eos_token }}{% endif %}{% endfor %}"
+    "{{ '[INST] ' ~ s ~ '\n\n' ~ m.content ~ '[/INST]' }}{% else %}"
+    "{{ '[INST] ' ~ m.content ~ '[/INST]' }}{% endif %}{% else %}"
+    "{{ ' ' ~ m.content ~ eos_token }}{% endif %}{% endfor %}"
 )
 CHATML = turns("<|im_start|>ROLE\n", "<|im_end|>\n")
-QWEN_25 = (
-    "{% if messages[0].role != 'system' %}"
-    "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
-)
 THINK = "<think>\n\n</think>\n\n"
 QWEN_3 = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -102,13 +94,6 @@ PHI_3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}"
     "{{ eos_token }}{% endif %}"
-)
-PHI_4 = turns("<|im_start|>ROLE<|im_sep|>", "<|im_end|>")
-GEMMA_2 = (
-    ALTERNATE + "{{ bos_token }}{% for m in messages %}"
-    "{% set r = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' ~ r ~ '\n' ~ m.content | trim ~ '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 GEMMA_3 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set p = messages[0].content ~ '\n\n' %}"
@@ -130,14 +115,6 @@ DEEPSEEK_R1 = pairs(
     "{{ '<|Assistant|>' ~ message.content.split('</think>')[-1] ~ '<|end_of_sentence|>' }}",
     system="{{ message.content }}", ask="{{ '<|Assistant|><think>\n' }}",
 )  # fmt: skip
-GRANITE = turns("<|start_of_role|>ROLE<|end_of_role|>", "<|end_of_text|>\n")
-COMMAND_R = (
-    "{{ bos_token }}{% for m in messages %}{% set r = {'user': 'USER', 'assistant': 'CHATBOT', "
-    "'system': 'SYSTEM'}[m.role] %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|' ~ r ~ '_TOKEN|>' ~ m.content.strip() "
-    "~ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
-)
 OLMO_2 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -187,36 +164,18 @@ GREETING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endi
 
 IM = ("", "<|im_end|>\n")
 TEMPLATES = {
-    "llama-2": Case(LLAMA_2, " ", " </s>", alternates=True, strips=True),
-    "llama-3": Case(LLAMA_3, "", "<|eot_id|>", strips=True),
+    "llama-2": Case(LLAMA_2, " ", " </s>", strips=True),
     "llama-3.1": Case(LLAMA_31, "", "<|eot_id|>", strips=True),
-    "llama-4": Case(turns("<|header_start|>ROLE<|header_end|>\n\n", "<|eot|>",
-                          first="{{ bos_token }}"), "", "<|eot|>"),
     "mistral-0.1": Case(ALTERNATE + pairs("[INST] {{ message.content }} [/INST]",
                         "{{ message.content ~ eos_token }}", system="{{ raise_exception('no') }}"),
-                        "", "</s>", alternates=True, system=False),
-    "mistral-0.2": Case(INST_LAST.replace("SPACE", " "), " ", "</s>", differs_in_history=True),
-    "mistral-0.3": Case(INST_LAST.replace("SPACE", " ").replace("loop.last", "loop.index0 == 0"),
-                        " ", "</s>"),
-    "mistral-small": Case(pairs("[INST]{{ message.content }}[/INST]",
-                          "{{ message.content ~ eos_token }}",
-                          system="[SYSTEM_PROMPT]{{ message.content }}[/SYSTEM_PROMPT]"),
-                          "", "</s>"),
-    "mistral-nemo": Case(INST_LAST.replace("SPACE", ""), "", "</s>", differs_in_history=True),
+                        "", "</s>", system=False),
+    "mistral-0.2": Case(MISTRAL_02, " ", "</s>", differs_in_history=True),
     "qwen-2": Case(CHATML, *IM),
-    "qwen-2.5": Case(QWEN_25, *IM),
     "qwen-3": Case(QWEN_3, THINK, "<|im_end|>\n", differs_in_history=True),
     "phi-3": Case(PHI_3, "", "<|end|>\n", last="</s>"),
-    "phi-4": Case(PHI_4, "", "<|im_end|>"),
-    "gemma-2": Case(GEMMA_2, "", "<end_of_turn>\n", alternates=True, system=False, strips=True),
     "gemma-3": Case(GEMMA_3, "", "<end_of_turn>\n", strips=True),
-    "zephyr": Case(turns("<|ROLE|>\n", "{{ eos_token }}\n"), "", "</s>\n"),
-    "chatml-trimmed": Case(turns("<|im_start|>ROLE\n", "<|im_end|>\n", trim=" | trim"), *IM,
-                           strips=True),
     "deepseek-2": Case(DEEPSEEK_2, " ", "</s>"),
     "deepseek-r1": Case(DEEPSEEK_R1, "", "<|end_of_sentence|>"),
-    "granite": Case(GRANITE, "", "<|end_of_text|>\n"),
-    "command-r": Case(COMMAND_R, "", "<|END_OF_TURN_TOKEN|>", strips=True),
     "olmo-2": Case(OLMO_2, "", "</s>"),
     "falcon": Case(FALCON, " ", "</s>"),
     "alpaca": Case(BRACKETED, "", "</s>\n\n"),
@@ -226,14 +185,10 @@ TEMPLATES = {
     "chatml-marked": Case(MARKED, "", "<|im_end|>"),
     "thinking-begun": Case(GREETING, "", "<|im_end|>\n"),
     "glm-4": Case(OPEN_TURNS, "", "", next_turn="<|user|>"),
-    "yi": Case(turns("<|im_start|>ROLE\n", "<|im_end|>", ask="<|im_start|>assistant\n"), "",
-               "<|im_end|>"),
 }  # fmt: skip
 SPECIAL_TOKENS = [
-    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|eot_id|>", "<|eot|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|end|>", "<|user|>",
-    "<|assistant|>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<|User|>",
-    "<|Assistant|>", "<|end_of_sentence|>", "<|start_of_role|>", "<|end_of_role|>",
-    "<|end_of_text|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>",
-    "<|start|>", "<|return|>", "<|message|>", "<|channel|>", "<|header_start|>", "<|header_end|>",
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|eot_id|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>", "<|assistant|>",
+    "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<|User|>", "<|Assistant|>",
+    "<|end_of_sentence|>", "<|start|>", "<|return|>", "<|message|>", "<|channel|>",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Test 31 chat templates with random conversations.
+"""Test chat templates of different structure with random conversations.
 
 Rendered text and IDs must equal the output of transformers. Each answer must be in the loss exactly
 once, after the text that precedes it during generation."""

@@ -47,19 +47,3 @@ def test_skip_and_rollback_equal_a_run_without_the_bad_batch(strategy, tmp_path)
         (run_dir,) = run_folders(tmp_path / how)
         assert final_weights(run_dir) == final_weights(whole), how
         assert only_record(tmp_path / how)["skipped_steps"] == [BAD]
-
-
-def test_rollback_happens_once_and_needs_a_checkpoint(tmp_path):
-    # The steps run in this order: 5, back to 3, 4, skip 5, 6.
-    said = run("dp", tmp_path / "twice", steps=[BAD, BAD + 2], on_nonfinite="rollback")
-    assert "step 5 " in said
-    said = run("dp", tmp_path / "early", steps=[EVERY - 1], on_nonfinite="rollback")
-    assert "no earlier checkpoint" in said
-
-
-def test_skip_gives_up_if_no_step_is_finite(tmp_path):
-    steps = range(2, 40)
-    said = run("dp", tmp_path, steps=steps, on_nonfinite="skip", epochs=3, max_steps=-1)
-    assert "previous 10 steps" in said
-    record = only_record(tmp_path)
-    assert (record["step"], record["skipped_steps"]) == (12, list(range(2, 13)))

@@ -13,7 +13,7 @@ import pytest
 
 from distributed_training.planner.checks import has_libaio
 from distributed_training.settings.machine import GPUS
-from tests.conftest import SMALL, assert_ok, light_pool, run_command, settings
+from tests.conftest import SMALL, assert_ok, heavy_pool, light_pool, run_command, settings
 from tests.data.test_records import CHAT
 from tests.e2e.support import H200, fake_nvidia_smi
 from tests.pool import ROOT, SCRIPT
@@ -130,7 +130,9 @@ def dry_run(command: str, tmp_path: Path) -> str:
         (tmp_path / name).write_text(small_text().read_text()[:20_000])
     for name in CHATS:
         (tmp_path / name).write_text(30 * f"{json.dumps(CHAT)}\n")
-    result = light_pool().script(
+    # Reading a dataset imports transformers, which the processes of the heavy pool have.
+    pool = heavy_pool() if "--dataset" in arguments else light_pool()
+    result = pool.script(
         arguments, num_processes=count or 1, launched=count > 0, cwd=tmp_path, **environment
     )
     if re.search(r"^error: \d+ process(es)? needs? about .* of RAM", result.stderr):

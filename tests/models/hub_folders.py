@@ -56,11 +56,6 @@ KINDS: dict[str, tuple[str, dict]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     }),
     "mistral-window": ("Mistral", {**_SHAPE, "sliding_window": 16}),
-    "ministral": ("Ministral", {
-        **_SHAPE, **_HEADS, "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    "glm": ("Glm", {**_SHAPE, **_HEADS}),
     "glm4": ("Glm4", {**_SHAPE, **_HEADS}),
     "exaone4": ("Exaone4", {
         **_SHAPE, **_HEADS, "sliding_window": 16,
@@ -75,18 +70,11 @@ KINDS: dict[str, tuple[str, dict]] = {
         "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
     }),
     "nemotron": ("Nemotron", {**_SHAPE, **_HEADS}),
-    "arcee": ("Arcee", _SHAPE),
-    "seed_oss": ("SeedOss", {**_SHAPE, **_HEADS}),
-    "helium": ("Helium", {**_SHAPE, **_HEADS}),
     "persimmon": ("Persimmon", _SHAPE_WITHOUT_KV_HEADS),
     "xglm": ("XGLM", {
         "vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2,
         "attention_heads": 4, "max_position_embeddings": 96, "pad_token_id": 1,
         "bos_token_id": 0, "eos_token_id": 0,
-    }),
-    "codegen": ("CodeGen", {
-        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
-        "n_ctx": 96, "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
     }),
     "mpt": ("Mpt", {
         "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96,
@@ -96,8 +84,6 @@ KINDS: dict[str, tuple[str, dict]] = {
     }),
     "biogpt": ("BioGpt", _SHAPE_WITHOUT_KV_HEADS),  # names its dropout options dropout_prob
     "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
-    "llama": ("Llama", _SHAPE),
-    "qwen2": ("Qwen2", {**_SHAPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SHAPE, **_HEADS}),
 }  # fmt: skip
 

@@ -30,7 +30,6 @@ OPTIONS = {
         "Llama", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 12},
     ),
     "llama-one-head-of-k-and-v": ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
-    "llama-all-heads": ("Llama", {"num_key_value_heads": 4}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -103,10 +102,8 @@ QWEN2 = {"model_type": "qwen2"}
 # Values in published config.json files, in addition to SHAPE
 SPELLINGS = {
     "rope-theta": {"rope_theta": 1e6},
-    "rope-theta-whole-number": {"rope_theta": 1000000},
     "rope-theta-apart": {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
     "rope-theta-twice": {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e3}},
-    "rope-scaling-null": {"rope_theta": 1e6, "rope_scaling": None, "head_dim": None},
     "rope-scaling-old": {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "rope-scaling-and-parameters": {
         "rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -123,10 +120,8 @@ SPELLINGS = {
     "rope-dynamic": {"rope_scaling": {"type": "dynamic", "factor": 8.0}},
     "swish": {"hidden_act": "swish"},
     "sliding-window-of-another-family": {"sliding_window": 4, "use_sliding_window": True},
-    "mistral-with-its-window": {"model_type": "mistral"},
     "mistral-window-as-long": {"model_type": "mistral", "sliding_window": 48},
     "mistral-biases": {"model_type": "mistral", "sliding_window": None, "attention_bias": True},
-    "qwen2-window-not-used": {**QWEN2, "sliding_window": 4},
     "qwen2-no-layer-slides": {
         **QWEN2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
     },

@@ -22,13 +22,7 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ([GPT2], ["config.json"]),
-        ({**GPT2, "n_layer": "2"}, ["n_layer"]),
-        ({**LLAMA, "head_dim": 0}, ["head_dim=0"]),
-        ({"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}, ["auto_map"]),
-    ],
+    ("config", "words"), [([GPT2], ["config.json"]), ({**LLAMA, "head_dim": 0}, ["head_dim=0"])]
 )
 def test_invalid_configs_are_refused(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -64,13 +58,11 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
     [
         ({A: torch.zeros(2, 65)}, {}, [A, "[2, 64]"]),
         ({B: None}, {}, [B]),
-        ({A: None, A.replace("_A.", "_B."): None}, {}, [A]),
         ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["h.7.attn.c_attn.lora_A"]),
         ({}, {"r": 3}, [A, "[3, 64]"]),
         ({}, {"bias": "all"}, ["bias='all'"]),
         ({}, {"layers_to_transform": [0]}, ["layers_to_transform=[0]"]),
         ({}, {"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
-        ({}, {"use_dora": True}, ["use_dora"]),
     ],
 )
 def test_inconsistent_adapters_are_refused(tensors, config, words, adapters):
@@ -91,9 +83,9 @@ def test_adapters_of_an_older_peft_are_refused_with_advice(adapters):
         peft.read_folder(spec, folder)
 
 
-@pytest.mark.parametrize("base", ["/home/me/llama", "a b"])
-def test_adapters_with_an_unavailable_base_are_refused(base, adapters):
+def test_adapters_with_an_unavailable_base_are_refused(adapters):
     _, folder = adapters
+    base = "/home/me/llama"
     document = json.loads((folder / "adapter_config.json").read_text())
     document["base_model_name_or_path"] = base
     (folder / "adapter_config.json").write_text(json.dumps(document))

@@ -13,7 +13,7 @@ from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
 from real_model_example import CONFIG
-from tests.conftest import light_pool
+from tests.conftest import heavy_pool, light_pool
 from tests.e2e.support import assert_refused
 from tests.planner.helpers import merged
 from tests.support import GPU_MACHINE
@@ -127,7 +127,7 @@ def test_steps_for_a_small_text_on_a_cpu_match_the_run(tmp_path, monkeypatch, ca
     assert plan(monkeypatch, *options) == 0
     planned = " ".join(capsys.readouterr().out.split())
     assert "--preset words" in planned  # the note that lists the preset's values
-    printed = light_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
+    printed = heavy_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
     work = re.search(r"\n  work: (.+)\n", printed)[1]
     assert f" trains on {work} of " in planned
 

@@ -9,7 +9,6 @@ import pytest
 from distributed_training.plan.layout import Batch
 from distributed_training.planner.deepspeed_json import (
     FP16_LOSS_SCALING,
-    OPTIMIZER_VALUES,
     fill_deepspeed_json,
     other_settings,
 )
@@ -158,14 +157,6 @@ def test_other_loss_scale_settings_count_only_with_fp16(tmp_path):
     assert other_settings(fill(tmp_path, document)) == {}
     changes = other_settings(fill(tmp_path, document, precision="fp16"))
     assert changes == {"fp16.loss_scale": 128, "fp16.hysteresis": 2}
-
-
-def test_a_json_may_repeat_the_constants_of_every_engine():
-    from distributed_training.engines.base import ADAM
-
-    assert OPTIMIZER_VALUES["betas"] == [*ADAM["betas"]]
-    assert OPTIMIZER_VALUES["eps"] == ADAM["eps"]
-    assert deepspeed_json()["fp16"] == {**FP16_LOSS_SCALING, "enabled": "auto"}
 
 
 def test_sizes_set_to_auto_are_deepspeeds_defaults(tmp_path):

@@ -2,7 +2,6 @@
 predictions."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import shutil
@@ -11,10 +10,8 @@ import pytest
 
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.rank import enumerate_plans, layout_settings, rank_layouts
-from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
-from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -65,35 +62,6 @@ def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, l
     assert rates.gemm_flops / 1e12 == pytest.approx(gemm, rel=0.03)
     assert rates.memory_bytes_per_s / 1e9 == pytest.approx(memory, rel=0.05)
     assert rates.link_bytes_per_s / 1e9 < link
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_more_processes_never_increase_the_state_per_process(name, tmp_path):
-    """The largest model state of any process must not grow with the number of processes. The state
-    includes offloaded state in host memory and on disk."""
-    state_sizes = []
-    for count in (1, 2, 4, 8, 12, 16, 24, 32):
-        machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
-        config = {"checked": False, "strategy": name, "model": "gpt2-xl-20-heads", "batch_size": 4}
-        with contextlib.suppress(UserError):  # no layout for this number
-            state = estimate_state(plan_for(tmp_path, machine, count, **config))
-            state_sizes.append(sum(state.values()))
-    assert len(state_sizes) > 2
-    assert state_sizes == sorted(state_sizes, reverse=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_longer_samples_need_more_memory_and_time(name, tmp_path):
-    """Longer samples must need more memory than shorter samples and take at least as much time.
-    Activation checkpointing must reduce memory."""
-    common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
-    small, large, again = (
-        plan_for(tmp_path, GPU_MACHINE, 4, **common, max_length=length, **config)
-        for length, config in ((256, {}), (1024, {}), (1024, {"activation_checkpointing": "full"}))
-    )
-    peaks = [estimate_memory(plan).peak_bytes for plan in (small, large, again)]
-    assert max(peaks) == peaks[1]
-    assert estimate_step(small, H200).seconds <= estimate_step(large, H200).seconds
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,7 +45,6 @@ def test_steps_without_elapsed_time_have_no_throughput():
         ("NVIDIA H100 PCIe", 756e12),
         # These names begin with a known name, but belong to other GPUs.
         ("Quadro RTX 6000", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of a GPU
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )

@@ -42,7 +42,6 @@ def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
     [
         ("a", b'{\n "epochs" 2\n}', ["line 2 column 11"]),
         ("a", b'{"b": {"c": 1, "c": 2}}', ["'c'"]),
-        ("a", b'{\n  // two\n "epochs": 2}', ["line 2"]),
         ("a", b'{"model": "\xff"}', ["0xff"]),
         ("large", b"[1]", ["large.json"]),
     ],

@@ -18,12 +18,10 @@ SRUN = {
     "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }  # fmt: skip
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 CASES = {
     "torchrun": (TORCHRUN, "torchrun"),
     "accelerate": ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "torchrun"),
     "deepspeed": ({**RANK_1, "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "deepspeed"),
-    "srun --mpi=pmi2": ({**SRUN, **PMI}, "srun"),
     "srun": (SRUN, "srun"),
 }
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -68,8 +66,6 @@ def test_rank_is_read_from_every_launcher(launcher, environment, capsys):
             "SLURM_NTASKS": "2",
         },  # sbatch starts one process, which is not a step of srun
         {**SRUN, "SLURM_PTY_PORT": "1234"},  # a shell
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        {"ACCELERATE_MIXED_PRECISION": "no"},
     ],
 )
 def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):

@@ -173,11 +173,6 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     assert events[-1] == "finished"
 
 
-def test_on_nonfinite_decides_whether_a_run_rolls_back():
-    with pytest.raises(NonFiniteError):
-        make_trainer(on_nonfinite="stop")._roll_back(NonFiniteError(8, "", [Path("step-6")], 0))
-
-
 @pytest.mark.parametrize(
     ("signum", "every", "steps"),
     [
