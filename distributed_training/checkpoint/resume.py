@@ -30,7 +30,7 @@ from distributed_training.settings.files import crc32, crc32_of, parse_as, shown
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
-FORMAT = 5
+FORMAT = 6
 MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
@@ -52,8 +52,7 @@ class Meta(BaseModel, strict=True):
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # `Engine.base_fingerprint`
     counters: dict[str, float]  # `Engine.counters`
-    files: dict[str, int]  # file -> bytes
-    checksums: dict[str, int]  # file -> CRC-32
+    files: dict[str, int]  # file -> CRC-32
     hosts: dict[str, str] = {}  # file -> host; only without a shared disk
 
 
@@ -105,10 +104,7 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
         and meta.spread == plan.layout_fingerprint
         and find_missing()
     ):
-        first_rank = rank // plan.processes_here * plan.processes_here
-        names = [
-            rank_file_name(other) for other in range(first_rank, first_rank + plan.processes_here)
-        ]
+        names = [rank_file_name(other) for other in plan.ranks_on_disk(rank)]
     if meta.hosts and (missing := find_missing()):
         hosts = ", ".join(sorted({meta.hosts[name] for name in missing if name in meta.hosts}))
         what = f"Checkpoint {folder} is not complete on {socket.gethostname()}"
@@ -125,7 +121,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
     def find_damage(name: str) -> str:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if crc32(folder / name) != meta.checksums.get(name):
+        if crc32(folder / name) != meta.files.get(name):
             return f"{name} has changed since it was written"
         return ""
 

@@ -7,16 +7,13 @@
 
 A checkpoint appears under its final name only when it is complete. Only the last `keep_checkpoints`
 checkpoints are kept. Without a shared disk, each node stores meta.json and the files of that node's
-ranks. The rank files then also contain a copy of each shard that the node's ranks hold but that
-only ranks on other nodes write. The name of each copy begins with COPY_PREFIX. The sampler needs no
-file, because the step number determines its position. resume.py finds and checks checkpoints."""
+ranks, which contain every shard that the node's ranks hold. The sampler needs no file, because the
+step number determines its position. resume.py finds and checks checkpoints."""
 
 import shutil
 import socket
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,6 @@ from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import gather, raise_on_all_ranks
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import (
-    COPY_PREFIX,
     HostMemory,
     Part,
     TensorFiles,
@@ -100,20 +96,16 @@ class Saver:
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.layout_fingerprint,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
-            counters=engine.counters(), files={}, checksums={},
+            counters=engine.counters(), files={},
         )  # fmt: skip
         self._save_row = {"step": step, "copied": self.memory is not None}
         self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)
         self._save_row["stall_s"] = time.monotonic() - start
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
-        """Return the shards of the state that this rank writes. All ranks must call this method."""
-        all_parts = (*engine.state_parts(), *rank_local_parts(engine, self.topology))
-        nonempty_parts = [part for part in all_parts if all(part.size)]
-        copies = (
-            _choose_copies(nonempty_parts, self.topology) if self.plan.has_node_local_files else []
-        )
-        return [part for part in nonempty_parts if part.written_here] + copies
+        """Return the shards of the state that this rank writes."""
+        parts = (*engine.state_parts(), *rank_local_parts(engine, self.topology))
+        return [part for part in parts if part.written_here and all(part.size)]
 
     def _allocate_memory(self, parts: list[Part]) -> None:
         """Ensure that `memory` can hold a copy of `parts`. If any rank lacks free memory, set
@@ -160,10 +152,11 @@ class Saver:
             file_info = (socket.gethostname(), *write_parts(file, parts))
             if is_rank_0:
                 claims.check(self.plan.run_dir, self.plan.run_id)
+        num_bytes = 0
         for rank, (host, size, checksum) in enumerate(gather_values(file_info)):
             name = resume.rank_file_name(rank)
-            meta.files[name] = size
-            meta.checksums[name] = checksum
+            num_bytes += size
+            meta.files[name] = checksum
             if self.plan.has_node_local_files:
                 meta.hosts[name] = host
         # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
@@ -181,7 +174,7 @@ class Saver:
                 older[-self.plan.config.keep_checkpoints :]
             ):
                 shutil.rmtree(checkpoint)
-        self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
+        self._save_row |= {"write_s": time.monotonic() - start, "bytes": num_bytes}
         return final_folder
 
 
@@ -215,30 +208,6 @@ def load_checkpoint(
     else:
         seed_dropout(plan, topology, meta.step)
     return meta.step
-
-
-def _choose_copies(parts: Iterable[Part], topology: Topology) -> list[Part]:
-    """Return this rank's share of the copies that its node writes. A node copies each shard that
-    the node's ranks hold but that only ranks on other nodes write. The name of each copy begins
-    with COPY_PREFIX. All ranks must call this function."""
-    part_by_key: dict[str, Part] = {}
-    for part in parts:  # with the schedule zb-v, one rank holds the tied embedding twice
-        key = f"{part.name} {part.start} {part.size}"
-        part_by_key[key] = part if part.written_here else part_by_key.get(key, part)
-    node = topology.rank - topology.local_rank
-    ranks = gather((node, {key: part.written_here for key, part in part_by_key.items()}))
-    keys_by_rank = {rank: keys for rank, (rank_node, keys) in enumerate(ranks) if rank_node == node}
-    written_keys = {key for keys in keys_by_rank.values() for key, writes in keys.items() if writes}
-    unwritten_keys = dict.fromkeys(
-        key for keys in keys_by_rank.values() for key in keys if key not in written_keys
-    )
-    copies = []
-    for number, key in enumerate(unwritten_keys):
-        holders = [rank for rank, keys in keys_by_rank.items() if key in keys]
-        if holders[number % len(holders)] == topology.rank:
-            part = part_by_key[key]
-            copies.append(replace(part, name=COPY_PREFIX + part.name, written_here=True))
-    return copies
 
 
 def rank_local_parts(engine: Engine, topology: Topology) -> list[Part]:

@@ -100,26 +100,32 @@ class Engine(abc.ABC):
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """Gather all weights in CPU memory on rank 0. Return {parameter name: weight} on rank 0,
         and None on other ranks. All ranks must call this method."""
-        weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
-        local_parts = [part for part in weights if part.written_here and math.prod(part.size)]
-        parts_by_rank = gather(
-            [(part.name, part.shape, part.start, part.size) for part in local_parts]
-        )
-        if dist.get_rank() > 0:
-            for part in local_parts:
-                dist.send(part.get().float().cpu().contiguous(), 0)
-            return None
+        rank = dist.get_rank()
+        parts = {
+            (part.name, part.shape, part.start, part.size): part
+            for part in self.state_parts()
+            if part.name.startswith("weight/") and math.prod(part.size)
+        }
+        senders: dict[tuple[Any, ...], int] = {}  # part -> first rank that holds it
+        for holder, positions in enumerate(gather(list(parts))):
+            for name, *position in positions:
+                senders.setdefault((name, *map(tuple, position)), holder)
         state: dict[str, torch.Tensor] = {}
-        for sender, positions in enumerate(parts_by_rank):
-            for number, (name, shape, start, size) in enumerate(positions):
-                values = local_parts[number].get() if sender == 0 else torch.empty(size)
-                if sender > 0:
-                    dist.recv(values, sender)
+        for key, sender in senders.items():
+            name, shape, start, size = key
+            values = torch.empty(size)
+            if sender == rank:
+                values = parts[key].get().float().cpu().contiguous()
+            if rank == sender > 0:
+                dist.send(values, 0)
+            elif sender > rank == 0:
+                dist.recv(values, sender)
+            if rank == 0:
                 tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
                 # Under ZeRO, shards are ranges of the flattened tensor.
                 target = tensor if len(start) == len(shape) else tensor.view(-1)
                 target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
-        return state
+        return state if rank == 0 else None
 
     def close(self) -> None:
         """Drop all attributes, including the model and the optimizer, so that nothing refers to the

@@ -143,8 +143,9 @@ class DeepSpeedEngine(base.Engine):
             count = max(0, min(count, math.prod(self.shapes[name]) - start))
             flat_range = slice(offset, offset + count)
             # With a pipeline, the last stage has a copy of the tied embedding. Only the first stage
-            # writes the embedding.
-            written_here = name not in self.tied_names or self.topology.pp_rank == 0
+            # writes the embedding, unless the stages may be on nodes without a shared disk.
+            is_copy = name in self.tied_names and self.topology.pp_rank > 0
+            written_here = not is_copy or self.plan.has_node_local_files
             for tensor_name in tensor_names:
 
                 def get(tensor_name: str = tensor_name, flat_range: slice = flat_range) -> Any:

@@ -41,7 +41,7 @@ from distributed_training.parallel.tensor_files import (
     Part,
     TensorFiles,
     build_part,
-    locate_copy,
+    choose_writer,
     locate_local,
 )
 from distributed_training.plan.plan import Plan
@@ -349,17 +349,22 @@ class NativeEngine(base.Engine):
         return output
 
     def state_parts(self) -> Iterator[Part]:
+        rank = self.topology.rank
+        disk = self.plan.ranks_on_disk(rank)
+        # The last stage writes its copy of the tied embedding only if the files of the first stage
+        # may be on another disk.
+        writes_copies = self.plan.has_node_local_files and self.topology.pp_rank > 0
         for stage, named_params in self.params_by_stage:
             vocab_names = stage.vocabulary_parameters()
-            # The first stage writes the tied embedding, so the last stage does not.
-            tied_names = vocab_names if stage.size.tied and not stage.is_first else ()
+            is_copy = stage.size.tied and not stage.is_first and not writes_copies
+            copied_names = vocab_names if is_copy else ()
             for number, (name, parameter) in enumerate(named_params):
                 rows = stage.size.vocab_size if name in vocab_names else parameter.shape[0]
-                start, copy_rank, num_copies = locate_copy(parameter, self.topology)
-                written_here = name not in tied_names and number % num_copies == copy_rank
+                local, start = locate_local(parameter)
+                writer = choose_writer(parameter, number, self.topology, disk)
+                written_here = name not in copied_names and writer == rank
                 adam_state = self.optimizer.state.get(self.local_params[parameter], {})
                 shape = (rows, *parameter.shape[1:])
-                local = local_part(parameter)
                 tensors = {"weight": local}
                 tensors |= {key: adam_state[key] for key in base.MOMENTS if key in adam_state}
                 for key, tensor in tensors.items():

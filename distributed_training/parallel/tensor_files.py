@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
@@ -21,9 +22,6 @@ from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
-
-# Prefix in the name of a copy. Another node's files contain the original, without the prefix.
-COPY_PREFIX = "copy of "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +34,7 @@ class Part:
     start: tuple[int, ...]
     size: tuple[int, ...]
     get: Callable[[], torch.Tensor]  # returns shape `size`; writing to the result changes the state
-    written_here: bool = True  # False if another rank writes the same part
+    written_here: bool = True  # False if another rank writes the same part to the same disk
     dtype: torch.dtype = torch.float32
     write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
 
@@ -70,30 +68,26 @@ def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
     return local_part(parameter.detach()), start
 
 
-def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
-    """Return (first index of this rank's shard, position of this rank among the ranks that hold the
-    same shard, number of these ranks)."""
-    _, start = locate_local(parameter)
-    sharded_axes = set[str]()
+def choose_writer(parameter: torch.Tensor, number: int, topology: Topology, disk: range) -> int:
+    """Return which of the ranks in `disk` writes this rank's shard of the stage's parameter
+    `number`. The ranks that hold the same shard take turns."""
+    fixed_axes = {"pp", "cp"}  # FSDP also shards over cp
     if isinstance(parameter, DTensor):
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-        sharded_axes = {axis for axis, placement in axes if not placement.is_replicate()}
-    replica, shard = divmod(topology.dp_rank, topology.dp_shard)
-    copy_rank = 0
-    num_copies = 1
-    ranks = {"dp_replicate": replica, "dp_shard": shard, "tp": topology.tp_rank}
-    for axis, axis_rank in ranks.items():
-        if axis not in sharded_axes:
-            copy_rank = copy_rank * topology.axes[axis] + axis_rank
-            num_copies = num_copies * topology.axes[axis]
-    return start, copy_rank, num_copies
+        fixed_axes |= {axis for axis, placement in axes if not placement.is_replicate()}
+    sizes = topology.axes
+    is_holder = np.full(len(disk), True)
+    for axis, positions in zip(sizes, np.unravel_index(disk, tuple(sizes.values())), strict=True):
+        if axis in fixed_axes:
+            is_holder &= positions == positions[disk.index(topology.rank)]
+    holders = np.flatnonzero(is_holder)
+    return disk[holders[number % len(holders)]]
 
 
-def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
-    """Write the parts whose `written_here` is True, with only one part in memory at a time. Return
-    the size of the file in bytes and its CRC-32 once the file is on disk. Raises FloatingPointError
-    if a part contains a non-finite value."""
-    parts = [part for part in parts if part.written_here and math.prod(part.size)]
+def write_parts(path: Path, parts: Sequence[Part]) -> tuple[int, int]:
+    """Write parts to a file, with only one part in memory at a time. Return the size of the file in
+    bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if a part contains a
+    non-finite value."""
     meta = {part.name: torch.empty(part.size, dtype=part.dtype, device="meta") for part in parts}
     positions = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
     values = map(_finite_values, parts)
@@ -180,22 +174,23 @@ class _StoredPart:
         with safe_open(self.file, "pt") as file:
             return file.get_slice(self.name)[box or slice(None)]
 
-    def copy_into(self, target: torch.Tensor, start: Sequence[int]) -> int:
-        """Copy the overlap of this part and `target` into `target`, and return the number of copied
-        values. `start` is the index of the first element of `target` in the tensor or, for a range
-        of the flattened tensor, in the flattened tensor."""
+    def copy_into(
+        self, target: torch.Tensor, is_filled: torch.Tensor, start: Sequence[int]
+    ) -> None:
+        """Copy the overlap of this part and `target` into `target`, and mark the copied values in
+        `is_filled`. `start` is the index of the first element of `target` in the tensor or, for a
+        range of the flattened tensor, in the flattened tensor."""
         target_slices = []
         part_slices = []
         for a, n, b, m in zip(start, target.shape, self.start, self.size, strict=True):
             low = max(a, b)
             high = min(a + n, b + m)
             if low >= high:
-                return 0
+                return
             target_slices.append(slice(low - a, high - a))
             part_slices.append(slice(low - b, high - b))
-        overlap = self.read(*part_slices)
-        target[tuple(target_slices)] = overlap
-        return overlap.numel()
+        target[tuple(target_slices)] = self.read(*part_slices)
+        is_filled[tuple(target_slices)] = True
 
 
 class TensorFiles:
@@ -220,7 +215,7 @@ class TensorFiles:
         stored_parts = self.stored_parts.get(part.name, [])
         start = part.start
         size = part.size
-        for stored_part in (*stored_parts, *self.stored_parts.get(COPY_PREFIX + part.name, ())):
+        for stored_part in stored_parts:
             if stored_part.shape != part.shape:
                 expected = f"{list(stored_part.shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
@@ -252,14 +247,14 @@ class TensorFiles:
         """Return a box of the part's tensor. The box must consist of whole rows if the files store
         ranges of the flattened tensor."""
         box = torch.empty(size, dtype=part.dtype)
-        filled = 0
+        is_filled = torch.zeros(size, dtype=torch.bool)  # parts of several nodes may overlap
         for stored_part in self.stored_parts.get(part.name, []):
             if len(stored_part.start) == len(start):
-                filled += stored_part.copy_into(box, start)
+                stored_part.copy_into(box, is_filled, start)
             else:
-                filled += stored_part.copy_into(
-                    box.view(-1), (start[0] * math.prod(part.shape[1:]),)
-                )
-        if filled != box.numel():
-            raise ValueError(f"only {filled} of {box.numel()} values of {part.name} were found")
+                first = start[0] * math.prod(part.shape[1:])
+                stored_part.copy_into(box.view(-1), is_filled.view(-1), (first,))
+        if not is_filled.all():
+            counts = f"{int(is_filled.sum())} of {box.numel()}"
+            raise ValueError(f"only {counts} values of {part.name} were found")
         return box

@@ -68,6 +68,7 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
         checkpoint=None,
         processes_here=1, strategy=strategy, notes=[], has_node_local_files=False,
         data_fingerprint="", run_id="", num_steps=None,
+        ranks_on_disk=lambda rank: range(rank, rank + 1),
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
     )
     engine, resumed = build_engine(plan), build_engine(plan)
     train(engine, *steps)
-    write_parts(tmp_path / "state", engine.state_parts())
+    write_parts(tmp_path / "state", [*engine.state_parts()])
     train(resumed, 3)  # `load` must overwrite the resulting state
     resumed.load(TensorFiles([tmp_path / "state"]), engine.counters())
     train(engine, 4)

@@ -6,14 +6,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import (
     HostMemory,
     TensorFiles,
     build_part,
     bytes_to_copy,
+    choose_writer,
     write_parts,
 )
 
@@ -78,11 +79,22 @@ def test_a_file_is_in_safetensors_format_and_holds_no_padding(tmp_path):
     assert torch.equal(load_file(tmp_path / "b")["state"], state)
 
 
-def test_parts_that_another_process_writes_are_skipped(tmp_path):
-    file = tmp_path / "rank-00000.safetensors"
-    write_parts(file, [build_part("w", WHOLE, SHAPE, (0, 0), written_here=False)])
-    with safe_open(file, "pt") as opened_file:
-        assert list(opened_file.keys()) == []
+def test_overlapping_parts_of_two_nodes_are_read_once(tmp_path):
+    files = save(tmp_path, [*split_into_ranges(0), *split_into_ranges(1)])
+    part = build_part("w", WHOLE[2:7, 1:], SHAPE, (2, 1))
+    assert torch.equal(files.read(part), WHOLE[2:7, 1:])
+
+
+@pytest.mark.parametrize("disk", [range(4), range(4, 8), range(2, 4)])
+def test_the_replicas_on_a_disk_take_turns_in_writing(disk):
+    sizes = {"world_size": 8, "dp_replicate": 4, "dp_shard": 1, "pp": 2, "device_type": "cpu"}
+    for number in range(5):
+        for rank in disk:
+            topology = Topology(rank=rank, local_rank=0, **sizes)
+            writer = choose_writer(WHOLE, number, topology, disk)
+            assert writer == disk[number % len(disk)]
+    topology = Topology(rank=6, local_rank=0, **sizes)
+    assert [choose_writer(WHOLE, n, topology, range(8)) for n in range(5)] == [4, 5, 6, 7, 4]
 
 
 def test_missing_and_foreign_tensors_are_refused(tmp_path):

@@ -232,7 +232,8 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     second_half = range(num_steps // 2, num_steps)
     train_steps(range(num_steps // 2))
     parts = [*run.engine.state_parts(), *rank_local_parts(run.engine, run.topology)]
-    write_parts(path / f"rank-{dist.get_rank():05d}", parts)
+    written_parts = [part for part in parts if part.written_here]
+    write_parts(path / f"rank-{dist.get_rank():05d}", written_parts)
     counters = run.engine.counters()
     dist.barrier()
     train_steps(second_half)
