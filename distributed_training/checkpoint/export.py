@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.checkpoint.trained import TrainedModel, trained_model_of_run
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.models import find_model
 from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
@@ -38,7 +39,6 @@ _MODEL_FILE = re.compile(
     r"|(tokenizer|spiece|sentencepiece\.bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
 )
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def generate_ids(
@@ -73,15 +73,13 @@ def generate_ids(
         with sdpa_kernel(ATTENTION_BACKENDS):
             padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
             last_logits = compute_logits(padded, past)[0, len(model_ids) - 1].float().cpu()
-        top_logits, candidates = torch.topk(last_logits, min(top_k, len(last_logits)))
+        num_candidates = min(top_k if temperature else 1, len(last_logits))
+        top_logits, candidates = torch.topk(last_logits, num_candidates)
         if not top_logits[0].isfinite():
             why = "its weights are damaged, or the values of its adapters are too large"
             fix = "check the model's loss with the eval command"
             raise UserError("The model's logits are not finite", why, fix)
-        if temperature:
-            weights = ((top_logits - top_logits[0]) / max(temperature, 1e-6)).softmax(0)
-        else:
-            weights = (top_logits == top_logits[0]).float()
+        weights = ((top_logits - top_logits[0]) / max(temperature, 1e-6)).softmax(0)
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]
         broadcast_choice(choice)
         if int(choice) in eos_ids:
@@ -107,7 +105,7 @@ def write_folder(
     config = plan.config
     trained = trained_model_of_run(plan, state, base_fingerprint)
     if not config.lora_rank or plan.weights_dir is None:
-        dtype = DTYPES[config.export_dtype]
+        dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
         save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
         return
     from distributed_training.models.peft import save_adapters

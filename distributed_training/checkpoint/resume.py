@@ -88,28 +88,25 @@ def rank_file_name(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> list[str]:
-    """Return the names of the files that `rank` needs to load a checkpoint. Raises
-    FilesOnOtherNodesError if a needed file is on another node.
+    """Return the names of the files that `rank` needs to load a checkpoint. Raises UserError if a
+    needed file is missing, or FilesOnOtherNodesError if the file is on another node.
 
     Usually, a rank needs all files. If its node lacks some of them, the nodes have no shared disk
     and the layout is unchanged, the rank needs only the files written on its node."""
-
-    def find_missing() -> list[str]:
-        return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
-
     names = list(meta.files)
-    if (
-        plan is not None
-        and plan.has_node_local_files
-        and meta.spread == plan.layout_fingerprint
-        and find_missing()
-    ):
+    missing = [name for name in names if not (folder / name).is_file()]
+    keeps_layout = plan is not None and meta.spread == plan.layout_fingerprint
+    if missing and plan is not None and plan.has_node_local_files and keeps_layout:
         names = [rank_file_name(other) for other in plan.ranks_on_disk(rank)]
-    if meta.hosts and (missing := find_missing()):
-        hosts = ", ".join(sorted({meta.hosts[name] for name in missing if name in meta.hosts}))
+        missing = [name for name in missing if name in names]
+    if missing and meta.hosts:
+        hosts = ", ".join(sorted({meta.hosts[name] for name in missing}))
         what = f"Checkpoint {folder} is not complete on {socket.gethostname()}"
         why = f"it lacks {len(missing)} files, such as {missing[0]}, of the nodes {hosts}"
         raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
+    if missing:
+        why = f"{missing[0]} is missing"
+        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
     return names
 
 
@@ -117,17 +114,12 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
     """Check the files that `files_to_read` returns for `rank`, and return their names. Raises
     UserError if a file is missing or damaged."""
     names = files_to_read(folder, meta, plan, rank)
-
-    def find_damage(name: str) -> str:
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if crc32(folder / name) != meta.files.get(name):
-            return f"{name} has changed since it was written"
-        return ""
-
     with ThreadPoolExecutor(8) as pool:
-        for damage in filter(None, pool.map(find_damage, names)):
-            raise UserError(f"Checkpoint {folder} is damaged", damage, resume_advice(folder))
+        checksums = pool.map(crc32, [folder / name for name in names])
+        for name, checksum in zip(names, checksums, strict=True):
+            if checksum != meta.files.get(name):
+                why = f"{name} has changed since it was written"
+                raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
     return names
 
 
@@ -194,7 +186,7 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         checkpoints = list_checkpoints(run_dir)
         if checkpoints and (why := claims.find_foreign_file(run_dir)):
             logger.warning("resume='auto' skips %s: %s", run_dir, why)
-            checkpoints = []
+            continue
         for checkpoint in checkpoints:
             with _skip_damaged(checkpoint):
                 meta = read_meta(checkpoint)

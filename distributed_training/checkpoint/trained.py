@@ -50,7 +50,7 @@ class TrainedModel:
     spec: ModelSpec
     weights: WeightSource  # weights of the whole model or, with `adapters`, of the base model
     adapters: peft.Adapters | None = None
-    base: Path | None = None  # folder of the base weights; None if they were random
+    base: Path | None = None  # folder of the base weights, if the model was read from a folder
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
@@ -105,9 +105,7 @@ def trained_model_of_run(
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
-        return TrainedModel(
-            spec=spec, weights=lambda name, slices: state[name][slices], base=plan.weights_dir
-        )
+        return TrainedModel(spec=spec, weights=lambda name, slices: state[name][slices])
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
@@ -115,7 +113,7 @@ def trained_model_of_run(
         hashed = plan.machine.num_gpus > 0
         base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
     adapters = peft.adapters_from_state(dict(state), spec, config, base_fingerprint, plan.run_dir)
-    return TrainedModel(spec=spec, weights=base, adapters=adapters, base=plan.weights_dir)
+    return TrainedModel(spec=spec, weights=base, adapters=adapters)
 
 
 def open_trained_folder(spec: ModelSpec, folder: Path, base: Path) -> TrainedModel:

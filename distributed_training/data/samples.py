@@ -357,10 +357,6 @@ class Sampler:
         num_targets, num_tokens = samples.count(indices.ravel())
         return StepBatch(micro_batches, num_targets, num_tokens)
 
-    def is_full(self, step: int) -> bool:
-        """Return whether the batch of `step` is full, that is, contains no NO_SAMPLE index."""
-        return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
-
     def count_max_documents(self, samples: Samples, num_steps: int) -> int:
         """Return the largest number of documents in a micro-batch of packed `samples`, over all
         replicas and all epochs that begin within the first `num_steps` steps. Padding counts as one

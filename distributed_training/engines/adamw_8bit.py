@@ -25,10 +25,6 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
         self.state[parameter] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def step(self, closure: None = None) -> None:
-        if not self.state:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.init_state(parameter, torch.zeros((), device=parameter.device))
         stance = contextlib.nullcontext()
         if not self.compiled:
             stance = torch.compiler.set_stance("force_eager")

@@ -132,12 +132,9 @@ class NativeEngine(base.Engine):
             (stage, [(name, p) for name, p in stage.named_parameters() if p.requires_grad])
             for stage in stages.values()
         ]
-        self.parameters = [
-            parameter for _, named_params in self.params_by_stage for _, parameter in named_params
-        ]
-        self.gradient_names = [
-            name for _, named_params in self.params_by_stage for name, _ in named_params
-        ]
+        named_params = [pair for _, pairs in self.params_by_stage for pair in pairs]
+        self.gradient_names = [name for name, _ in named_params]
+        self.parameters = [parameter for _, parameter in named_params]
         self.pipeline: Any = None
         self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
@@ -151,9 +148,7 @@ class NativeEngine(base.Engine):
         groups = parameter_groups(self.local_params.values(), config.weight_decay)
         lr = float(config.learning_rate)
         origins = {
-            self.local_params[parameter]: (name, parameter)
-            for _, named_params in self.params_by_stage
-            for name, parameter in named_params
+            self.local_params[parameter]: (name, parameter) for name, parameter in named_params
         }
         self.optimizer: Any = build_optimizer(config, groups, topology.device, origins)
         # A CUDA graph and compiled code read the learning rate of each step from memory.
@@ -287,16 +282,24 @@ class NativeEngine(base.Engine):
                 apply_update = not overflow
         if apply_update:
             self._clip(grad_norm)
-            if self.topology.device_type == "cuda" and not self.optimizer.state:
+            if not self.optimizer.state:
                 # Return cached memory to the driver, because Adam moments in that memory would
                 # fragment the segments that activations use.
-                torch.cuda.empty_cache()
+                if self.topology.device_type == "cuda":
+                    torch.cuda.empty_cache()
+                self.init_optimizer_state(0)
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local_params.values()):
             parameter.grad = None
         if self.fp16:
             self._update_loss_scale(overflow)
         return grad_norm, param_grad_norms
+
+    def init_optimizer_state(self, num_steps: float) -> None:
+        """Set the Adam moments of all parameters to 0, and the step counters to `num_steps`."""
+        step = torch.tensor(float(num_steps), device=self.topology.device)
+        for local in self.local_params.values():
+            self.optimizer.init_state(local, step)
 
     def _clip(self, grad_norm: torch.Tensor) -> None:
         """Scale the gradients so that their global norm is at most max_grad_norm."""
@@ -384,9 +387,7 @@ class NativeEngine(base.Engine):
     def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
         self.optimizer.state.clear()  # a checkpoint before the first step has no Adam state
         if counters["adam_steps"]:
-            step = torch.tensor(float(counters["adam_steps"]), device=self.topology.device)
-            for local in self.local_params.values():
-                self.optimizer.init_state(local, step)
+            self.init_optimizer_state(counters["adam_steps"])
         for part in self.state_parts():
             values = files.read(part)
             part.write(values) if part.write else part.get().copy_(values)

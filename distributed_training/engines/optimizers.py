@@ -126,10 +126,6 @@ class AdamWBf16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if not self.state:
-            step = torch.zeros((), device=self.keys.device)
-            for parameter in self.rows:
-                self.init_state(parameter, step)
         step = next(iter(self.state.values()))["step"]
         skip = None if self.found_inf is None else self.found_inf > 0
         step += 1 if skip is None else ~skip

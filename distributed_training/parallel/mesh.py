@@ -1,9 +1,7 @@
 """Define a process's ranks along the mesh axes, its device and its process groups.
 
 The innermost mesh axis is tp, and the outermost is pp, so the ranks that communicate most are
-usually on the same node. This module imports torch only inside the functions that need it."""
-
-from __future__ import annotations
+usually on the same node."""
 
 import contextlib
 import gc
@@ -11,15 +9,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed_training.plan.schedules import P2P_CHANNELS
 from distributed_training.settings.strategies import MESH_AXES, sends_all_to_all
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +68,6 @@ class Topology:
         dp_shard, because FSDP needs this axis. FSDP also shards over cp, so cp is part of the
         mesh's dp_shard. All ranks must call this method, because it creates a communicator for each
         axis that does not span all processes."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         mesh_axes = self.axes
         mesh_axes["dp_shard"] *= mesh_axes.pop("cp")
         mesh_axes = {
@@ -85,8 +80,6 @@ class Topology:
     def new_pipeline_group(self) -> dist.ProcessGroup:
         """Create and return a communicator for this process's pipeline. It is separate from the
         mesh's communicator for pp. All ranks must call this method."""
-        import torch.distributed as dist
-
         num_pipelines = self.world_size // self.pp
         pipelines = [
             list(range(first, self.world_size, num_pipelines)) for first in range(num_pipelines)
@@ -96,8 +89,6 @@ class Topology:
 
     @property
     def device(self) -> torch.device:
-        import torch
-
         on_gpu = self.device_type == "cuda"
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
 
@@ -122,9 +113,6 @@ def process_group(
     and NCCL for CUDA tensors, and has a timeout of `timeout_s` seconds. Groups created later have
     torch's default timeouts. The caller must delete the engine and the model before the block
     ends."""
-    import torch
-    import torch.distributed as dist
-
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
     store.set_timeout(options["timeout"])  # torch sets this only for stores that it creates

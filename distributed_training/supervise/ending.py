@@ -17,7 +17,7 @@ from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, short_path
-from distributed_training.records.folder import list_checkpoints, remove_unfinished
+from distributed_training.records.folder import remove_unfinished
 from distributed_training.settings.errors import RunError, UserError, first_line, print_stderr
 from distributed_training.supervise import claims, commands
 
@@ -64,9 +64,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         status = "interrupted"
         reason = f"{rank}: {summary}"
         code = 128 + signal.Signals[summary]
-        message = "Stopped. Nothing was saved."
-        if list_checkpoints(plan.run_dir):
-            message = f"Stopped. {commands.explain_continuing(plan)}"
+        message = f"Stopped. {commands.explain_continuing(plan)}"
     try:
         if is_on_all_ranks and topology.rank:
             time.sleep(2)  # rank 0 reports what all ranks raise

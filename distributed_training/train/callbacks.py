@@ -52,20 +52,14 @@ class Recorder(Callback):
     """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
     and write them to record.json and metrics.jsonl."""
 
-    def __init__(
-        self, record: records.RunRecord | None, tracker: metrics.Tracker, traced_steps: range
-    ) -> None:
+    def __init__(self, record: records.RunRecord | None, tracker: metrics.Tracker) -> None:
         self.record = record
         self.tracker = tracker
-        # Steps that profiling slows down. Profiling begins in the step before the first traced
-        # step, and files are written until the end of the step after the last traced step.
-        self.slowed_steps = range(traced_steps.start - 1, traced_steps.stop + 1)
-        # (step, seconds) of each step that this process ran
-        self.step_times: list[tuple[int, float]] = []
+        self.step_times: list[float] = []  # in seconds, of each step that this process ran
 
     def on_metrics(self, trainer: Trainer, rows: list[Row]) -> None:
         for row in rows:
-            self.step_times.append((row["step"], row["step_time_s"]))
+            self.step_times.append(row["step_time_s"])
             self.tracker.log_step(row)
         if self.record is not None:
             records.append_metrics(trainer.plan.run_dir, rows)
@@ -85,16 +79,9 @@ class Recorder(Callback):
         plan = trainer.plan
         config = plan.config
         sampler = trainer.sampler
-        # Use only the times of full steps without profiling. The last step of an epoch may have
-        # fewer tokens but take just as long.
-        full_steps_s = [
-            seconds
-            for step, seconds in self.step_times
-            if sampler.is_full(step - 1) and step not in self.slowed_steps
-        ]
         samples = min(sampler.global_batch_size, sampler.num_samples)
         performance = metrics.summarize_performance(
-            full_steps_s or [seconds for _, seconds in self.step_times],
+            self.step_times,
             tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
             flops_per_token=plan.size.flops_per_token(
                 plan.attention_span, frozen=config.lora_rank > 0

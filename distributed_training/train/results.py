@@ -146,19 +146,19 @@ class StepResults:
         too_many = skipped.issuperset(range(step - MAX_CONSECUTIVE_SKIPS, step))
         if may_skip and step in skipped and not too_many:
             return None
-        name = None
+        faults = []
+        if not math.isfinite(float(result.loss_sum)):
+            faults.append("the loss is not finite")
         if result.param_grad_norms is not None and not result.param_grad_norms.isfinite().all():
             first_index = result.param_grad_norms.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first_index)]
-        reports = gather((math.isfinite(float(result.loss_sum)), name))
-        faults = []
-        if bad_ranks := [rank for rank, (finite, _) in enumerate(reports) if not finite]:
-            faults.append(f"the loss is not finite on {_format_ranks(bad_ranks)}")
-        if names := [name for _, name in reports if name is not None]:
-            holders = [rank for rank, (_, name) in enumerate(reports) if name == names[0]]
-            location = f"{names[0]} on {_format_ranks(holders)}"
-            faults.append(f"the first non-finite gradient is {location}")
-        what = f"step {step}: {', and '.join(faults) or 'the gradients are not finite'}"
+            faults.append(f"the first non-finite gradient is {name}")
+        ranks_by_fault: dict[str, list[int]] = {}
+        for rank, faults_of_rank in enumerate(gather(faults)):
+            for fault in faults_of_rank:
+                ranks_by_fault.setdefault(fault, []).append(rank)
+        reasons = [f"{fault} on {_format_ranks(ranks)}" for fault, ranks in ranks_by_fault.items()]
+        what = f"step {step}: {', and '.join(reasons) or 'the gradients are not finite'}"
         if may_skip and too_many:
             what += f", as in the previous {MAX_CONSECUTIVE_SKIPS} steps"
         return what

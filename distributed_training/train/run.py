@@ -3,7 +3,6 @@ the parts of the run with the functions below it."""
 
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.checkpoint import resume
 from distributed_training.checkpoint.export import push_folder, write_card
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
@@ -69,8 +67,7 @@ def train(
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
-            meta = resume.read_meta(plan.checkpoint)
-            state = resume.load_run_record(plan.checkpoint, meta)
+            state = records.load_record(plan.run_dir)
             history = records.History(**state.model_dump())
         record_values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **record_values)
@@ -88,15 +85,13 @@ def train(
         display.table(header_rows(planned))
     for note in plan.notes:
         display.note(note)
-    traced_steps = range(0)
+    recorder = Recorder(record, tracker)
+    callbacks: list[Callback] = [recorder, KeepBest(), EarlyStopping()]
     if plan.config.profile:
         from distributed_training.train.profiling import Profile, steps_to_trace
 
-        traced_steps = steps_to_trace(plan, history.step)
-    recorder = Recorder(record, tracker, traced_steps)
-    callbacks: list[Callback] = [recorder, KeepBest(), EarlyStopping()]
-    if traced_steps:
-        callbacks.insert(0, Profile(traced_steps))
+        if traced_steps := steps_to_trace(plan, history.step):
+            callbacks.insert(0, Profile(traced_steps))
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -130,10 +125,7 @@ def train(
         tracker.end()
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
-        if trainer.checkpoints.saved_step:
-            display.say(f"{what} {commands.explain_continuing(plan)}")
-        else:
-            display.say(f"{what} Nothing was saved.")
+        display.say(f"{what} {commands.explain_continuing(plan)}")
     engine.close()
     dist.barrier()
     if is_rank_0:
@@ -166,7 +158,7 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile and load the DeepSpeed extensions that the plan's strategy requires, in one process
-    per machine. Print how long each extension takes to load. All ranks must call this function."""
+    per machine. All ranks must call this function."""
     # Import the engine now. Otherwise, other ranks would import it only after local rank 0 has
     # built the extensions.
     plan.strategy.load_engine()
@@ -174,10 +166,8 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        started_at = time.monotonic()
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
         ALL_OPS[name].load(verbose=False)
-        display.say(f"loaded DeepSpeed extension {name} in {time.monotonic() - started_at:.1f} s")
     dist.barrier()
 
 

@@ -63,8 +63,6 @@ def test_an_epoch_holds_every_sample_once(shape, epoch):
     assert sorted(used_indices[used_indices != NO_SAMPLE]) == list(range(shape["num_samples"]))
     # Only the end of an epoch's last step is padded.
     assert (used_indices[: shape["num_samples"]] != NO_SAMPLE).all()
-    for step in all_steps:
-        assert sampler.is_full(step) == bool((sampler.step_indices(step) != NO_SAMPLE).all())
 
 
 @given(shapes, st.integers(0, 50))

@@ -17,7 +17,10 @@ RATE = 1e-3
 def build(name, parameter):
     groups = [{"params": [parameter], "weight_decay": 0.1}]
     config = merged({"optimizer": name, "learning_rate": RATE, "compile": False})
-    return build_optimizer(config, groups, parameter.device, {parameter: ("weight", parameter)})
+    origins = {parameter: ("weight", parameter)}
+    optimizer = build_optimizer(config, groups, parameter.device, origins)
+    optimizer.init_state(parameter, torch.zeros(()))
+    return optimizer
 
 
 def train(name, gradients):

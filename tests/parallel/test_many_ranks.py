@@ -83,6 +83,7 @@ def run_updates(plan, rank):
     """Run two optimizer steps on one rank, with gradients that depend only on the parameter and the
     step. Return {part name: (slices of the whole tensor, values)}."""
     with fake_engine(plan, rank) as engine:
+        engine.init_optimizer_state(0)
         for step in range(2):
             for name, parameter in zip(engine.gradient_names, engine.parameters, strict=True):
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)

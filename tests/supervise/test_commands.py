@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from distributed_training.supervise import commands
 
 
-def test_the_command_that_continues_a_run_is_the_same_command_with_resume():
+def test_the_command_that_continues_a_run_is_the_same_command_with_resume(monkeypatch):
+    monkeypatch.setattr(commands, "list_checkpoints", lambda _: ["step-00000001"])
     typed = "python real_model_example.py --dataset 'my notes.txt' --resume auto"
     plan = SimpleNamespace(command=typed, run_dir=Path("runs/a"), num_processes=1)
     assert commands.explain_continuing(plan).endswith(f"\n  {typed} --resume runs/a")

@@ -119,7 +119,7 @@ def make_trainer(engine=None, record=None, **config):
             seed=0,
         ),
         display=Display(enabled=True),
-        callbacks=[Recorder(record, Tracker(), range(0)), KeepBest(), EarlyStopping()],
+        callbacks=[Recorder(record, Tracker()), KeepBest(), EarlyStopping()],
     )
 
 
@@ -347,5 +347,5 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert values == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
-    assert trainer.callbacks[0].step_times == [(2, 0.5), (3, 0.25)]
+    assert trainer.callbacks[0].step_times == [0.5, 0.25]
     assert trainer.history.skipped_steps == [3]
