@@ -10,25 +10,6 @@ LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TracedCosts:
-    """Per-token costs of a block in bf16, measured by tracing the block. The `kept_*` fields count
-    the bytes kept for the backward pass."""
-
-    attention_width: int  # combined width of all heads
-    fused: bool  # whether attention is one kernel that skips masked tokens
-    kept_eager: LinearCost
-    kept_compiled: LinearCost
-    # If only the results of matrix multiplications and attention are kept
-    kept_selective: LinearCost
-
-    def kept_per_token(self, mode: str, length: int) -> float:
-        """Return the number of bytes kept per token in samples of `length` tokens. `mode` is
-        "eager", "compiled" or "selective"."""
-        base, slope = getattr(self, f"kept_{mode}")
-        return base + slope * length
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
     """Shape and parameter counts of a decoder-only language model, as defined by the model's
     family.
@@ -41,6 +22,7 @@ class ModelSize:
     num_layers: int
     num_heads: int
     hidden_size: int
+    attention_width: int  # combined width of all attention heads
     # Shapes of the matrices in one block. tp shards them alternately by rows and by columns.
     block_matrices: tuple[tuple[int, int], ...]
     block_parameters: int
@@ -61,19 +43,14 @@ class ModelSize:
     # their names within a block and numbers of rows. {}: these are the matrices themselves
     hf_matrices: dict[str, dict[str, int]] = field(default_factory=dict)
     splits: bool = True  # whether tp can shard the model and pp can partition it
-    traced: TracedCosts | None = None  # traced costs; if given, they replace the formulas
+    fuses_attention: bool = True  # whether attention is one kernel that skips masked tokens
     packs: bool = True  # whether attention can separate packed records
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
     # matrix multiplications
     kept_values: int = 0
+    # Mode of `split_values` -> values measured by tracing a block. {}: use the matrices' shapes
+    traced_values: dict[str, LinearCost] = field(default_factory=dict)
     config: Any = None  # additional settings for the family's modules
-
-    @property
-    def attention_width(self) -> int:
-        """Return the combined width of all attention heads."""
-        if self.traced is not None:
-            return self.traced.attention_width
-        return self.block_matrices[1][1]
 
     @property
     def column_parallel_outputs(self) -> int:
@@ -86,6 +63,17 @@ class ModelSize:
         """Return the number of input values per token, summed over the row-parallel matrices of a
         block. tp shards the columns of these [out, in] matrices."""
         return sum(columns for _, columns in self.block_matrices[1::2])
+
+    def split_values(self, mode: str, length: int) -> float:
+        """Return the number of values per token that a block keeps for the backward pass and that
+        tp shards, in samples of `length` tokens. Values of the hidden size between the layers,
+        which tp does not shard, are not included. `mode` is "eager", "compiled" or "selective"."""
+        if self.traced_values:
+            base, slope = self.traced_values[mode]
+            return base + slope * length
+        if mode == "selective":
+            return self.column_parallel_outputs + self.attention_width
+        return self.column_parallel_outputs + self.row_parallel_inputs + self.kept_values
 
     @property
     def padded_vocab_size(self) -> int:

@@ -20,7 +20,7 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
-FORMAT = 2  # version of plan.json
+FORMAT = 3  # version of plan.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

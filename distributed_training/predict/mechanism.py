@@ -79,9 +79,6 @@ class PipelineRank:
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
         self.hidden_shards = self.tp if config.sequence_parallel else 1
         self.hidden_share = 1 / self.hidden_shards
-        # Values that tp splits in a block, relative to the hidden size
-        split_values = size.column_parallel_outputs + size.row_parallel_inputs + size.kept_values
-        self.split_values = split_values / size.hidden_size
         self.compile_mode = "compiled" if config.compile else "eager"
         # The sizes below depend on the rank.
         self.index = index
@@ -122,14 +119,10 @@ class PipelineRank:
             )
             self.trained_parameters = self.adapter_parameters
 
-    def traced_bytes(self, mode: str) -> float:
-        """Return the number of bytes that a block keeps per micro-batch for the backward pass,
-        based on a trace of the model. `mode` is "eager", "compiled" or "selective". Models are
-        traced in bf16, so the number is scaled to the width of the compute dtype."""
-        traced = self.size.traced
-        assert traced is not None
-        kept_per_token = traced.kept_per_token(mode, self.config.max_length)
-        return self.tokens * self.dtype_bytes / 2 * kept_per_token
+    def split_values(self, mode: str) -> float:
+        """Return the values that a block keeps and that tp splits, relative to the hidden size.
+        `mode` is "eager", "compiled" or "selective"."""
+        return self.size.split_values(mode, self.config.max_length) / self.size.hidden_size
 
 
 class Timing(PipelineRank):

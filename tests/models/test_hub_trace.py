@@ -16,28 +16,24 @@ from tests.support import refused
 def test_traced_costs_of_a_block_equal_the_native_formulas():
     size = find_model("Qwen3-0.6B").size
     traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
-    values = (
-        4 * size.hidden_size
-        + size.column_parallel_outputs
-        + size.row_parallel_inputs
-        + size.kept_values
-    )
-    expected = 2 * values + 4 * size.num_heads  # plus the softmax statistics
-    assert traced.kept_per_token("compiled", 1024) == pytest.approx(expected, rel=0.01)
-    assert traced.attention_width == size.attention_width
-    assert traced.fused
-    eager = traced.kept_per_token("eager", 1024)
-    assert eager > 1.3 * expected
+    by_trace = dataclasses.replace(size, **traced)
+    for mode in ("compiled", "selective"):
+        expected = size.split_values(mode, 1024)
+        # The softmax statistics are two values per head.
+        assert by_trace.split_values(mode, 1024) == pytest.approx(expected, rel=0.01)
+    assert traced["attention_width"] == size.attention_width
+    assert traced["fuses_attention"]
+    assert by_trace.split_values("eager", 1024) > 1.3 * size.split_values("eager", 1024)
 
 
 def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     folder = make_folder("gemma2", tmp_path / "gemma2")
-    traced = find_model(f"{HUB_PREFIX}{folder}").size.traced
-    assert not traced.fused
-    short, long = (traced.kept_per_token("eager", length) for length in (64, 128))
+    size = find_model(f"{HUB_PREFIX}{folder}").size
+    assert not size.fuses_attention
+    short, long = (size.split_values("eager", length) for length in (64, 128))
     per_key = (long - short) / 64
-    assert per_key >= 4 * 2 * 3  # heads x bytes x (at least scores, tanh and weights)
-    assert traced.attention_width == 4 * 8
+    assert per_key >= 4 * 3  # heads x (at least scores, tanh and weights)
+    assert size.attention_width == 4 * 8
 
     model = f"{HUB_PREFIX}{folder}"
     for name in UNSPLIT:
@@ -58,7 +54,7 @@ def test_a_block_that_creates_tensors_is_traced(kind, tmp_path):
     """ALiBi constants, and tensors that a block's forward pass creates from Python numbers, become
     inputs to the traced graphs."""
     folder = make_folder(kind, tmp_path)
-    assert find_model(f"{HUB_PREFIX}{folder}").size.traced.attention_width == 32
+    assert find_model(f"{HUB_PREFIX}{folder}").size.attention_width == 32
 
 
 def test_attention_to_an_encoder_is_refused(tmp_path):

@@ -46,6 +46,7 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
         **shape,
         num_positions=num_positions,
         hidden_size=d,
+        attention_width=d,
         block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
         hf_matrices={
             "qkv": {_NAMES["qkv"]: 3 * d},

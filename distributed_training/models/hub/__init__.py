@@ -31,7 +31,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 5  # version of the format of cached sizes
+_VERSION = 6  # version of the format of cached sizes
 # Number of blocks to inspect. Layer patterns repeat within fewer blocks.
 _FIRST_BLOCKS = 12
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -153,7 +153,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         block_tensors=len(shapes[0]),
         final_norm_parameters=all_parameters - len(blocks) * block_parameters - table_parameters,
         tied=head.weight is embedding,
-        traced=trace(document),
+        **trace(document),
         splits=False,
         packs=receives_documents(inner.to("meta")),
         config={

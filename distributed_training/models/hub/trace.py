@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distributed_training.models.hub import UnsupportedError, model
-from distributed_training.models.size import TracedCosts
 
 # Maximum length of the longer of the two traced samples. Comparing the two samples shows which
 # costs grow with the square of the length.
@@ -23,13 +22,15 @@ MAX_LENGTH = 256
 _aten = torch.ops.aten
 _BATCHED_MATMULS = {_aten.bmm, _aten.baddbmm}  # Outside attention, blocks use none.
 _MATMULS = {_aten.mm, _aten.addmm, *_BATCHED_MATMULS}
+# Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
+_UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "selective": 2}
 _Storages = set[torch.UntypedStorage]
 
 
-def trace(document: dict[str, Any]) -> TracedCosts:
-    """Return the costs of a model's first block. If transformers cannot run the model, the
-    exception from transformers is propagated. Raises UnsupportedError if the block leaves a
-    parameter unused."""
+def trace(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ModelSize that are measured on a model's first block. If transformers
+    cannot run the model, the exception from transformers is propagated. Raises UnsupportedError if
+    the block leaves a parameter unused."""
     costs = defaultdict[str, list[float]](list)  # per token of the shorter and the longer sample
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,16 +41,18 @@ def trace(document: dict[str, Any]) -> TracedCosts:
         for length in (short_length, long_length):
             recorder = _run_block(net, length)
             for name, storages in recorder.kept().items():
-                costs[name].append(sum(storage.nbytes() for storage in storages) / length)
+                num_bytes = sum(storage.nbytes() for storage in storages)
+                hidden_values = _UNSPLIT_VALUES[name] * net.get_input_embeddings().weight.shape[1]
+                costs[name].append(num_bytes / 2 / length - hidden_values)
     linear_costs: dict[str, Any] = {}
     for name, (short, long) in costs.items():
         slope = (long - short) / (long_length - short_length)
         linear_costs[name] = (short - slope * short_length, slope)
-    return TracedCosts(
-        attention_width=round(recorder.attention_flops / (4 * long_length**2)),
-        fused=recorder.fused,
-        **linear_costs,
-    )
+    return {
+        "attention_width": round(recorder.attention_flops / (4 * long_length**2)),
+        "fuses_attention": recorder.fused,
+        "traced_values": linear_costs,
+    }
 
 
 def _allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,15 +141,15 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def kept(self) -> dict[str, _Storages]:
-        """Return the storages that the block keeps, for each field of TracedCosts."""
+        """Return the storages that the block keeps, for each mode of ModelSize.split_values."""
         compiled = self.matrix_inputs | (self.sums & self.saved)
         for storage in self.saved - self.matrix_inputs:
             compiled |= self.origins.get(storage, set())
         return {
-            "kept_eager": self.saved - self.constants,
-            "kept_compiled": compiled - self.constants,
+            "eager": self.saved - self.constants,
+            "compiled": compiled - self.constants,
             # The last result is the block's output, which is the next block's input.
-            "kept_selective": set(self.results[:-1]),
+            "selective": set(self.results[:-1]),
         }
 
 

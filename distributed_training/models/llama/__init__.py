@@ -153,6 +153,7 @@ def llama_size(config: Config) -> ModelSize:
         num_kv_heads=config.num_key_value_heads,
         mlp_units=hidden // unit_size(hidden),
         hidden_size=d,
+        attention_width=heads,
         block_matrices=matrices,
         hf_matrices={
             "qkv": {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv},

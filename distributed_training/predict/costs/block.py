@@ -50,13 +50,10 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
     fitted = FITTED.elementwise
     eager_factor = 1.0 if timing.config.compile else fitted.eager
     start_s = fitted.starts * eager_factor * timing.rates.kernel_s
-    if timing.size.traced is not None:
-        moved_bytes = FITTED.traced_traffic * timing.traced_bytes("compiled")
-    else:
-        relative_size = timing.split_values / 12  # relative to GPT-2, whose blocks were measured
-        values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
-        moved_bytes = values * timing.hidden_bytes
-    forward = timing.memory_cost(moved_bytes * eager_factor) + start_s * MEMORY
+    relative_size = timing.split_values("compiled") / 12  # GPT-2's blocks were measured
+    values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
+    moved_bytes = values * timing.hidden_bytes * eager_factor
+    forward = timing.memory_cost(moved_bytes) + start_s * MEMORY
     return forward, 2 * forward
 
 
@@ -88,9 +85,8 @@ def _attention_cost(timing: Timing) -> Cost:
         rate /= fitted.mask
     elif packing is not None:
         rate /= fitted.kernel
-    traced = timing.size.traced
     # 2 for the full square of scores, 1 for the causal half
-    num_halves = 1 if traced is None or traced.fused else 2
+    num_halves = 1 if timing.size.fuses_attention else 2
     seconds = (
         2 * num_halves * timing.tokens * length * timing.size.attention_width / timing.tp / rate
     )
@@ -114,10 +110,8 @@ def _uses_packed_kernel(timing: Timing) -> bool:
 
 def activation_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that a block keeps for its backward pass."""
-    if rank.size.traced is not None:
-        return rank.traced_bytes(rank.compile_mode)
     # Values in the compute dtype that models/ and torch.compile keep, per token and hidden unit
-    values = 2 * rank.hidden_share + rank.split_values / rank.tp
+    values = 2 * rank.hidden_share + rank.split_values(rank.compile_mode) / rank.tp
     values += 2  # the inputs of both column-split layers, which tp does not split
     if rank.config.dropout:  # two masks with one byte per value
         values += 2 * rank.hidden_share / rank.dtype_bytes
@@ -131,10 +125,9 @@ def statistics_bytes(rank: PipelineRank) -> float:
 
 def mlp_values(rank: PipelineRank) -> tuple[int, int]:
     """Return (values per token in the output of an MLP's first matrix, values per token in the
-    input of the MLP's second matrix)."""
-    if rank.size.traced is not None:
-        return rank.size.row_parallel_inputs, rank.size.row_parallel_inputs
-    return rank.size.block_matrices[2][0], rank.size.block_matrices[3][1]
+    input of the MLP's second matrix). They are a block's longest output and longest input."""
+    rows, columns = zip(*rank.size.block_matrices, strict=True)
+    return max(rows), max(columns)
 
 
 def backward_bytes(rank: PipelineRank) -> float:

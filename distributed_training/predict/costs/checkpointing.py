@@ -34,12 +34,8 @@ def selective_activation_bytes(rank: PipelineRank) -> float:
     """Return the size in bytes of the tensors that selective checkpointing keeps for a block: the
     input, the outputs of matrix multiplications, and the output of attention. The output of the
     last matrix multiplication counts only if the block is not compiled."""
-    if rank.size.traced is not None:
-        return rank.traced_bytes("selective")
-    split_outputs = (
-        rank.size.column_parallel_outputs + rank.size.attention_width
-    ) / rank.size.hidden_size
-    values = (2 if rank.config.compile else 3) * rank.hidden_share + split_outputs / rank.tp
+    values = (2 if rank.config.compile else 3) * rank.hidden_share
+    values += rank.split_values("selective") / rank.tp
     return rank.hidden_bytes * values + block.statistics_bytes(rank)
 
 

@@ -39,7 +39,7 @@ def unsaved_bytes(rank: PipelineRank) -> float:
     (parallel/blocks.py) and the input of a fused MLP's second matrix (parallel/lora_mlp.py)."""
     config = rank.config
     is_kept = config.activation_checkpointing != "none" or rank.tp > 1
-    if is_kept or rank.plan.strategy.traits.takes_json or rank.size.traced is not None:
+    if is_kept or rank.plan.strategy.traits.takes_json or not rank.size.splits:
         return 0
     values = 2 * rank.size.hidden_size if config.compile else 0
     if _fuses_mlp(rank):
