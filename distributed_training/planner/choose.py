@@ -80,15 +80,13 @@ def choose_model(
         name = base_name(folder)
     elif name == AUTO and names_folder and (folder / CONFIG_FILE).is_file():
         name = str(folder.resolve())
-    if name != AUTO:
-        pass
-    elif machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
-        name = "gpt2-medium"
-    elif machine.num_gpus:
+    elif name == AUTO and not machine.num_gpus:
+        name, settings = _choose_for_cpu(config, num_processes, strategy, notes)
+    elif name == AUTO and machine.gpu_memory_bytes < SMALL_GPU_BYTES:
         name = "gpt2"
         notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
-    else:
-        name, settings = _choose_for_cpu(config, num_processes, strategy, notes)
+    elif name == AUTO:
+        name = "gpt2-medium"
     model = find_model(name)
     max_length = settings.get("max_length", config.max_length)
     if max_length > model.size.num_positions and not config.is_set("max_length"):
@@ -154,10 +152,9 @@ def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
 
 
 def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
-    """Return a draft plan for a candidate, whose CONFIG must have a batch size. If the candidate's
-    mesh is still the strategy's mesh, an axis of size -1 gets the remaining processes. Messages for
-    the user are appended to `notes`. Raises UserError if the number of processes does not fit the
-    mesh, or if settings are incompatible."""
+    """Return a draft plan for a candidate, whose CONFIG must have a batch size. An axis of size -1
+    gets the remaining processes. Messages for the user are appended to `notes`. Raises UserError if
+    the number of processes does not fit the mesh, or if settings are incompatible."""
     notes = [] if notes is None else notes
     machine = cluster.machine
     num_processes = cluster.num_processes
@@ -174,11 +171,6 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         resolved["base_dtype"] = None
     config = request.model_copy(update=resolved)
     candidate = replace(candidate, config=config, mesh=mesh)
-    check_settings(request, candidate, options, notes)
-    if config.base_dtype == "fp8" and machine.compute_capability < (8, 9):
-        what = f"base_dtype='fp8' is not supported by {machine.gpu_name or 'a CPU'}"
-        fix = "set base_dtype to None or nf4"
-        raise UserError(what, "fp8 needs a GPU with compute capability 8.9", fix)
     config_values = {name: getattr(config, name) for name in KEYS}
     config_values |= _choose_switches(candidate, machine, notes)
     config_values |= batch.model_dump(include=set(OPEN_BATCH))
@@ -225,6 +217,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
+    check_settings(draft, options, notes)
     length = resolved_config.max_length
     if length % draft.tp_parts[1]:
         size = batch.micro_batch_size
@@ -286,27 +279,26 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
     config = candidate.config
     on_gpu = machine.num_gpus > 0
 
-    obstacle = _compile_obstacle(candidate)
     can_compile = on_gpu and machine.compute_capability >= (7, 0)
-    compiled = _decide_switch(config, "compile", can_compile, obstacle)
-    if config.compile == AUTO and can_compile and obstacle:
-        notes.append(f"compile is off, because it cannot be used with {obstacle}")
-
+    compiled = _decide_switch(config, "compile", can_compile, _compile_obstacle(candidate), notes)
+    is_hopper = machine.compute_capability == (9, 0)
     obstacle = _async_tp_obstacle(candidate, machine, compiled)
-    async_tp = _decide_switch(config, "async_tp", machine.compute_capability == (9, 0), obstacle)
-
+    async_tp = _decide_switch(config, "async_tp", is_hopper, obstacle, [])
     obstacle = _graph_obstacle(candidate, machine)
-    graphs = _decide_switch(config, "cuda_graphs", on_gpu, obstacle)
-    if config.cuda_graphs == AUTO and on_gpu and obstacle:
-        notes.append(f"cuda_graphs is off, because it cannot be used with {obstacle}")
+    graphs = _decide_switch(config, "cuda_graphs", on_gpu, obstacle, notes)
     return {"compile": compiled, "async_tp": async_tp, "cuda_graphs": graphs}
 
 
-def _decide_switch(config: RunConfig, key: str, is_supported: bool, obstacle: str) -> Any:
+def _decide_switch(
+    config: RunConfig, key: str, is_supported: bool, obstacle: str, notes: list[str]
+) -> Any:
     """Return the value of `key`. "auto" becomes True if `is_supported` is true and `obstacle` is
-    empty. Raises UserError if CONFIG enables the key and `obstacle` is not empty."""
+    empty. If only the obstacle prevents this, add a note. Raises UserError if CONFIG enables the
+    key and `obstacle` is not empty."""
     value = getattr(config, key)
     if value == AUTO:
+        if is_supported and obstacle:
+            notes.append(f"{key} is off, because it cannot be used with {obstacle}")
         return is_supported and not obstacle
     if value and obstacle:
         what = f"{key}={value!r} cannot be used with {obstacle}"

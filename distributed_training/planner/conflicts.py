@@ -4,153 +4,136 @@ This module does not import torch.
 A setting that has no effect causes a note, because several strategies may share CONFIG, a preset or
 a command line."""
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
 
-from distributed_training.planner.layouts import Candidate
-from distributed_training.settings.config import Request
+from distributed_training.plan.plan import Draft
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
 
 
-def _used_axes(candidate: Candidate) -> set[str]:
-    """Return the axes whose size is not 1 in the strategy's mesh or in the candidate's mesh."""
-    named_mesh = candidate.strategy.mesh
-    return {axis for axis, n in candidate.mesh.items() if (named_mesh[axis], n) != (1, 1)}
-
-
-def _uses_ddp(candidate: Candidate) -> bool:
-    averages_with_torch = candidate.strategy.traits.averages_with_torch
-    return averages_with_torch and _used_axes(candidate) <= {"dp_replicate"}
-
-
-def _uses_fsdp(candidate: Candidate) -> bool:
-    axes = _used_axes(candidate)
-    shards = not axes.isdisjoint({"dp_shard", "cp"})
-    return candidate.strategy.traits.averages_with_torch and shards and "pp" not in axes
+def _uses_ddp(plan: Draft) -> bool:
+    """Return whether PyTorch's DDP averages gradients if there are several processes."""
+    return plan.only_copies and plan.strategy.traits.averages_with_torch
 
 
 # (keys, whether a layout uses them, the reason why another layout does not)
-CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Candidate], bool], str], ...] = (
-    (("fsdp_prefetch",), _uses_fsdp, "only FSDP gathers parameters by block"),
+CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Draft], bool], str], ...] = (
+    (("fsdp_prefetch",), lambda plan: plan.uses_fsdp and plan.mesh["pp"] == 1,
+     "only FSDP gathers parameters by block"),
     (("bucket_cap_mb",), _uses_ddp, "only PyTorch's DDP has buckets of this size"),
-    (("pipeline_schedule",), lambda candidate: candidate.mesh["pp"] > 1,
+    (("pipeline_schedule",), lambda plan: plan.mesh["pp"] > 1,
      "there is no pipeline with pp=1"),
-    (("sequence_parallel",), lambda candidate: candidate.mesh["tp"] > 1,
+    (("sequence_parallel",), lambda plan: plan.mesh["tp"] > 1,
      "no layers are split with tp=1"),
-    (("offload_dir",), lambda candidate: candidate.strategy.swaps_to_disk,
+    (("offload_dir",), lambda plan: plan.strategy.swaps_to_disk,
      "the strategy keeps no state on disk"),
     (("lora_alpha", "lora_dropout", "lora_targets"),
-     lambda candidate: candidate.config.lora_rank > 0, "without LoRA, there are no adapters"),
+     lambda plan: plan.config.lora_rank > 0, "without LoRA, there are no adapters"),
 )  # fmt: skip
 
 
-def check_settings(
-    request: Request, candidate: Candidate, options: Options, notes: list[str]
-) -> None:
+def check_settings(plan: Draft, options: Options, notes: list[str]) -> None:
     """Raise UserError if settings cannot be combined. For every setting that has no effect, add a
-    note. Whether a setting has an effect depends on the layout and on the engine's `options`.
-    `request` may still contain "auto" for a key that the candidate's CONFIG resolves."""
-    _check_model(candidate)
-    _check_strategy(candidate)
-    _check_base(candidate)
-    _note_idle(request, candidate, options, notes)
-    options.check(candidate.config.precision, candidate.model.size.hidden_size)
+    note. Whether a setting has an effect depends on the layout and on the engine's `options`."""
+    for applies, key, other, why, fix in _conflicts(plan):
+        if applies:
+            value = getattr(plan.config, key)
+            raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
+    _note_idle(plan, options, notes)
+    options.check(plan.config.precision, plan.size.hidden_size)
 
 
-def _note_idle(request: Request, candidate: Candidate, options: Options, notes: list[str]) -> None:
+def _note_idle(plan: Draft, options: Options, notes: list[str]) -> None:
     reasons = options.idle()
     for keys, uses, why in CONDITIONS:
-        if not uses(candidate):
+        if not uses(plan):
             reasons |= dict.fromkeys(keys, why)
+    request = plan.requested
     values = request.to_key_values()
     for key, why in reasons.items():
         if request.is_set(key):
             notes.append(f"{key}={values[key]!r} has no effect, because {why}")
 
 
-def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
-    value = getattr(candidate.config, key)
-    raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
-
-
-def _check_model(candidate: Candidate) -> None:
-    config = candidate.config
-    size = candidate.model.size
-    if config.max_length > size.num_positions:
-        why = f"the model has {size.num_positions} positions"
-        fix = f"set max_length to {size.num_positions} or less"
-        _refuse(candidate, "max_length", f"model={config.model!r}", why, fix)
-
-
-def _check_strategy(candidate: Candidate) -> None:
-    config = candidate.config
-    strategy = candidate.strategy
-    strategy_setting = f"strategy={config.strategy!r}"
-    if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
-        other = f"{strategy_setting} and precision='fp32'"
-        why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
-        _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
-    if config.optimizer != "adamw" and not strategy.traits.builds_on_device:
-        fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
-        why = "the strategy's engine keeps the optimizer state in fp32"
-        _refuse(candidate, "optimizer", strategy_setting, why, fix)
-    if config.has_bf16_weights:
-        fix = "set optimizer to adamw-bf16"
-        splits_model = not _used_axes(candidate).isdisjoint({"cp", "pp"})
-        if splits_model or not strategy.traits.averages_with_torch:
-            why = "only dp, fsdp and tp train weights that have no fp32 copy"
-            _refuse(candidate, "optimizer", strategy_setting, why, fix)
-        if config.lora_rank:
-            why = "the adapters' fp32 copy is small"
-            _refuse(candidate, "optimizer", f"lora_rank={config.lora_rank}", why, fix)
-        if config.precision != "bf16":
-            other = f"precision={config.precision!r}"
-            _refuse(
-                candidate, "optimizer", other, "the weights are in bf16", "set precision to bf16"
-            )
-    if config.gradient_compression != "none" and not _uses_ddp(candidate):
-        why = "this layout does not use PyTorch's DDP, whose communication hook the key selects"
-        fix = "set strategy to dp, or gradient_compression to none"
-        _refuse(candidate, "gradient_compression", strategy_setting, why, fix)
-    if config.on_nonfinite == "skip" and not strategy.traits.averages_with_torch:
-        why = "the strategy's engine updates the weights before it reports the gradient norm"
-        _refuse(
-            candidate, "on_nonfinite", strategy_setting, why, "set on_nonfinite to rollback or stop"
-        )
-
-
-def _check_base(candidate: Candidate) -> None:
-    """Raise UserError if the requested dtype for frozen weights cannot be used."""
-    config = candidate.config
-    key = "base_dtype"
-    if config.base_dtype is None:
-        return
-    if config.lora_rank == 0:
-        why = "without LoRA, no weights are frozen"
-        _refuse(candidate, key, "lora_rank=0", why, "set lora_rank to 16, or base_dtype to None")
-    if config.base_dtype == "bf16":
-        if config.precision != "bf16":
-            other = f"precision={config.precision!r}"
-            why = f"frozen weights then have the dtype {config.precision}"
-            _refuse(candidate, key, other, why, "set base_dtype to None")
-        return
-    strategy_setting = f"strategy={config.strategy!r}"
-    matrices = candidate.model.size.block_matrices
-    if config.base_dtype == "fp8":
-        if not candidate.strategy.traits.builds_on_device:
-            why = "the strategy's engine does not compute in fp8"
-            _refuse(candidate, key, strategy_setting, why, "set strategy to dp or fsdp")
-        tp = candidate.mesh["tp"]
-        if odd := [n for shape in matrices for n in shape if n % (16 * tp)]:
-            why = f"fp8 needs multiples of {16 * tp}, but a matrix has {odd[0]} rows or columns"
-            _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
-        return
-    split_axes = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
-    if not candidate.strategy.traits.builds_on_device or set(split_axes.values()) != {1}:
-        why = "quantized layers must stay whole or be sharded by FSDP"
-        _refuse(candidate, key, strategy_setting, why, "set strategy to dp or fsdp")
-    if odd_columns := [columns for _, columns in matrices if columns % 64]:
-        why = f"each group of 64 values shares a scale, but a matrix has {odd_columns[0]} columns, "
-        why += "which is not a multiple of 64"
-        _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
+def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
+    """Yield (whether the conflict exists, key, setting with which the key's value cannot be used,
+    reason, fix) for all possible conflicts."""
+    config = plan.config
+    mesh = plan.mesh
+    traits = plan.strategy.traits
+    matrices = plan.size.block_matrices
+    positions = plan.size.num_positions
+    schedule = config.pipeline_schedule
+    strategy, model, precision = (
+        f"{key}={getattr(config, key)!r}" for key in ("strategy", "model", "precision")
+    )
+    yield (
+        config.max_length > positions, "max_length", model,
+        f"the model has {positions} positions", f"set max_length to {positions} or less",
+    )  # fmt: skip
+    yield (
+        config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32",
+        "lora_rank", f"{strategy} and {precision}",
+        "DeepSpeed rounds the frozen weights that it stores in files to 16 bits",
+        "set precision to bf16, or strategy to offload",
+    )  # fmt: skip
+    yield (
+        mesh["pp"] > 1 and schedule not in traits.schedules, "pipeline_schedule", strategy,
+        f"the strategy's engine supports only {', '.join(traits.schedules)}",
+        f"set pipeline_schedule to {traits.schedules[0]}, or strategy to pp or 3d",
+    )  # fmt: skip
+    yield (
+        plan.schedule.splits_backward and config.activation_checkpointing != "none",
+        "activation_checkpointing", f"pipeline_schedule={schedule!r}",
+        "the schedule keeps the activations for the second half of each backward pass",
+        "set activation_checkpointing to none, or pipeline_schedule to 1f1b",
+    )  # fmt: skip
+    yield (
+        config.optimizer != "adamw" and not traits.builds_on_device, "optimizer", strategy,
+        "the strategy's engine keeps the optimizer state in fp32",
+        "set optimizer to adamw, or strategy to dp, fsdp, tp or pp",
+    )  # fmt: skip
+    for applies, other, why, fix in (
+        (mesh["cp"] * mesh["pp"] > 1 or not traits.averages_with_torch, strategy,
+         "only dp, fsdp and tp train weights that have no fp32 copy",
+         "set optimizer to adamw-bf16"),
+        (config.lora_rank > 0, f"lora_rank={config.lora_rank}",
+         "the adapters' fp32 copy is small", "set optimizer to adamw-bf16"),
+        (config.precision != "bf16", precision,
+         "the weights are in bf16", "set precision to bf16"),
+    ):  # fmt: skip
+        yield config.has_bf16_weights and applies, "optimizer", other, why, fix
+    yield (
+        config.gradient_compression != "none" and not _uses_ddp(plan), "gradient_compression",
+        strategy,
+        "this layout does not use PyTorch's DDP, whose communication hook the key selects",
+        "set strategy to dp, or gradient_compression to none",
+    )  # fmt: skip
+    yield (
+        config.on_nonfinite == "skip" and not traits.averages_with_torch, "on_nonfinite", strategy,
+        "the strategy's engine updates the weights before it reports the gradient norm",
+        "set on_nonfinite to rollback or stop",
+    )  # fmt: skip
+    divisor = 16 * mesh["tp"]
+    odd_sizes = [n for shape in matrices for n in shape if n % divisor]
+    odd_columns = [columns for _, columns in matrices if columns % 64]
+    base_conflicts: tuple[tuple[tuple[str, ...], bool, str, str, str], ...] = (
+        (("bf16", "fp8", "nf4"), config.lora_rank == 0, "lora_rank=0",
+         "without LoRA, no weights are frozen", "set lora_rank to 16, or base_dtype to None"),
+        (("bf16",), config.precision != "bf16", precision,
+         f"frozen weights then have the dtype {config.precision}", "set base_dtype to None"),
+        (("fp8",), plan.machine.compute_capability < (8, 9), plan.machine.gpu_name or "a CPU",
+         "fp8 needs a GPU with compute capability 8.9", "set base_dtype to None or nf4"),
+        (("fp8",), not traits.builds_on_device, strategy,
+         "the strategy's engine does not compute in fp8", "set strategy to dp or fsdp"),
+        (("fp8",), bool(odd_sizes), model,
+         f"fp8 needs numbers of rows and columns that {divisor} divides, unlike {odd_sizes}",
+         "set base_dtype to None"),
+        (("nf4",), not traits.builds_on_device or mesh["pp"] * mesh["tp"] > 1, strategy,
+         "quantized layers must stay whole or be sharded by FSDP", "set strategy to dp or fsdp"),
+        (("nf4",), bool(odd_columns), model,
+         f"each group of 64 values shares a scale, but 64 does not divide {odd_columns} columns",
+         "set base_dtype to None"),
+    )  # fmt: skip
+    for dtypes, applies, other, why, fix in base_conflicts:
+        yield config.base_dtype in dtypes and applies, "base_dtype", other, why, fix

@@ -187,18 +187,6 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
     return f"the number of steps is unknown, because {reason}"
 
 
-def count_steps(draft: Draft, num_samples: int) -> int:
-    """Return the number of optimizer steps for this number of training samples or blocks."""
-    config = draft.config
-    num_steps = config.epochs * math.ceil(num_samples / draft.batch.global_batch_size)
-    if config.max_steps == -1:
-        return num_steps
-    # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small dataset
-    # may have fewer steps.
-    is_limit = not draft.requested.is_set("max_steps")
-    return min(num_steps, config.max_steps) if is_limit else config.max_steps
-
-
 def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, Amount]:
     """Return the draft with the values that depend on the samples, and the amount of work. Shorten
     the warm-up if it is too long for the run. Raises UserError if the run has too few steps for
@@ -232,15 +220,20 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
         notes.append(f"{note}({plural(num_sequences, unit)}). Consider a smaller batch_size")
     steps_per_epoch = math.ceil(num_sequences / batch_size)
     steps_in_epochs = config.epochs * steps_per_epoch
-    num_steps = count_steps(draft, num_sequences)
+    num_steps = steps_in_epochs
+    is_typed = draft.requested.is_set("max_steps")
+    if config.max_steps != -1:
+        # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small
+        # dataset may have fewer steps.
+        num_steps = config.max_steps if is_typed else min(steps_in_epochs, config.max_steps)
     if num_steps > steps_in_epochs:
         passes = math.ceil(num_steps / steps_per_epoch)
         note = f"max_steps={num_steps} makes {passes} passes over the data and overrides "
         notes.append(f"{note}epochs={config.epochs}")
-    elif num_steps < steps_in_epochs and not draft.requested.is_set("max_steps"):
+    elif num_steps < steps_in_epochs and not is_typed:
         epoch = math.ceil(num_steps / steps_per_epoch)
         notes.append(f"max_steps={num_steps} ends the run in epoch {epoch}")
-    if num_steps < MIN_STEPS and not draft.requested.is_set("max_steps"):
+    if num_steps < MIN_STEPS and not is_typed:
         notes.append(
             f"{plural(num_steps, 'step')} teach a model little. For more steps, use more data, "
             "a smaller batch_size or more epochs"
@@ -347,17 +340,6 @@ def _choose_weights(
         return "random", None
 
 
-def _tokenizer_folders(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
-    """Return the local folders in which to look for the tokenizer of the weights, and whether the
-    base model is only on the Hub. An adapter folder comes before the folder of the base model."""
-    if source in (AUTO, "pretrained", "random"):
-        return ([spec.weights_dir], False) if spec.weights_dir else ([], spec.hub_id is not None)
-    folder = Path(source).resolve()
-    if not is_adapter(folder):
-        return [folder], False
-    return ([folder, spec.weights_dir], False) if spec.weights_dir else ([folder], True)
-
-
 def choose_tokenizer(
     config: RunConfig, request: Request, spec: ModelSpec, source: str, notes: list[str]
 ) -> tuple[str, Path]:
@@ -365,14 +347,15 @@ def choose_tokenizer(
     prefer the tokenizer that comes with the weights `source`. Raises UserError if a required
     tokenizer is not available."""
     tokenizer = config.tokenizer
-    local_folders, is_on_hub = _tokenizer_folders(source, spec)
+    folders = [] if source in (AUTO, "pretrained", "random") else [Path(source).resolve()]
+    if spec.weights_dir and all(map(is_adapter, folders)):
+        folders.append(spec.weights_dir)
     if tokenizer == AUTO:
-        for folder in local_folders:
+        for folder in folders:
             if hub.has_tokenizer(folder):
                 return str(folder), folder
-        loads_local_weights = source != "random" and not is_on_hub
-        if local_folders and loads_local_weights and weights.weight_files(local_folders[-1]):
-            what = f"the folder {local_folders[-1]} has weights but no tokenizer"
+        if folders and source != "random" and weights.weight_files(folders[-1]):
+            what = f"the folder {folders[-1]} has weights but no tokenizer"
             fix = "copy the tokenizer files there, or set tokenizer to another folder or to a "
             why = "with another tokenizer, the weights produce nonsense"
             raise UserError(what, why, f"{fix}name on the Hub")

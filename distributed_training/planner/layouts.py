@@ -58,21 +58,18 @@ class Candidate:
 
 
 def divide_over_mesh(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layout, Batch]:
-    """Return the mesh, the layout of the model and the batch of one step. If the candidate's mesh
-    is still the strategy's mesh, an axis of size -1 gets the remaining processes. Raises UserError
-    if the mesh does not fit the processes, or cannot divide the model or the batch."""
-    mesh = dict(candidate.mesh)
-    if mesh == candidate.strategy.mesh:
-        mesh = fill_mesh(candidate, world_size)
-        candidate = replace(candidate, mesh=mesh)
+    """Return the mesh, the layout of the model and the batch of one step. An axis of size -1 gets
+    the remaining processes. Raises UserError if the mesh does not fit the processes, or cannot
+    divide the model or the batch."""
+    mesh = fill_mesh(candidate, world_size)
+    candidate = replace(candidate, mesh=mesh)
     return mesh, build_layout(candidate), split_batch(candidate)
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """Return the strategy's mesh after replacing an axis size of -1 with the actual size. Raises
-    UserError if the mesh does not fit the number of processes."""
-    strategy = candidate.strategy
-    axes = dict(strategy.mesh)
+    """Return the mesh after replacing an axis size of -1 with the actual size. Raises UserError if
+    the mesh does not fit the number of processes."""
+    axes = dict(candidate.mesh)
     open_axis = next((axis for axis, size in axes.items() if size == -1), None)
     fixed_size = math.prod(size for size in axes.values() if size != -1)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
@@ -83,7 +80,8 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         axes[open_axis] = world_size // fixed_size
     if math.prod(axes.values()) != world_size:
         number = f"a multiple of {fixed_size}" if open_axis else fixed_size
-        what = f"mesh {format_axes(axes)} of strategy {strategy.name} needs {number} processes, "
+        strategy = candidate.strategy.name
+        what = f"mesh {format_axes(axes)} of strategy {strategy} needs {number} processes, "
         raise UserError(f"{what}but the run has {world_size}", fix=LAYOUT_ADVICE)
     return axes
 
@@ -126,18 +124,6 @@ def build_layout(candidate: Candidate) -> Layout:
     if pp == 1 and config.pipeline_cut is not None:
         what = "pipeline_cut is set, but there is no pipeline with pp=1"
         raise UserError(what, fix="set pipeline_cut to None")
-    name = config.pipeline_schedule
-    supported = candidate.strategy.traits.schedules
-    if pp > 1 and name not in (*supported, AUTO):
-        what = f"pipeline_schedule={name!r} cannot be set with strategy={candidate.strategy.name!r}"
-        fix = f"set pipeline_schedule to {supported[0]}, or strategy to pp or 3d"
-        raise UserError(what, f"the strategy's engine supports only {', '.join(supported)}", fix)
-    mode = config.activation_checkpointing
-    if candidate.schedule.splits_backward and mode != "none":
-        what = f"activation_checkpointing={mode!r} cannot be used with pipeline_schedule={name!r}"
-        why = "the schedule keeps the activations for the second half of each backward pass"
-        fix = "set activation_checkpointing to none, or pipeline_schedule to 1f1b"
-        raise UserError(what, why, fix)
     counts = balanced_cut(size, config.max_length, ranks)
     if config.pipeline_cut is not None:
         example = ",".join(map(str, counts))

@@ -84,10 +84,6 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
         (4, {"strategy": "3d", "tp": 1, "cp": 2}, ("cp=2", "pp=2")),
         (2, {"strategy": "zero2", "cp": 2}, ("cp=2", "'zero2'")),
         (7, {"strategy": "hybrid"}, ("multiple of 2", "has 7")),
-        (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
-         ("pipeline_schedule='zb-v'", "1f1b", "pp or 3d")),
-        (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},
-         ("'full'", "zb-h1", "activation_checkpointing to none")),
     ],
 )  # fmt: skip
 def test_impossible_layouts_are_refused(num_processes, config, messages):

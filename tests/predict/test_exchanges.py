@@ -17,6 +17,7 @@ from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")
 BF16_WEIGHTS = {"optimizer": "adamw-bf16-weights", "precision": "bf16"}
+ZB_H1 = {"strategy": "3d", "pipeline_schedule": "zb-h1"}
 TOPK = {"strategy": "compressed", "compression": "topk-int8"}
 
 
@@ -45,6 +46,8 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "3d", "tp": 2, **BF16_WEIGHTS}, "used with strategy='3d'"),  # pp is 2
         ({"strategy": "cp", **BF16_WEIGHTS}, "used with strategy='cp'"),
         ({"strategy": "compressed", **BF16_WEIGHTS}, "used with strategy='compressed'"),
+        ({"strategy": "hybrid", "pipeline_schedule": "zb-v"}, "pipeline_schedule='zb-v'"),
+        ({**ZB_H1, "activation_checkpointing": "full"}, "activation_checkpointing='full'"),
         ({"lora_rank": 8, **BF16_WEIGHTS}, "used with lora_rank=8"),
         ({**BF16_WEIGHTS, "precision": "fp32"}, "used with precision='fp32'"),
     ],
