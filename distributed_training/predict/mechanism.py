@@ -62,10 +62,8 @@ class PipelineRank:
         self.num_microbatches = plan.batch.num_microbatches
         # Number of times per step that FSDP and ZeRO gather and reduce a block (1 in a pipeline)
         self.exchanges_per_step = 1 if self.pp > 1 else self.num_microbatches
-        # True if the base weights are frozen and only adapters are trained
-        self.freezes_base = config.lora_rank > 0
-        # Trained share of the model's own weights
-        self.trained_share = 0 if self.freezes_base else 1
+        # Trained share of the model's own weights; 0 if only adapters are trained
+        self.trained_share = 0 if config.lora_rank else 1
         # True if DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
         self.recomputes = config.activation_checkpointing != "none"
@@ -75,10 +73,9 @@ class PipelineRank:
         # Number of tokens of a micro-batch on each rank along cp
         self.tokens = plan.batch.micro_batch_size * config.max_length // self.cp
         # Size in bytes of one micro-batch's hidden states between two blocks, before sharding, and
-        # the number of shards
+        # the share of it on each rank along tp
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
-        self.hidden_shards = self.tp if config.sequence_parallel else 1
-        self.hidden_share = 1 / self.hidden_shards
+        self.hidden_share = 1 / self.tp if config.sequence_parallel else 1.0
         self.compile_mode = "compiled" if config.compile else "eager"
         # The sizes below depend on the rank.
         self.index = index
@@ -112,7 +109,7 @@ class PipelineRank:
         self.tp_partial_parameters = tp_partial_parameters if config.sequence_parallel else 0
         self.adapter_parameters = 0
         self.trained_parameters = self.parameters
-        if self.freezes_base:
+        if not self.trained_share:
             counts = size.count_adapters(config.lora_rank, config.lora_targets, self.tp)
             self.adapter_parameters, self.tp_partial_parameters = (
                 self.num_blocks * count for count in counts

@@ -65,9 +65,7 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
         context_bytes = FITTED.gpu_context_bytes.alone
         if plan.num_processes > 1:
             context_bytes += FITTED.gpu_context_bytes.nccl
-    likely_range = (
-        FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
-    )
+    likely_range = vars(FITTED.likely_bytes)[ranks[0].compile_mode]
     fullest = max(ranks, key=lambda process: process.parameters)
     state = _estimate_state(fullest, mechanisms)
     fitted_bytes = FITTED.process_bytes
@@ -131,7 +129,7 @@ def _estimate_state(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict
             state[component] += size
     state["optimizer"] += rank.plan.engine_bytes_per_parameter
     state = {component: size * rank.trained_parameters for component, size in state.items()}
-    if rank.freezes_base:
+    if not rank.trained_share:
         for component, size in frozen_bytes(rank).items():
             state[component] += size
     return {component: round(size) for component, size in state.items()}
@@ -187,9 +185,11 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
     peak = (0.0, 0.0)
     for operation, stage, _ in find_orders(rank.plan)[rank.index]:
         is_last_stage = stage == len(blocks) - 1
-        change = "B" if rank.freezes_base and operation == "I" else operation
-        if rank.freezes_base and change == "W":  # frozen blocks have no weight gradients
-            continue
+        change = operation
+        if not rank.trained_share:  # frozen blocks have no weight gradients
+            if operation == "W":
+                continue
+            change = "B" if operation == "I" else operation
         current = (block_bytes, logit_bytes)
         # The first stage needs no input gradients. If the first stage is not compiled, its W runs
         # the whole backward pass.

@@ -65,10 +65,9 @@ def estimate_step(plan: Draft, rates: Rates, max_s: float = math.inf) -> StepTim
         passes_s = total_duration(simulate(orders, durations, consumers, step.launch_s()))
     slowest = busy_s.index(max(busy_s))
     slowest_rank = ranks[slowest]
-    seconds_by_resource = np.sum(
-        [costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0
-    ).tolist()
-    computing_s = sum(seconds_by_resource)
+    operations = [costs[kind, stage] for kind, stage, _ in orders[slowest]]
+    arithmetic_s, memory_s, network_s = np.sum(operations, axis=0).tolist()
+    computing_s = arithmetic_s + memory_s + network_s
     data_parallel_s = step.data_parallel_s(slowest_rank, computing_s)
     update_s = step.update_s(slowest_rank)
     host_step_s, hook_wait_s = step.host_step_s(slowest_rank)
@@ -78,21 +77,19 @@ def estimate_step(plan: Draft, rates: Rates, max_s: float = math.inf) -> StepTim
         launch_s = step.host_block_s() * max_blocks * step.num_microbatches + host_step_s
     gpu_s = passes_s + data_parallel_s + update_s
     most_parameters = max(other.trained_parameters for other in ranks)
-    offload_seconds = {"host RAM": 0.0, "disk": 0.0} | offload_s(step, most_parameters)
+    offload_seconds = offload_s(step, most_parameters)
     total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
     total_s += hook_wait_s
     total_s += sum(offload_seconds.values())
-    seconds_by_bottleneck = dict(
-        zip(("arithmetic", "memory", "network"), seconds_by_resource, strict=True)
-    )
-    seconds_by_bottleneck["memory"] += update_s
-    seconds_by_bottleneck["network"] += data_parallel_s
-    seconds_by_bottleneck["bubble"] = max(0.0, gpu_passes_s - computing_s) if step.pp > 1 else 0.0
-    seconds_by_bottleneck |= offload_seconds
-    seconds_by_bottleneck["host"] = max(0.0, total_s - sum(seconds_by_bottleneck.values()))
-    return StepTime(
-        total_s, max(seconds_by_bottleneck, key=lambda name: seconds_by_bottleneck[name])
-    )
+    bottlenecks = {
+        "arithmetic": arithmetic_s,
+        "memory": memory_s + update_s,
+        "network": network_s + data_parallel_s,
+        "bubble": max(0.0, gpu_passes_s - computing_s) if step.pp > 1 else 0.0,
+        **offload_seconds,
+    }
+    bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))
+    return StepTime(total_s, max(bottlenecks, key=lambda name: bottlenecks[name]))
 
 
 def _least_passes_s(step: "StepCosts", durations: Mapping[Step, float]) -> float:

@@ -149,9 +149,9 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
         return 1
     if point == "passes":
         return 0
-    missing_parameters = rank.trained_parameters / max(1, rank.num_blocks)
+    missing_parameters = rank.trained_parameters / rank.num_blocks
     if rank.trained_share:
-        missing_parameters = rank.parameters_in_blocks / max(1, rank.num_blocks)
+        missing_parameters = rank.parameters_in_blocks / rank.num_blocks
         missing_parameters += 0 if rank.size.tied else rank.embedding_parameters
     return 1 - missing_parameters / rank.trained_parameters
 
@@ -168,10 +168,4 @@ BLOCK = Mechanism(
     backward_bytes=backward_bytes,
     block_costs=block_costs,
     moved_bytes=_moved_bytes,
-)
-# If there are several ranks, an engine without hooks runs Python code for each tensor once per
-# step.
-TENSOR_OVERHEAD = Mechanism(
-    is_used=lambda plan: not plan.strategy.traits.takes_json,
-    hook_costs=lambda rank, rates: (rank.plan.num_processes > 1, 0.0),
 )

@@ -11,7 +11,6 @@ from distributed_training.predict.mechanism import (
     NETWORK,
     Cost,
     Mechanism,
-    PassCosts,
     PipelineRank,
     Timing,
     Traffic,
@@ -44,10 +43,6 @@ def exchange_cost(timing: Timing) -> Cost:
     return seconds * NETWORK + timing.memory_cost(2 * num_bytes)
 
 
-def exchange_costs(timing: Timing) -> PassCosts:
-    return np.outer((1, 1, 0), exchange_cost(timing))
-
-
 def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the all-to-alls with selective checkpointing. With full
     checkpointing, the cost of the whole forward pass includes them."""
@@ -67,7 +62,7 @@ CP = Mechanism(
     activation_bytes=lambda rank: 0 if rank.recomputes else exchanged_bytes(rank),
     backward_bytes=lambda rank: exchanged_bytes(rank) if rank.recomputes else 0,
     layer_traffic=cp_traffic,
-    block_costs=exchange_costs,
+    block_costs=lambda timing: np.outer((1, 1, 0), exchange_cost(timing)),
     recomputed_costs=recomputed_costs,
     num_launches=lambda rank: 1,
 )

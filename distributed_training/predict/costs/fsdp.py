@@ -47,16 +47,14 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) 
             "buffers": rank.weight_bytes * rank.parameters_outside_blocks
             + rank.dtype_bytes * rank.embedding_parameters
         }
-    num_blocks = max(1, rank.num_blocks)
-    base_per_block = (
-        base_bytes(rank) - rank.dtype_bytes * rank.parameters_outside_blocks
-    ) / num_blocks
-    adapters_per_block = rank.dtype_bytes * rank.adapter_parameters / num_blocks
+    outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
+    base_per_block = (base_bytes(rank) - outer_bytes) / rank.num_blocks
+    adapters_per_block = rank.dtype_bytes * rank.adapter_parameters / rank.num_blocks
     gathered_blocks = (1 + rank.config.fsdp_prefetch) * (base_per_block + adapters_per_block)
     block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
     return {
-        "copies": rank.dtype_bytes * rank.parameters_outside_blocks + gathered_blocks,
-        "buffers": rank.weight_bytes * (block_parameters / num_blocks),
+        "copies": outer_bytes + gathered_blocks,
+        "buffers": rank.weight_bytes * (block_parameters / rank.num_blocks),
     }
 
 

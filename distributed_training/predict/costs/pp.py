@@ -18,10 +18,8 @@ from distributed_training.predict.rates import FITTED
 def stage_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic between stages in one step: activations, their gradients and, if the
     embedding is tied, the embedding's gradient."""
-    sent_bytes = (
-        rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes // rank.hidden_shards
-    )
-    traffic: Traffic = Counter({("pp", "send"): sent_bytes})
+    values = rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes
+    traffic: Traffic = Counter({("pp", "send"): int(values * rank.hidden_share)})
     if rank.has_first_stage != rank.has_last_stage and rank.size.tied and rank.trained_share:
         if rank.strategy.traits.takes_json:
             traffic["pp", "all_reduce"] = rank.dtype_bytes * rank.embedding_parameters

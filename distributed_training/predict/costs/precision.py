@@ -39,7 +39,7 @@ def rounded_weight_bytes(
     num_kept = rank.trained_parameters
     if rank.trained_share and rank.recomputes:
         num_kept = rank.parameters_outside_blocks
-    divisor = max(1, rank.num_blocks) if point == "first block" and rank.trained_share else 1
+    divisor = rank.num_blocks if point == "first block" and rank.trained_share else 1
     return {"copies": 2 * num_kept / divisor}
 
 
@@ -66,4 +66,6 @@ FP32 = Mechanism(
     is_used=lambda plan: not plan.strategy.traits.takes_json,
     state=state_bytes,
     update_bytes=update_bytes,
+    # If there are several ranks, Python code runs for each tensor once per step.
+    hook_costs=lambda rank, rates: (rank.plan.num_processes > 1, 0.0),
 )

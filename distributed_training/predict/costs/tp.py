@@ -10,7 +10,6 @@ from distributed_training.predict.mechanism import (
     ComponentBytes,
     Cost,
     Mechanism,
-    PassCosts,
     PipelineRank,
     StepPoint,
     Timing,
@@ -89,14 +88,10 @@ def embedding_gradient_bytes(
     return {}
 
 
-def exchange_costs(timing: Timing) -> PassCosts:
-    return np.outer((1, 1, 0), block_exchange_cost(timing))
-
-
 TP = Mechanism(
     is_used=lambda plan: plan.mesh["tp"] > 1,
     additional_bytes=embedding_gradient_bytes,
     layer_traffic=tp_traffic,
-    block_costs=exchange_costs,
+    block_costs=lambda timing: np.outer((1, 1, 0), block_exchange_cost(timing)),
     num_launches=lambda rank: 1,
 )

@@ -44,16 +44,18 @@ def state_bytes(rank: PipelineRank) -> ComponentBytes:
     return state
 
 
-def gathered_parameter_bytes(
-    rank: PipelineRank, point: StepPoint, state: ComponentBytes
-) -> ComponentBytes:
+def additional_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
     """Return the size in bytes of the parameters that ZeRO stage 3 has gathered from other
-    processes or fetched from RAM or disk."""
-    if rank.zero.stage < 3:
-        return {}
-    max_gathered = min(rank.zero.stage3_max_live_parameters, rank.parameters)
-    missing_share = 1 if rank.strategy.fetches_parameters else 1 - 1 / rank.shards
-    return {"copies": rank.dtype_bytes * max_gathered * missing_share}
+    processes or fetched from RAM or disk, and of the gradients that Adam needs for this process's
+    shard: fp32 gradients and a flat copy in the compute dtype."""
+    sizes = {"copies": 0.0, "buffers": 0.0}
+    if rank.zero.stage == 3:
+        max_gathered = min(rank.zero.stage3_max_live_parameters, rank.parameters)
+        missing_share = 1 if rank.strategy.fetches_parameters else 1 - 1 / rank.shards
+        sizes["copies"] = rank.dtype_bytes * max_gathered * missing_share
+    if point == "update" and not rank.strategy.steps_on_host:
+        sizes["buffers"] = (4 + rank.dtype_bytes) * rank.trained_parameters / rank.shards
+    return sizes
 
 
 def bucket_bytes(rank: PipelineRank) -> float:
@@ -63,16 +65,6 @@ def bucket_bytes(rank: PipelineRank) -> float:
     if rank.zero.stage not in (1, 2) or rank.pp > 1:
         return 0
     return 2 * rank.dtype_bytes * min(rank.zero.reduce_bucket_size, rank.trained_parameters)
-
-
-def fp32_gradient_bytes(
-    rank: PipelineRank, point: StepPoint, state: ComponentBytes
-) -> ComponentBytes:
-    """Return the size in bytes of the gradients that Adam needs for this process's shard: fp32
-    gradients and a flat copy in the compute dtype."""
-    if point != "update" or rank.strategy.steps_on_host:
-        return {}
-    return {"buffers": (4 + rank.dtype_bytes) * rank.trained_parameters / rank.shards}
 
 
 def zero_traffic(rank: PipelineRank) -> Traffic:
@@ -140,16 +132,12 @@ def offload_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
 
 ZERO = Mechanism(
     is_used=lambda plan: plan.strategy.traits.takes_json,
-    additional_bytes=gathered_parameter_bytes,
+    state=state_bytes,
+    additional_bytes=additional_bytes,
     # During the passes, stage 3 has a flat buffer for all gradients.
     gradient_share=lambda rank, point: rank.zero.stage == 3 and point == "passes",
     data_parallel_traffic=zero_traffic,
     num_launches=num_launches,
     hook_costs=hook_costs,
-)
-MASTER_COPY = Mechanism(
-    is_used=lambda plan: plan.strategy.traits.takes_json,
-    state=state_bytes,
-    additional_bytes=fp32_gradient_bytes,
     update_bytes=update_bytes,
 )
