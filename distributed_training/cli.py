@@ -185,8 +185,7 @@ def refuse_planned_machines(arguments: argparse.Namespace) -> None:
 def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Train with CONFIG, a preset and the command line. With --dry-run, print the plan."""
     name = program.script.name
-    usages = [f"{name} {command} --help" for command in COMMANDS if command != "train"]
-    parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *usages])
+    parser.usage = f"{name} [train] [--KEY VALUE ...] [--preset NAME]"
     parser.description = program.description
     parser.epilog = f"Other launchers also work: deepspeed --num_gpus=N {name}"
     add_keys(parser)
@@ -382,8 +381,8 @@ def run_command(name: str, program: Program) -> int:
     if name == "train" and program.argv[:1] == (launch.PLANNED_OPTION,):
         return launch.run_planned_rank(*program.argv[1:])
     if name == "train" and set(program.argv[:1]) & {"-h", "--help"}:
+        print(short_help(program))
         if program.argv[1:] != ("all",):
-            print(short_help(program))
             return 0
         program = replace(program, argv=("--help",))
     parser = Parser(prog=f"{program.script.name} {name}", description=describe_command(name))
@@ -397,8 +396,7 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     file = Path(script).resolve()
     # CONFIG's output_dir is relative to the script. On the command line, output_dir is relative to
     # the current folder.
-    aliases = [name for name in KEYS["output_dir"].aliases if name in config]
-    folder_key = aliases[0] if aliases else "output_dir"
+    folder_key = next((name for name in KEYS["output_dir"].aliases if name in config), "output_dir")
     output_dir = file.parent / str(config.get(folder_key, "runs"))
     config = {**config, folder_key: str(output_dir)}
     description = description.splitlines()[0]

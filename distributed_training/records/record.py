@@ -183,9 +183,9 @@ def load_record(path: Path) -> Record:
     fix = "name a run's folder, or use the version of this suite that wrote the record"
     what = f"{file} is not a run record that this version can read"
     record = parse_as(Record, load_json(file, "record"), what, fix)
-    if path.is_dir():  # the folder may have been copied or moved
-        return record.model_copy(update={"run_dir": str(path.resolve())})
-    return record
+    # The folder may have been copied or moved.
+    run_dir = file.parent if file.name == RECORD_FILE else file.with_suffix("")
+    return record.model_copy(update={"run_dir": str(run_dir.resolve())})
 
 
 def has_finished(run_dir: Path) -> bool:

@@ -25,14 +25,14 @@ COMMAND = "python real_model_example.py report"
 _KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
-def render(form: str, title: str, heading: str, comparisons: Sequence[Comparison]) -> str:
-    """Return a page with a section for each comparison.
+def render(form: str, title: str, heading: str, comparison: Comparison) -> str:
+    """Return a page with the tables, notes and plot of a comparison.
 
     The forms are:
-    - txt: text for a terminal, with only the first table of each section and without plots
+    - txt: text for a terminal, with only the first table and without the plot
     - html: a single file without scripts or network access"""
     page = fill_template(
-        f"page.{form}.jinja", title=title, heading=heading, comparisons=comparisons,
+        f"page.{form}.jinja", title=title, heading=heading, comparison=comparison,
         text_columns=TEXT_COLUMNS, b64encode=base64.b64encode, draw_losses=draw_losses, fold=fold,
         zip=zip,
     )  # fmt: skip
@@ -70,16 +70,13 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
         if path.is_dir():
             files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
         for file in map(Path, map(os.path.realpath, files)):  # resolves the link runs/latest
-            run_dir = file.parent if file.name == RECORD_FILE else file.with_suffix("")
             try:
-                record = load_record(file)
+                records[file] = load_record(file)
             except UserError as error:
                 if not path.is_dir():
                     raise
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
                     print_stderr(f"note: {error}")
-                continue
-            records[file] = record.model_copy(update={"run_dir": str(run_dir)})
     return list(records.values())
 
 
@@ -94,7 +91,7 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     heading = short_path(os.path.commonpath([r.run_dir for r in records]))
     if len(records) > 1:
         heading = f"{len(records)} runs in {heading}"
-    page = ("Training runs", heading, [compare_runs(records)])
+    page = ("Training runs", heading, compare_runs(records))
     print(render("txt", *page), flush=True)
     if html := arguments.html:
         check_replaced(html)

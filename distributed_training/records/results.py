@@ -149,8 +149,7 @@ class LayoutRow:
 
     name: str
     records: list[Record]
-    num_requested_runs: int = 1
-    why: str = ""  # reason why there are fewer records than requested runs
+    why: str = ""  # reason why a requested run has no record
 
     @property
     def finished_records(self) -> list[Record]:
@@ -163,8 +162,8 @@ class LayoutRow:
         of 100 steps."""
         if self.why:
             return "failed"
-        if num_missing := self.num_requested_runs - len(self.records):
-            return f"{num_missing} of {self.num_requested_runs} not run yet"
+        if not self.records:
+            return "not run yet"
         r = self.records[-1]
         killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
         word = "killed" if killed else r.status

@@ -74,7 +74,6 @@ class Run:
     values: Values  # keys that override CONFIG, including strategy and seed
     command: list[str]  # command without these values
     num_processes: int
-    work: str = ""  # keys that define the work, as text
     name: str = ""  # strategy and the keys that distinguish this run from the others
     config: Request | None = None  # None if CONFIG was rejected
     record: records.Record | None = None  # None if the run has not started
@@ -200,9 +199,8 @@ def build_runs(
     ]
     name_keys = {key for values in plan.runs for key in resolve_aliases(values)}
     name_keys &= {*differing_keys([run.values for run in runs])}
-    name_keys -= {"strategy", "seed", *WORK_KEYS}
+    name_keys -= {"strategy", "seed"}
     for run in runs:
-        run.work = ", ".join(f"{k} {v}" for k, v in run.values.items() if k in WORK_KEYS - {"seed"})
         settings = [f"{key}={value}" for key, value in run.values.items() if key in name_keys]
         run.name = " ".join([run.values["strategy"], *settings])
     configs = [run.config for run in runs if run.config is not None]
@@ -320,19 +318,18 @@ def describe_result(run: Run) -> str:
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
     """Write compare.html, and print the tables."""
-    groups: dict[str, dict[str, list[Run]]] = {}
+    runs_by_name: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(run.work, {}).setdefault(run.name, []).append(run)
-    comparisons = []
-    for rows in groups.values():
-        layouts = []
-        for name, members in rows.items():
-            succeeded = [run.record for run in members if run.record and not run.why]
-            why = next((run.why for run in members if run.why), "")
-            layouts.append(
-                LayoutRow(name=name, records=succeeded, num_requested_runs=len(members), why=why)
-            )
-        comparisons.append(Comparison(layouts=layouts))
+        runs_by_name.setdefault(run.name, []).append(run)
+    layouts = [
+        LayoutRow(
+            name=name,
+            records=[run.record for run in members if run.record and not run.why],
+            why=next((run.why for run in members if run.why), ""),
+        )
+        for name, members in runs_by_name.items()
+    ]
+    comparison = Comparison(layouts=layouts)
     title = "Strategies side by side"
     runs_text = plural(len(runs), "run")
     if count_runs(runs, "ok") < len(runs):
@@ -340,7 +337,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     heading = (
         f"{runs_text} finished. The runs were executed one after another, each in new processes."
     )
-    page = report.render("html", title, heading, comparisons)
+    page = report.render("html", title, heading, comparison)
     (out / "compare.html").write_text(page, encoding="utf-8")
-    print(f"\n{report.render('txt', title, heading, comparisons)}")
+    print(f"\n{report.render('txt', title, heading, comparison)}")
     print(f"\nWrote {short_path(out)}/compare.html.")

@@ -33,7 +33,7 @@ from distributed_training.planner.data import choose_dataset, choose_tokenizer, 
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
 from distributed_training.records.folder import newest_checkpoint
-from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
+from distributed_training.records.record import BEST, LAST, RECORD_FILE, load_record
 from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import resolve_user_path
@@ -182,11 +182,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     weights_name = choose_weights(arguments)
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix="run: pip install 'lm-eval[hf]'")
-    if arguments.dataset is None and plan is None and not arguments.tasks:
-        what = f"{arguments.run} is not a run, so it has no validation samples"
-        raise UserError(what, fix="name a dataset with --dataset")
     if arguments.dataset is not None or plan is not None:
         _evaluate(arguments, plan, weights_name)
+    elif not arguments.tasks:
+        what = f"{arguments.run} is not a run, so it has no validation samples"
+        raise UserError(what, fix="name a dataset with --dataset")
     return _evaluate_tasks(arguments.run, weights_name, arguments.tasks) if arguments.tasks else 0
 
 
@@ -305,12 +305,15 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{name} is not a folder with a checkpoint", fix=fix)
-    folder = checkpoint.parents[1] / LAST if to is None else Path(to).expanduser()
+    run_dir = checkpoint.parents[1]
+    folder = run_dir / LAST if to is None else Path(to).expanduser()
     _require_new(folder)
-    plan, record, meta, state = read_checkpoint(checkpoint)
+    meta = resume.read_meta(checkpoint)
+    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
+    plan, record = load_plan(run_dir), load_record(run_dir)
     tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
     chat = tokenizer.is_chat_form(record.data.get("form"))
-    export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder)
+    export.write_folder(SavedWeights(files), meta.base_fingerprint, plan, tokenizer, chat, folder)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")
@@ -343,16 +346,6 @@ def _require_new(folder: Path) -> None:
     """Raise UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder} already exists", fix="name another folder with --to")
-
-
-def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, SavedWeights]:
-    """Return (the run's plan, the run's record, the checkpoint's meta.json, the checkpoint's
-    weights). Raises UserError for files that are damaged or do not belong together."""
-    meta = resume.read_meta(checkpoint)
-    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
-    run_dir = checkpoint.parents[1]
-    plan = load_plan(run_dir)
-    return plan, load_record(run_dir), meta, SavedWeights(files)
 
 
 def push(name: str, repo_id: str, *, best: bool, public: bool) -> int:

@@ -101,7 +101,7 @@ def test_the_page_has_the_values_of_the_records_and_needs_no_network():
         made_record(run_dir="runs/4-d", work__seed=7, status="failed", error="<b>&", step=5),
     ]
     comparison = compare_runs(records)
-    text = render("html", "Training runs", "4 runs: runs/<run>...", [comparison])
+    text = render("html", "Training runs", "4 runs: runs/<run>...", comparison)
     assert "http" not in text
     assert "<tr><th>precision</th><td>bf16</td></tr>" in text
     cells = re.findall(r'<td data-name="(.*?)".*?>(.*?)</td>', text)
@@ -130,7 +130,7 @@ def test_a_table_fits_a_terminal():
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 10**6),
         made_record(status="failed", run_dir="runs/3-c", error="\x1b[2Jgone"),
     ]
-    text = render("txt", "", "", [compare_runs(records)])
+    text = render("txt", "", "", compare_runs(records))
     assert max(map(len, text.splitlines())) <= 80
     assert len(text) < 3000
     assert "MFU" not in text

@@ -9,7 +9,7 @@ import pytest
 
 from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.predict.predict import local_cluster
-from distributed_training.settings.config import KEYS
+from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
@@ -124,8 +124,8 @@ def test_a_resume_command_may_repeat_the_batch_size(saved_plan):
 
 def with_setting(plan, key, value):
     """Return the plan after a run with `key` set to `value`, and write it to the run's folder."""
-    config = plan.config.model_copy(update={key: value})
-    requested = plan.requested.model_copy(update={key: value})
+    config = with_values(plan.config, **{key: value})
+    requested = with_values(plan.requested, **{key: value})
     plan = replace(plan, config=config, requested=requested)
     write_plan(plan)
     return plan
