@@ -52,7 +52,8 @@ class Meta(BaseModel, strict=True):
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # `Engine.base_fingerprint`
     counters: dict[str, float]  # `Engine.counters`
-    files: dict[str, int]  # file -> CRC-32
+    files: dict[str, int]  # file -> bytes
+    checksums: dict[str, int]  # file -> CRC-32
     hosts: dict[str, str] = {}  # file -> host; only without a shared disk
 
 
@@ -117,7 +118,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
     with ThreadPoolExecutor(8) as pool:
         checksums = pool.map(crc32, [folder / name for name in names])
         for name, checksum in zip(names, checksums, strict=True):
-            if checksum != meta.files.get(name):
+            if checksum != meta.checksums.get(name):
                 why = f"{name} has changed since it was written"
                 raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
     return names

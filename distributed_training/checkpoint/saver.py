@@ -96,7 +96,7 @@ class Saver:
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.layout_fingerprint,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
-            counters=engine.counters(), files={},
+            counters=engine.counters(), files={}, checksums={},
         )  # fmt: skip
         self._save_row = {"step": step, "copied": self.memory is not None}
         self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)
@@ -152,11 +152,10 @@ class Saver:
             file_info = (socket.gethostname(), *write_parts(file, parts))
             if is_rank_0:
                 claims.check(self.plan.run_dir, self.plan.run_id)
-        num_bytes = 0
         for rank, (host, size, checksum) in enumerate(gather_values(file_info)):
             name = resume.rank_file_name(rank)
-            num_bytes += size
-            meta.files[name] = checksum
+            meta.files[name] = size
+            meta.checksums[name] = checksum
             if self.plan.has_node_local_files:
                 meta.hosts[name] = host
         # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
@@ -174,7 +173,7 @@ class Saver:
                 older[-self.plan.config.keep_checkpoints :]
             ):
                 shutil.rmtree(checkpoint)
-        self._save_row |= {"write_s": time.monotonic() - start, "bytes": num_bytes}
+        self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
         return final_folder
 
 
