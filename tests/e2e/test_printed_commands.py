@@ -3,6 +3,7 @@ processes, with --dry-run added if necessary. A dry run must be fast. It must no
 start processes or create files. Training with a run.sh is tested in test_launchers.py."""
 
 import functools
+import importlib.util
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training import cli
 from distributed_training.planner.checks import has_libaio
 from distributed_training.settings.machine import GPUS
 from tests.conftest import SMALL, assert_ok, heavy_pool, light_pool, run_command, settings
@@ -40,6 +42,12 @@ TEXTS = ("notes.txt", "mine.txt")
 CHATS = ("chats.jsonl", "held-out.jsonl")
 # A deliberate mistake, and commands that test_students_path, test_push and test_doctor type
 OTHER_COMMANDS = re.compile(r"batch_sise|\.py (doctor|report|generate|push|export|eval)\b|<run>")
+
+# Options of SLURM, torchrun, deepspeed and accelerate
+OTHER_OPTIONS = {
+    "--account", "--master_port", "--mem", "--multi_gpu", "--nnodes", "--nproc_per_node",
+    "--partition", "--rdzv_id", "--signal", "--standalone",
+}  # fmt: skip
 
 # Runs the script like `python SCRIPT ...`, then prints which heavy packages were imported.
 WITHOUT_TORCH = """
@@ -82,7 +90,7 @@ def typed(command: str) -> str:
         command = f"python real_model_example.py --model gpt2 --num_gpus 8 {arguments}"
     if "--num_gpus 8" in command:
         command = command.replace("gpt2-medium", "gpt2")
-    if "weights" not in command:
+    if "--weights " not in command:
         command += " --weights random"
     if ".py data " in command:  # the other commands use the embedded tokenizer by themselves
         command += " --tokenizer embedded"
@@ -99,6 +107,13 @@ def as_required() -> bool:
     uses a different Python."""
     check = [sys.executable, ROOT / "strategies/check_requirements.py", ROOT / "requirements.txt"]
     return run_command(check).returncode == 0
+
+
+@functools.cache
+def all_options() -> set[str]:
+    helps = [["--help", "all"], *([name, "--help"] for name in cli.COMMANDS)]
+    printed = (light_pool().script(words).stdout for words in helps)
+    return OTHER_OPTIONS.union(*(re.findall(r"--[\w-]+", text) for text in printed))
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
@@ -155,6 +170,28 @@ def test_a_printed_command_is_accepted(command, tmp_path):
     words = {"plan": "--explain", "parity": compared, "compare": compared, "data": "loss"}
     name = next((name for name in words if f".py {name}" in command), None)
     assert words.get(name, "global") in dry_run(command, tmp_path)
+
+
+def test_recipes_need_the_memory_that_they_name(tmp_path):
+    guide = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
+    recipes = re.findall(r"^ +# ([^ :]+).*, ([\d.]+) GiB.*\n +(python .*)", guide, re.MULTILINE)
+    assert len(recipes) >= 8
+    for gpu, gib, command in recipes:
+        verdict = dry_run(typed(f"{command} --cluster {gpu}"), tmp_path).splitlines()[0]
+        needed = float(re.search(r", ([\d.]+) of", verdict)[1])
+        assert needed == pytest.approx(float(gib), abs=0.06), command
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "results/PREDICTIONS.md", "strategies/LAWS.md"])
+def test_options_and_programs_in_sentences_exist(document):
+    """Check what no other test types: options in sentences, and programs of the lab."""
+    text = (ROOT / document).read_text()
+    spans = " ".join(re.findall(r"`([^`\n]+)`", text))
+    assert set(re.findall(r"--[a-z_]+\b(?!-)", spans)) <= all_options()
+    for file in re.findall(r"\bresults/(?:lab|plans)/[\w/-]+\.(?:py|json)", text):
+        assert (ROOT / file).is_file(), file
+    for module in re.findall(r"python -m (results[\w.]+)", text):
+        assert importlib.util.find_spec(module), module
 
 
 def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path):
