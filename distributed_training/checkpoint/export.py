@@ -100,11 +100,10 @@ def write_folder(
     names to the weights. `folder` appears only when it is complete. For a LoRA run, only the
     adapters are written unless the base model has random weights.
 
-    Raises RunError, or UserError for an adapter, if a value is not finite. An existing folder then
-    remains unchanged."""
+    Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
     trained = trained_model_of_run(plan, state, base_fingerprint)
-    if not config.lora_rank or plan.weights_dir is None:
+    if trained.adapters is None or plan.weights_dir is None:
         dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
         save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
         return
@@ -113,9 +112,7 @@ def write_folder(
     with atomic_folder(folder) as unfinished:
         on_hub = config.weights == "pretrained" or plan.adapters_dir is not None
         base = str(plan.model.hub_id if on_hub and not plan.model.weights_dir else plan.weights_dir)
-        save_adapters(
-            state, plan.model, config, unfinished, base=base, fingerprint=base_fingerprint
-        )
+        save_adapters(trained.adapters, unfinished, base)
         tokenizer.save(unfinished, chat=chat)
 
 

@@ -18,7 +18,6 @@ from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.machine import available_ram_bytes
-from distributed_training.settings.request import build_config
 
 WEIGHT_PREFIX = "weight/"  # prefix of weights in checkpoints
 
@@ -62,9 +61,11 @@ class TrainedModel:
         uses fp32."""
         model = self.spec.build_meta_model()
         weights = self._checked_weights(model)
-        base_dtype, compute_dtype = self.adapters.base_dtypes if self.adapters else ("", None)
-        stays_nf4 = dtype is not None and base_dtype == "nf4"
-        model.compute_dtype = compute_dtype if stays_nf4 else dtype or torch.float32
+        adapters = self.adapters
+        stays_nf4 = dtype is not None and adapters is not None and adapters.has_nf4_base
+        model.compute_dtype = dtype or torch.float32
+        if adapters and stays_nf4:
+            model.compute_dtype = adapters.compute_dtype
         keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
         for name, parameter in model.named_parameters():
             stored_dtype = (
@@ -72,22 +73,19 @@ class TrainedModel:
             )
             parameter.data = parameter.data.to(stored_dtype)
         if stays_nf4:
-            weights = quantize_matrices(model, weights, device, base_dtype)
-        elif self.adapters:
-            weights = self.adapters.trained_base(weights, self.spec.size)
+            weights = quantize_matrices(model, weights, device, "nf4")
+        elif adapters:
+            weights = adapters.trained_base(weights)
         InitialWeights(source=weights).fill(model, device)
-        if self.adapters:
-            rank = self.adapters.rank
-            values = {"lora_rank": rank, "lora_alpha": self.adapters.scale * rank}
-            config = build_config({**values, "lora_targets": self.adapters.targets})
-            apply_lora(model, self.spec, config, device, self.adapters.stacked())
+        if adapters:
+            apply_lora(model, self.spec, adapters.config, device, adapters.tensors)
         return model.eval().requires_grad_(False)
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
         """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
         weights = self._checked_weights(self.spec.build_meta_model())
         if self.adapters:
-            weights = self.adapters.merged(weights, self.spec.size)
+            weights = self.adapters.merged(weights)
         self.spec.save(weights, folder, eos_token_id=eos_token_id, dtype=dtype)
 
     def _checked_weights(self, model: Decoder) -> WeightSource:
@@ -112,7 +110,10 @@ def trained_model_of_run(
         meta_model = spec.build_meta_model()
         hashed = plan.machine.num_gpus > 0
         base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
-    adapters = peft.adapters_from_state(dict(state), spec, config, base_fingerprint, plan.run_dir)
+    adapters = peft.Adapters(
+        spec=spec, tensors={name: state[name].float() for name in state if ".adapter." in name},
+        config=config, base_fingerprint=str(base_fingerprint), origin=plan.run_dir,
+    )  # fmt: skip
     return TrainedModel(spec=spec, weights=base, adapters=adapters)
 
 

@@ -37,9 +37,9 @@ class AdapterConfig(BaseModel, strict=True):
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
     @property
-    def scale(self) -> float:
-        """Return the factor by which `B A` is multiplied before it is added to the base weights."""
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+    def alpha(self) -> float:
+        """Return the value of CONFIG's `lora_alpha` that gives these adapters their scale."""
+        return self.lora_alpha * self.r**0.5 if self.use_rslora else self.lora_alpha
 
 
 def read_adapters(folder: Path) -> AdapterConfig:

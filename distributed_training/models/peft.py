@@ -3,11 +3,10 @@ merge them into weights."""
 
 import importlib.util
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,66 +15,63 @@ from distributed_training.models import ModelSpec, split_consecutive
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.quantized import dequantized_source
-from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import RunError, UserError
 
 PREFIX = "base_model.model."
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class _Adapter(NamedTuple):
-    """LoRA matrices A and B (fp32) of one Hugging Face matrix, and the rows of this package's
-    matrix to which the rows of B belong."""
-
-    rows: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """Trained adapters of a model. A matrix in this package may combine several Hugging Face
-    matrices, each with its own adapter."""
+    """Trained adapters of a model."""
 
-    by_matrix: Mapping[str, list[_Adapter]]
-    targets: str | None  # Hugging Face matrices with adapters, as the value of `lora_targets`
-    rank: int
-    scale: float  # factor by which B A is scaled before it is added to the weights
+    spec: ModelSpec
+    tensors: Mapping[str, torch.Tensor]  # by this package's names (parallel/lora.py)
+    config: RunConfig  # its keys for LoRA and, if the base was quantized, for the base's dtypes
     base_fingerprint: str | None  # fingerprint of the base weights
-    rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
     origin: object  # folder or run of the adapters, for messages
 
     @property
-    def base_dtypes(self) -> tuple[str, torch.dtype | None]:
-        """Return the format of a quantized base, or "", and the compute dtype. Raises UserError if
-        the base was in NF4 and bitsandbytes is not installed."""
-        base_dtype, _, precision = (self.rounding or "").partition(" ")
-        if base_dtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+    def has_nf4_base(self) -> bool:
+        """Return whether the base was in NF4. Raises UserError if it was and bitsandbytes is not
+        installed."""
+        is_nf4 = self.config.base_dtype == "nf4"
+        if is_nf4 and importlib.util.find_spec("bitsandbytes") is None:
             what = f"{self.origin}: these adapters were trained on an NF4 base model"
             why = "the package bitsandbytes is not installed"
             raise UserError(what, why, "run: pip install bitsandbytes")
-        return base_dtype, _DTYPES.get(precision)
+        return is_nf4
 
-    def trained_base(self, base: WeightSource, size: ModelSize) -> WeightSource:
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype in which the run that trained the adapters computed."""
+        return _DTYPES[self.config.precision]
+
+    def trained_base(self, base: WeightSource) -> WeightSource:
         """Return a source of the `base` weights on which the adapters were trained. If the base was
         quantized, the source returns dequantized values."""
-        base_dtype, dtype = self.base_dtypes
-        return dequantized_source(base, size, base_dtype, dtype) if dtype else base
+        if not (self.has_nf4_base or self.config.has_quantized_base):
+            return base
+        return dequantized_source(
+            base, self.spec.size, str(self.config.base_dtype), self.compute_dtype
+        )
 
-    def merged(self, base: WeightSource, size: ModelSize) -> WeightSource:
+    def merged(self, base: WeightSource) -> WeightSource:
         """Return a source of the `base` weights with the adapters merged in. The weights and the
         adapters are added in fp32."""
-        weights = self.trained_base(base, size)
+        weights = self.trained_base(base)
 
         def read(name: str, slices: Slices) -> torch.Tensor:
             values = weights(name, ())
-            if adapters := self.by_matrix.get(name.removesuffix(".weight")):
+            matrix = name.removesuffix(".weight")
+            if f"{matrix}.adapter.a" in self.tensors:
                 values = values.to(torch.float32, copy=True)
-                for adapter in adapters:
-                    update = (adapter.b @ adapter.a).mul_(self.scale)
-                    runs = split_consecutive(adapter.rows)
+                scale = self.config.lora_alpha / self.config.lora_rank
+                for _, rows, a, b in _split(self.tensors, matrix, self.spec, self.config):
+                    update = (b @ a).mul_(scale)
+                    runs = split_consecutive(rows)
                     for run, delta in zip(runs, update.split([*map(len, runs)]), strict=True):
                         values[run[0] : run[-1] + 1] += delta  # index_add_ takes 10 times as long
             return values[slices]
@@ -89,15 +85,6 @@ class Adapters:
             what = f"{self.origin}: these adapters were trained on other weights"
             why = "the base model's weights do not match those used in training"
             raise UserError(what, why, "restore the original weights")
-
-    def stacked(self) -> dict[str, torch.Tensor]:
-        """Return the adapters under this package's names, as `apply_lora` stacks them."""
-        tensors = {}
-        for name, adapters in self.by_matrix.items():
-            order = torch.cat([adapter.rows for adapter in adapters]).argsort()
-            tensors[f"{name}.adapter.a"] = torch.cat([adapter.a for adapter in adapters])
-            tensors[f"{name}.adapter.b"] = torch.cat([adapter.b for adapter in adapters])[order]
-        return tensors
 
 
 def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
@@ -126,47 +113,31 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
             f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
         )
     targets = None if parts == all_parts else ",".join(parts)
+    values: dict[str, Any] = {
+        "lora_rank": config.r, "lora_alpha": config.alpha, "lora_targets": targets,
+        "lora_dropout": config.lora_dropout,
+    }  # fmt: skip
+    if rounding := metadata.get("base_rounding"):
+        values["base_dtype"], values["precision"] = rounding.split()
+    run_config = RunConfig(**values)
     return Adapters(
-        by_matrix=_group_by_matrix(tensors, spec, targets, config.r, folder), targets=targets,
-        rank=config.r, scale=config.scale, base_fingerprint=metadata.get("base_checksum"),
-        rounding=metadata.get("base_rounding"), origin=folder,
+        spec=spec, tensors=_from_peft(tensors, spec, run_config, folder), config=run_config,
+        base_fingerprint=metadata.get("base_checksum"), origin=folder,
     )  # fmt: skip
 
 
-def adapters_from_state(
-    state: Mapping[str, torch.Tensor],
-    spec: ModelSpec,
-    config: RunConfig,
-    fingerprint: int,
-    origin: object,
-) -> Adapters:
-    """Return the adapters of a run. `state` maps this package's parameter names to the run's
-    tensors."""
-    rank, targets = config.lora_rank, config.lora_targets
-    tensors = to_peft(state, spec, config)
-    return Adapters(
-        by_matrix=_group_by_matrix(tensors, spec, targets, rank, origin), targets=targets,
-        rank=rank, scale=config.lora_alpha / rank, base_fingerprint=str(fingerprint),
-        rounding=base_rounding(config), origin=origin,
-    )  # fmt: skip
-
-
-def save_adapters(
-    state: Mapping[str, torch.Tensor],
-    spec: ModelSpec,
-    config: RunConfig,
-    folder: Path,
-    *,
-    base: str,
-    fingerprint: int,
-) -> None:
-    """Write the adapters in `state` to a folder that PEFT can load. `state` maps this package's
-    parameter names to tensors. `base` is the folder of the base model or its name on the Hub."""
+def save_adapters(adapters: Adapters, folder: Path, base: str) -> None:
+    """Write adapters to a folder that PEFT can load. `base` is the folder of the base model or its
+    name on the Hub. Raises RunError if a value is not finite."""
+    spec, config = adapters.spec, adapters.config
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = to_peft(state, spec, config)
-    metadata = {"format": "pt", "base_checksum": str(fingerprint)}
-    if (rounding := base_rounding(config)) is not None:
-        metadata["base_rounding"] = rounding
+    tensors = to_peft(adapters.tensors, spec, config)
+    for name, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise RunError(f"{name} has non-finite values", fix="lower learning_rate")
+    metadata = {"format": "pt", "base_checksum": str(adapters.base_fingerprint)}
+    if config.has_quantized_base:
+        metadata["base_rounding"] = f"{config.base_dtype} {config.precision}"
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, tensors.values(), metadata)
     document: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
@@ -180,34 +151,34 @@ def save_adapters(
     (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def base_rounding(config: RunConfig) -> str | None:
-    """Return the quantization format of the base model and the compute dtype as one string, such as
-    "nf4 bf16". Return None if the base model is not quantized."""
-    is_quantized = config.base_dtype in ("fp8", "nf4")
-    return f"{config.base_dtype} {config.precision}" if is_quantized else None
-
-
 def to_peft(
     state: Mapping[str, torch.Tensor], spec: ModelSpec, config: RunConfig
 ) -> dict[str, torch.Tensor]:
     """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
     Hugging Face matrix are separate."""
     tensors = {}
-    for name, stacked_a in state.items():
+    for name in state:
         matrix, is_a, _ = name.partition(".adapter.a")
         if is_a:
-            rows = spec.hf_rows(matrix, config.lora_targets)
-            stacked_b = state[f"{matrix}.adapter.b"]
-            b = torch.empty_like(stacked_b)
-            b[torch.cat([*rows.values()]).argsort()] = stacked_b
-            for hf_name, a_part, b_part in zip(
-                rows, stacked_a.split(config.lora_rank), b.split([*map(len, rows.values())]),
-                strict=True,
-            ):  # fmt: skip
+            for hf_name, _, a, b in _split(state, matrix, spec, config):
                 name_a, name_b = _peft_names(hf_name)
-                tensors[name_a] = a_part.contiguous()
-                tensors[name_b] = b_part.contiguous()
+                tensors[name_a] = a.contiguous()
+                tensors[name_b] = b.contiguous()
     return tensors
+
+
+def _split(
+    tensors: Mapping[str, torch.Tensor], matrix: str, spec: ModelSpec, config: RunConfig
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield (name, indices of its rows in `matrix`, A, B) for each Hugging Face matrix with an
+    adapter that is part of this package's `matrix`."""
+    rows = spec.hf_rows(matrix, config.lora_targets)
+    stacked_b = tensors[f"{matrix}.adapter.b"]
+    b = torch.empty_like(stacked_b)
+    b[torch.cat([*rows.values()]).argsort()] = stacked_b
+    a_parts = tensors[f"{matrix}.adapter.a"].split(config.lora_rank)
+    b_parts = b.split([*map(len, rows.values())])
+    yield from zip(rows, rows.values(), a_parts, b_parts, strict=True)
 
 
 def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[dict[str, Any], str]:
@@ -215,12 +186,11 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
     training the adapters in `folder`. Raises UserError if CONFIG sets a different rank, alpha or
     targets, or if the adapters do not fit `model`."""
     adapters = read_adapters(folder)
-    initial = read_folder(model, folder)
+    initial = read_folder(model, folder).config
     adapted_parts = model.size.adapted_parts
     keys: dict[str, Any] = {
-        "lora_rank": adapters.r, "lora_alpha": initial.scale * adapters.r,
-        "lora_targets": initial.targets,
-    }  # fmt: skip
+        key: getattr(initial, key) for key in ("lora_rank", "lora_alpha", "lora_targets")
+    }
     for key, value in keys.items():
         typed = getattr(config, key)
         if key == "lora_targets":
@@ -242,33 +212,32 @@ def _peft_names(matrix: str) -> tuple[str, str]:
     return f"{PREFIX}{matrix}.lora_A.weight", f"{PREFIX}{matrix}.lora_B.weight"
 
 
-def _group_by_matrix(
-    tensors: Mapping[str, torch.Tensor],
-    spec: ModelSpec,
-    targets: str | None,
-    rank: int,
-    origin: object,
-) -> dict[str, list[_Adapter]]:
-    """Group adapters by the matrix in this package that they adapt. The keys of `tensors` are
-    PEFT's names. Raises UserError unless there is a finite A and B of rank `rank` for exactly those
-    matrices of all blocks that `targets` selects."""
-    by_matrix = defaultdict[str, list[_Adapter]](list)
+def _from_peft(
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, config: RunConfig, origin: object
+) -> dict[str, torch.Tensor]:
+    """Convert adapters from PEFT's names to this package's, in fp32. Raises UserError unless there
+    is a finite A and B for exactly those matrices of all blocks that `config` selects."""
+    stacked = {}
     remaining = dict(tensors)
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (_, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
             our_name = f"blocks.{layer}.{matrix}"
-            for hf_name, rows in spec.hf_rows(our_name, targets).items():
-                pair = []
-                shapes = ([rank, columns], [len(rows), rank])
+            rows_by_name = spec.hf_rows(our_name, config.lora_targets)
+            parts = []
+            for hf_name, rows in rows_by_name.items():
+                shapes = ([config.lora_rank, columns], [len(rows), config.lora_rank])
                 for name, shape in zip(_peft_names(hf_name), shapes, strict=True):
                     tensor = remaining.pop(name, None)
                     if tensor is None or list(tensor.shape) != shape or not all_finite(tensor):
                         what = f"{origin}: {name} is not a finite tensor of shape {shape}"
                         raise UserError(what, fix="use adapters of the same matrices in all blocks")
-                    pair.append(tensor.float())
-                by_matrix[our_name].append(_Adapter(rows, *pair))
+                    parts.append(tensor.float())
+            if parts:
+                order = torch.cat([*rows_by_name.values()]).argsort()
+                stacked[f"{our_name}.adapter.a"] = torch.cat(parts[::2])
+                stacked[f"{our_name}.adapter.b"] = torch.cat(parts[1::2])[order]
     if remaining:
         what = f"{origin}: {min(remaining)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
-    return dict(by_matrix)
+    return stacked

@@ -242,6 +242,11 @@ class RunConfig(Options):
     # fmt: on
 
     @property
+    def has_quantized_base(self) -> bool:
+        """Return whether the frozen matrices of blocks are stored in fp8 or NF4."""
+        return self.base_dtype in ("fp8", "nf4")
+
+    @property
     def has_bf16_weights(self) -> bool:
         """True if trained weights and their gradients are in bf16, without an fp32 copy."""
         return self.optimizer == "adamw-bf16-weights"

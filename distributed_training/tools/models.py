@@ -334,8 +334,8 @@ def merge_adapters(exported: Path, to: str | None) -> int:
     export.save_full_model(trained, tokenizer, chat, base, folder, dtype)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
-    if trained.adapters and trained.adapters.rounding:
-        base_dtype = trained.adapters.rounding.split()[0]
+    if trained.adapters and trained.adapters.config.has_quantized_base:
+        base_dtype = trained.adapters.config.base_dtype
         note = f"the base model was in {base_dtype}. The export contains its dequantized weights "
         print(f"note: {note}plus the adapters.")
     print(f"Exported the merged model to {short_path(folder)} in Hugging Face format.")

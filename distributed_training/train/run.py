@@ -180,7 +180,7 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     initial_adapters = None
     if plan.adapters_dir is not None:
         initial_adapters = peft.read_folder(plan.model, plan.adapters_dir)
-        weights = replace(weights, adapters=initial_adapters.stacked())
+        weights = replace(weights, adapters=initial_adapters.tensors)
     engine = plan.strategy.load_engine()(model, weights, plan, topology)
     if config.lora_rank:
         engine.base_fingerprint = fingerprint
@@ -211,8 +211,8 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
     fingerprint = weights_checksum(model, source) if config.lora_rank else 0
-    if config.base_dtype in ("nf4", "fp8"):
-        source = quantize_matrices(model, source, topology.device, config.base_dtype)
+    if config.has_quantized_base:
+        source = quantize_matrices(model, source, topology.device, str(config.base_dtype))
     return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint
 
 

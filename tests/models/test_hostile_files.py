@@ -41,12 +41,15 @@ def adapters(tmp_path):
             state[f"blocks.{number}.{name}.adapter.a"] = torch.randn(2, columns)
             state[f"blocks.{number}.{name}.adapter.b"] = torch.randn(rows, 2)
     config = RunConfig(lora_rank=2, lora_targets="c_attn,mlp.c_proj")
-    peft.save_adapters(state, spec, config, tmp_path, base="gpt2-tiny", fingerprint=0)
+    adapters = peft.Adapters(
+        spec=spec, tensors=state, config=config, base_fingerprint="0", origin=""
+    )
+    peft.save_adapters(adapters, tmp_path, "gpt2-tiny")
     return spec, tmp_path
 
 
 def test_valid_adapters_are_read(adapters):
-    assert len(peft.read_folder(*adapters).by_matrix) == 4
+    assert len(peft.read_folder(*adapters).tensors) == 8
 
 
 A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"

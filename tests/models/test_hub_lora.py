@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed_training.checkpoint.trained import open_trained_folder
 from distributed_training.models import HUB_PREFIX, find_model
-from distributed_training.models.peft import save_adapters
+from distributed_training.models.peft import Adapters, save_adapters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.request import build_config
 from tests.models.hub_folders import make_folder
@@ -29,14 +29,11 @@ def test_peft_loads_the_exported_adapters(kind, tmp_path):
             if name.endswith(".b"):
                 parameter.normal_()
     state = {name: parameter.detach() for name, parameter in learning.items()}
-    save_adapters(
-        state,
-        spec,
-        config,
-        tmp_path / "lora",
-        base=str(folder),
-        fingerprint=fingerprint(spec, folder),
-    )
+    adapters = Adapters(
+        spec=spec, tensors=state, config=config, origin="",
+        base_fingerprint=str(fingerprint(spec, folder)),
+    )  # fmt: skip
+    save_adapters(adapters, tmp_path / "lora", str(folder))
     ids = torch.randint(spec.size.vocab_size, (2, 12))
     base = AutoModelForCausalLM.from_pretrained(folder)
     expected = PeftModel.from_pretrained(base, tmp_path / "lora").eval()(ids).logits

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from distributed_training.models import find_model, fp8, llama, peft
 from distributed_training.models.quantized import quantize_matrices
+from distributed_training.settings.config import RunConfig
 from distributed_training.start import rendezvous
 from tests.parity import cases
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
@@ -106,11 +107,9 @@ def test_exported_weights_are_the_trained_weights():
         return values.t().contiguous().t() if values.dim() == 2 else values
 
     stored = quantize_matrices(model, base, torch.device("cpu"), "fp8")
-    adapters = peft.Adapters(
-        by_matrix={}, targets=None, rank=4, scale=1.0, base_fingerprint=None, rounding="fp8 bf16",
-        origin="",
-    )  # fmt: skip
-    exported = adapters.merged(base, spec.size)
+    config = RunConfig(base_dtype="fp8", precision="bf16")
+    adapters = peft.Adapters(spec=spec, tensors={}, config=config, base_fingerprint=None, origin="")
+    exported = adapters.merged(base)
     for name, parameter in model.named_parameters():
         if name.endswith("scales"):
             matrix = name.replace("scales", "weight")

@@ -144,8 +144,11 @@ def test_fused_llama_matrices_are_exported_as_separate_peft_modules(tmp_path):
         if name.endswith("adapter.b"):
             values.data.normal_()
     folder = tmp_path / "adapters"
-    words = {"base": str(tmp_path / "m"), "fingerprint": fingerprint(spec, tmp_path / "m")}
-    peft.save_adapters(model.state_dict(), spec, RunConfig(**ADAPTERS), folder, **words)
+    adapters = peft.Adapters(
+        spec=spec, tensors=model.state_dict(), config=RunConfig(**ADAPTERS), origin="",
+        base_fingerprint=str(fingerprint(spec, tmp_path / "m")),
+    )  # fmt: skip
+    peft.save_adapters(adapters, folder, str(tmp_path / "m"))
     trained = open_trained_folder(spec, folder, tmp_path / "m")
     ids = torch.randint(0, 256, (2, 32))
     torch.testing.assert_close(trained.load(CPU)(ids), model(ids), rtol=1e-4, atol=1e-4)
@@ -271,11 +274,9 @@ def continued(spec, base, adapters):
     """Load our model and PEFT's adapters for further training. Return the model and the RunConfig
     that matches the adapters."""
     initial = peft.read_folder(spec, adapters)
-    alpha = initial.scale * initial.rank
-    config = RunConfig(lora_rank=initial.rank, lora_alpha=alpha, lora_targets=initial.targets)
     model = read_model(spec, base)
-    apply_lora(model, spec, config, torch.device("cpu"), initial.stacked())
-    return model, config
+    apply_lora(model, spec, initial.config, torch.device("cpu"), initial.tensors)
+    return model, initial.config
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
@@ -300,8 +301,10 @@ def test_training_continues_adapters_as_peft_does(options, tmp_path):
     after = theirs(ids).logits
     assert (after - before).norm() > 0.1 * before.norm()
     torch.testing.assert_close(model(ids), after, rtol=1e-3, atol=1e-4)
-    words = {"base": str(base), "fingerprint": 0}
-    peft.save_adapters(model.state_dict(), spec, config, tmp_path / "ours", **words)
+    ours = peft.Adapters(
+        spec=spec, tensors=model.state_dict(), config=config, base_fingerprint="0", origin=""
+    )
+    peft.save_adapters(ours, tmp_path / "ours", str(base))
     written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     assert (written["r"], written["target_modules"]) == (4, parts)
     again = peft_model(base, tmp_path / "ours")
