@@ -92,16 +92,24 @@ class ModelSpec:
         return {key: document[key] for key in CLASS_KEYS if document.get(key)}
 
     def build(self, *, dropout: float, seed: int) -> Decoder:
-        """Build the model in fp32 on torch's default device. For each device type, the random
-        weights depend only on `seed`."""
-        return self.code.build(self.size, dropout=dropout, seed=seed)
+        """Build the model in fp32 on torch's default device, with random weights. For each device
+        type, the weights depend only on `seed`."""
+        import torch
+
+        from distributed_training.models.initial_weights import InitialWeights
+
+        device = torch.get_default_device()
+        model = self.build_meta_model(dropout=dropout)
+        source = model.random_source(seed, device, hashed=device.type != "cpu")
+        InitialWeights(source=source).fill(model, device)
+        return model
 
     def build_meta_model(self, *, dropout: float = 0.0) -> Decoder:
         """Build the model without weights, on the meta device."""
         import torch
 
         with torch.device("meta"):
-            return self.build(dropout=dropout, seed=0)
+            return self.code.build(self.size, dropout=dropout)
 
     def weights_source(self, folder: Path) -> WeightSource:
         """Return a source that reads parameters from the Hugging Face weights in `folder`. Each

@@ -2,7 +2,6 @@
 nor torch is imported."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -36,24 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
     document = load_object(folder / CONFIG_FILE)
-    return json.loads(_read_with_transformers(json.dumps(document, sort_keys=True), folder))  # type: ignore[no-any-return]
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the values of a folder's generation_config.json. Without such a file, transformers
-    stops at `eos_token_id` in config.json, so return only this key. Raises UserError if the file is
-    invalid."""
-    file = folder / GENERATION_CONFIG
-    if file.is_file():
-        return load_object(file)
-    config = load_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    return {key: value for key, value in config.items() if key == "eos_token_id"}
-
-
-@functools.cache
-def _read_with_transformers(text: str, folder: Path) -> str:
-    """Return the config in `folder` as JSON, completed with transformers' defaults. `text` is the
-    file's JSON."""
+    text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
         try:
@@ -68,11 +50,22 @@ def _read_with_transformers(text: str, folder: Path) -> str:
             return json.dumps(config.to_dict())
         except Exception as error:  # transformers may raise any exception for a wrong value
             why = describe(error)
-            if json.loads(text).get("auto_map"):  # transformers would advise running that code.
+            if document.get("auto_map"):  # transformers would advise running that code.
                 why = "its auto_map refers to custom code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
-    return cached_json(f"2 {version('transformers')} {text}", read)
+    return json.loads(cached_json(f"2 {version('transformers')} {text}", read))  # type: ignore[no-any-return]
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the values of a folder's generation_config.json. Without such a file, transformers
+    stops at `eos_token_id` in config.json, so return only this key. Raises UserError if the file is
+    invalid."""
+    file = folder / GENERATION_CONFIG
+    if file.is_file():
+        return load_object(file)
+    config = load_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    return {key: value for key, value in config.items() if key == "eos_token_id"}
 
 
 def cached_json(key: str, compute: Callable[[], str]) -> str:

@@ -16,12 +16,7 @@ import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.attention import Documents, attend, describe_documents
-from distributed_training.models.initial_weights import (
-    InitialWeights,
-    Slices,
-    WeightSource,
-    hashed_normal,
-)
+from distributed_training.models.initial_weights import Slices, WeightSource, hashed_normal
 from distributed_training.models.size import ModelSize
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
@@ -356,15 +351,3 @@ def summed_cross_entropy(
 def is_block_matrix(name: str, size: ModelSize) -> bool:
     """Return whether the parameter `name` is a matrix in a block."""
     return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.matrix_names)
-
-
-def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
-    """Build a family's model in fp32 on torch's default device, with random weights. If the default
-    device is the meta device, the parameters have no values."""
-    device = torch.get_default_device()
-    with torch.device("meta"):
-        model = family(size, dropout)
-    if device.type != "meta":
-        source = model.random_source(seed, device, hashed=device.type != "cpu")
-        InitialWeights(source=source).fill(model, device)
-    return model

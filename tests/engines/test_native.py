@@ -10,8 +10,7 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import native
 from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.native import NativeEngine
-from distributed_training.models.gpt2 import SIZES
-from distributed_training.models.gpt2 import build as build_model
+from distributed_training.models import find_model
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.settings.config import with_values
@@ -29,8 +28,7 @@ def plan(tmp_path_factory):
 
 
 def build_engine(plan):
-    with torch.device("meta"):
-        model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
+    model = find_model("gpt2-tiny").build_meta_model()
     model.compute_dtype = COMPUTE_DTYPES[plan.config.precision]
     if plan.config.has_bf16_weights:
         model.to(torch.bfloat16)

@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import ModelSpec, find_model
-from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.models.initial_weights import hashed_normal
 from distributed_training.parallel.blocks import apply_checkpointing
@@ -23,7 +22,7 @@ SPEC = ModelSpec(label="small", family="gpt2", size=SIZE)
 
 def random_model(dropout=0.0):
     """Return a model with random parameters, including biases and norms."""
-    model = build_model(SIZE, dropout=dropout, seed=0)
+    model = SPEC.build(dropout=dropout, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,12 +80,13 @@ def test_padding_rows_do_not_affect_results():
 
 def test_initial_weights_follow_gpt2_and_depend_only_on_the_seed():
     size = gpt2_size(vocab_size=500, num_positions=64, num_layers=8, num_heads=4, hidden_size=128)
+    spec = ModelSpec(label="small", family="gpt2", size=size)
     rng_state = torch.get_rng_state()
-    state = build_model(size, dropout=0.0, seed=5).state_dict()
+    state = spec.build(dropout=0.0, seed=5).state_dict()
     assert torch.equal(rng_state, torch.get_rng_state())
     torch.manual_seed(2)
-    same = build_model(size, dropout=0.5, seed=5).state_dict()
-    other = build_model(size, dropout=0.0, seed=6).state_dict()
+    same = spec.build(dropout=0.5, seed=5).state_dict()
+    other = spec.build(dropout=0.0, seed=6).state_dict()
     assert not state["token_embedding.weight"][500:].any()
     for name, tensor in state.items():
         assert torch.equal(tensor, same[name])

@@ -4,12 +4,12 @@ them."""
 import pytest
 import torch
 
-from distributed_training.models import nf4
-from distributed_training.models.gpt2 import SIZES, build
+from distributed_training.models import find_model, nf4
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.models.quantized import dequantized_source, quantize_matrices
 
 CPU = torch.device("cpu")
+SPEC = find_model("gpt2-tiny")
 # The 16 NF4 levels (QLoRA, appendix E). Numbers are rounded to the nearest level.
 LEVELS = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -44,7 +44,7 @@ def test_values_match_the_paper_and_take_four_and_a_half_bits(dtype):
 
 
 def build_model():
-    model = build(SIZES["gpt2-tiny"], dropout=0.0, seed=1).requires_grad_(False)
+    model = SPEC.build(dropout=0.0, seed=1).requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(draw(len(parameter)))
@@ -53,8 +53,7 @@ def build_model():
 
 def quantized_model():
     values = build_model().state_dict()
-    with torch.device("meta"):
-        model = build(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
+    model = SPEC.build_meta_model()
     source = quantize_matrices(model, lambda name, slices: values[name][slices], CPU, "nf4")
     InitialWeights(source=source).fill(model, CPU)
     return model.requires_grad_(False)

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from distributed_training.models import find_model, gpt2
+from distributed_training.models import ModelSpec, find_model, gpt2
 from distributed_training.parallel.blocks import apply_compile
 from distributed_training.parallel.pipeline import RoundedWeights
 from distributed_training.parallel.zero_bubble import WeightGradients
@@ -73,7 +73,7 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     """All blocks share one compiled graph. With one graph per block, the ninth block would run
     uncompiled, because torch compiles a function at most eight times."""
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
-    model = gpt2.build(size, dropout=0.0, seed=0)
+    model = ModelSpec(label="", family="gpt2", size=size).build(dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     apply_compile(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed_training.models import gpt2
+from distributed_training.models import find_model
 from distributed_training.records.record import load_record
 from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous, worker
@@ -26,7 +26,7 @@ def test_initial_weights_are_rounded_to_the_compute_dtype(tmp_path):
     model, weights, _ = build_model(plan, cpu_topology(plan))
     weights.fill(model, torch.device("cpu"))
     actual = dict(model.named_parameters())
-    expected = gpt2.build(gpt2.SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
+    expected = find_model("gpt2-tiny").build(dropout=0.0, seed=7).state_dict()
     assert actual.keys() == expected.keys()  # the output layer is still tied to the embedding
     for name, parameter in actual.items():
         assert parameter.dtype == torch.float32

@@ -5,6 +5,7 @@ CONTRIBUTING.md describes the exports of a family."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -62,22 +63,13 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
     )
 
 
-SIZES = {
-    # 0.3M and 0.4M parameters with the vocabulary of the tokenizer in assets/, for CPUs and tests
-    "gpt2-tiny": gpt2_size(vocab_size=2048, num_layers=2, num_heads=4, hidden_size=64),
-    "gpt2-tiny-4-blocks": gpt2_size(vocab_size=2048, num_layers=4, num_heads=4, hidden_size=64),
-    "gpt2": gpt2_size(vocab_size=50257, num_layers=12, num_heads=12, hidden_size=768),
-    "gpt2-medium": gpt2_size(vocab_size=50257, num_layers=24, num_heads=16, hidden_size=1024),
-    "gpt2-large": gpt2_size(vocab_size=50257, num_layers=36, num_heads=20, hidden_size=1280),
-    "gpt2-xl": gpt2_size(vocab_size=50257, num_layers=48, num_heads=25, hidden_size=1600),
-    # This size is not published. It has gpt2-xl's matrices, but its heads can be sharded over 2,
-    # 4, 5, 10 or 20 ranks. gpt2-xl's 25 heads can be sharded only over 5 or 25 ranks.
-    "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
-}
+# Some sizes are not published. The tiny ones, for CPUs and tests, have the vocabulary of the
+# tokenizer in assets/. gpt2-xl-20-heads has gpt2-xl's matrices, but its heads can be sharded over
+# 2, 4, 5, 10 or 20 ranks. gpt2-xl's 25 heads can be sharded only over 5 or 25 ranks.
+_NAMED = json.loads((Path(__file__).parent / "sizes.json").read_text())
+HUB_IDS = {name: shape.pop("hub_id") for name, shape in _NAMED.items() if "hub_id" in shape}
+SIZES = {name: gpt2_size(**shape) for name, shape in _NAMED.items()}
 MODEL_TYPES = ("gpt2",)
-# Sizes whose weights and tokenizer are published on the Hugging Face Hub
-_PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-HUB_IDS = {name: f"openai-community/{name}" for name in _PUBLISHED}
 STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
 _OUTPUT_ROWS = "output_rows.weight"
 Count = Annotated[int, Field(ge=1)]
@@ -125,13 +117,11 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     return {folder.name: gpt2_size(**config.model_dump(include=shape), tied=tied)}
 
 
-def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, with random weights. For each device type,
-    the weights depend only on `seed`."""
-    from distributed_training.models.decoder import build_decoder
+def build(size: ModelSize, *, dropout: float) -> Decoder:
+    """Build the model in fp32. Its caller sets the device and the initial weights."""
     from distributed_training.models.gpt2.model import GPT2
 
-    return build_decoder(GPT2, size, dropout, seed)
+    return GPT2(size, dropout)
 
 
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:

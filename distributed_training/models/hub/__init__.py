@@ -171,13 +171,11 @@ def _is_matrix(shape: Sequence[int], config: Any) -> bool:
     return len(shape) > 2 or (len(shape) == 2 and min(shape) > config.num_attention_heads)
 
 
-def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, with weights initialized as in
-    transformers."""
-    from distributed_training.models.decoder import build_decoder
+def build(size: ModelSize, *, dropout: float) -> Decoder:
+    """Build the model in fp32. Its caller sets the device and the initial weights."""
     from distributed_training.models.hub.model import HubDecoder
 
-    return build_decoder(HubDecoder, size, dropout, seed)
+    return HubDecoder(size, dropout)
 
 
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:

@@ -190,13 +190,11 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     return {folder.name: llama_size(config.model_copy(update={"tie_word_embeddings": tied}))}
 
 
-def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """Build the model in fp32 on torch's default device, with random weights. For each device type,
-    the weights depend only on `seed`."""
-    from distributed_training.models.decoder import build_decoder
+def build(size: ModelSize, *, dropout: float) -> Decoder:
+    """Build the model in fp32. Its caller sets the device and the initial weights."""
     from distributed_training.models.llama.model import Llama
 
-    return build_decoder(Llama, size, dropout, seed)
+    return Llama(size, dropout)
 
 
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
