@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distributed_training.settings.machine import GIB, find_gpu
+from distributed_training.settings.machine import find_gpu
 
 MAX_WARMUP_STEPS = 5
 PROJECT = "distributed-training"
@@ -124,12 +124,10 @@ class Tracker:
         values |= {f"speed/{name}": row[name] for name in ("tokens_per_s", "step_time_s")}
         self.send({name: x for name, x in values.items() if x is not None}, row["step"])
 
-    def log_evaluation(self, row: dict[str, Any], peaks: dict[str, int | None]) -> None:
-        """Send an entry of the record's `evaluations`, and the peak memory of rank 0 so far."""
+    def log_evaluation(self, row: dict[str, Any]) -> None:
+        """Send an entry of the record's `evaluations`."""
         names = ("loss", "perplexity", "bits_per_byte")
         values = {f"eval/{name}": row[name] for name in names if row.get(name) is not None}
-        memory = {name.replace("_bytes", "_gib"): size for name, size in peaks.items()}
-        values |= {f"memory/{name}": size / GIB for name, size in memory.items() if size}
         self.send(values, row["step"])
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -17,9 +18,16 @@ from distributed_training.planner.rank import suggest_settings
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, short_path
-from distributed_training.records.folder import remove_unfinished
-from distributed_training.settings.errors import RunError, UserError, first_line, print_stderr
-from distributed_training.supervise import claims, commands
+from distributed_training.records.folder import list_checkpoints, remove_unfinished
+from distributed_training.settings.errors import (
+    RunError,
+    UserError,
+    first_line,
+    print_stderr,
+    printable,
+)
+from distributed_training.supervise import claims
+from distributed_training.supervise.process import LAUNCHER_VARIABLE
 
 # Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
 LOST_CONNECTION_PHRASES = (
@@ -64,7 +72,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         status = "interrupted"
         reason = f"{rank}: {summary}"
         code = 128 + signal.Signals[summary]
-        message = f"Stopped. {commands.explain_continuing(plan)}"
+        message = f"Stopped. {explain_continuing(plan)}"
     try:
         if is_on_all_ranks and topology.rank:
             time.sleep(2)  # rank 0 reports what all ranks raise
@@ -98,3 +106,16 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
         f"{format_bytes(predicted['peak_bytes'])} per process.\n"
         f"  To need less, {suggest_settings(plan, cluster)}."
     )
+
+
+def explain_continuing(plan: Plan) -> str:
+    """Return a sentence and the command that continues this run, or say that nothing was saved. If
+    an external launcher started the run, return the option to add to the launcher's command
+    instead."""
+    if not list_checkpoints(plan.run_dir):
+        return "Nothing was saved."
+    option = shlex.join(["--resume", short_path(plan.run_dir)])
+    if plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ:
+        return f"To continue, run the same command again and add:\n  {printable(option)}"
+    command = plan.command.removesuffix(f" {option}")  # a continued run was started with it
+    return f"To continue, run:\n  {printable(command)} {option}"

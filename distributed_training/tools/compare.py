@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,7 @@ from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
-from distributed_training.records.results import (
-    EMPTY_CELL,
-    RESULTS,
-    Comparison,
-    LayoutRow,
-    differing_keys,
-)
+from distributed_training.records.results import EMPTY_CELL, RESULTS, Comparison, LayoutRow
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import check_replaced, load_json, parse_as, plural
@@ -74,7 +68,7 @@ class Run:
     values: Values  # keys that override CONFIG, including strategy and seed
     command: list[str]  # command without these values
     num_processes: int
-    name: str = ""  # strategy and the keys that distinguish this run from the others
+    name: str = ""  # strategy and the keys that the plan sets for this run
     config: Request | None = None  # None if CONFIG was rejected
     record: records.Record | None = None  # None if the run has not started
     why: str = ""  # reason why the run did not start or failed; "" if there is none
@@ -165,16 +159,14 @@ def build_runs(
         strategies = [strategy.strip() for strategy in arguments.strategies.split(",")]
         plan = ComparisonPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
-    layouts = [
-        defaults | resolve_aliases(plan.common) | resolve_aliases(values) for values in plan.runs
-    ]
+    common = resolve_aliases(plan.common)
     typed_overrides = parse_overrides(arguments.overrides)
-    uncapped = [values for values in layouts if "num_samples" not in {*values, *typed_overrides}]
-    if uncapped and not build([]).is_set("num_samples"):
-        for values in uncapped:
-            values["num_samples"] = CAPPED_NUM_SAMPLES
-        text = f"An epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
+    if "num_samples" not in common | typed_overrides and not build([]).is_set("num_samples"):
+        defaults = {**defaults, "num_samples": CAPPED_NUM_SAMPLES}
+        text = f"By default, an epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
         print(f"{text}. To train on all samples, add --num_samples -1.")
+    values_by_run = [resolve_aliases(values) for values in plan.runs]
+    layouts = [defaults | common | values for values in values_by_run]
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
@@ -193,16 +185,10 @@ def build_runs(
         command.append("--force")
     seeds = range(arguments.seeds)
     runs = [
-        build_run(values, seed_offset, build, command, processes)
+        build_run(values, own_values, seed_offset, build, command, processes)
         for seed_offset in seeds
-        for values in layouts
+        for values, own_values in zip(layouts, values_by_run, strict=True)
     ]
-    name_keys = {key for values in plan.runs for key in resolve_aliases(values)}
-    name_keys &= {*differing_keys([run.values for run in runs])}
-    name_keys -= {"strategy", "seed"}
-    for run in runs:
-        settings = [f"{key}={value}" for key, value in run.values.items() if key in name_keys]
-        run.name = " ".join([run.values["strategy"], *settings])
     configs = [run.config for run in runs if run.config is not None]
     if not configs:
         raise UserError(runs[0].why)
@@ -212,10 +198,16 @@ def build_runs(
 
 
 def build_run(
-    values: Values, seed_offset: int, build: Build, command: list[str], num_processes: int
+    values: Values,
+    own_keys: Iterable[str],
+    seed_offset: int,
+    build: Build,
+    command: list[str],
+    num_processes: int,
 ) -> Run:
-    """Return a run with these values and with `seed_offset` added to CONFIG's seed. If CONFIG
-    rejects the values, the run's `why` contains the reason."""
+    """Return a run with these values and with `seed_offset` added to CONFIG's seed. Its name
+    contains the values of `own_keys`. If CONFIG rejects the values, the run's `why` contains the
+    reason."""
     known_values = {"strategy": "?", **values, "seed": seed_offset}
     run = Run(values=known_values, command=command, num_processes=num_processes)
     try:
@@ -227,6 +219,8 @@ def build_run(
         run.values |= {"strategy": config.strategy, "seed": run.config.seed}
     except UserError as error:
         run.why = str(error)
+    settings = [f"{key}={run.values[key]}" for key in own_keys if key not in ("strategy", "seed")]
+    run.name = " ".join([run.values["strategy"], *settings])
     return run
 
 

@@ -52,7 +52,7 @@ def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
     """Join the process group that the launcher describes. Without a launcher, create a group that
     contains only this process."""
     process = current_process() or single_process()
-    launch.prepare_environment(process.local_world_size or process.world_size)
+    launch.prepare_environment(process.local_world_size)
     device = worker.prepare_device(torch.cuda.device_count(), process)
     store = worker.open_store(process, RENDEZVOUS_S)
     # The limit is only three minutes, because another rank may have failed.

@@ -46,17 +46,10 @@ TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their l
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
 
 
-def run_folder(name: str) -> Path:
-    """Return the folder of the run if `name` is one of its exports. Otherwise, return the folder
-    `name`."""
-    folder = resolve_user_path(name).resolve()
-    return folder.parent if folder.name in (LAST, BEST, MERGED) else folder
-
-
 def choose_weights(arguments: argparse.Namespace) -> str:
     """Return the name of the folder in a run that has the weights to use: the best ones, if the run
     kept them and --last is not set."""
-    has_best = (run_folder(arguments.run) / BEST).is_dir()
+    has_best = (resolve_user_path(arguments.run) / BEST).is_dir()
     return BEST if has_best and not arguments.last else LAST
 
 
@@ -67,9 +60,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     `weights_name` ("hf" or "best") is used. Raises UserError for any other name, and for a run
     without this folder."""
     folder = resolve_user_path(name).resolve()
-    run = run_folder(name)
-    weights_name = weights_name if run == folder else folder.name
-    if not (run / PLAN_FILE).is_file() or weights_name == MERGED:
+    if not (folder / PLAN_FILE).is_file():
         if (folder / "config.json").is_file() or is_adapter(folder):
             return find_model(base_name(folder) if is_adapter(folder) else str(folder)), folder
         if folder.exists():
@@ -83,12 +74,12 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         except OSError as error:
             command = f"hf download {spec.hub_id}"
             raise hub.fetch_error(f"model={name!r} is", error, command) from None
-    if not (run / weights_name).is_dir():
+    if not (folder / weights_name).is_dir():
         fix = "train with --keep_best True"
         if weights_name == LAST:
             fix = f"run: {EXPORT} {shlex.quote(name)}"
         raise UserError(f"{name} has no {weights_name}/", fix=fix)
-    return load_plan(run).model, run / weights_name
+    return load_plan(folder).model, folder / weights_name
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
@@ -177,7 +168,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss, perplexity and bits per byte of a model on a dataset, or on the validation
     samples of the model's run. Then print lm-eval's results for the requested tasks. Return the
     exit code."""
-    run = run_folder(arguments.run)
+    run = resolve_user_path(arguments.run).resolve()
+    run = run.parent if run.name in (LAST, BEST, MERGED) else run  # `run` may be one of its exports
     plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
     weights_name = choose_weights(arguments)
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:

@@ -67,7 +67,7 @@ class Recorder(Callback):
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         trainer.say(f"validation {describe_evaluation(row)}")
-        self.tracker.log_evaluation(row, trainer.peak_memory.as_dict())
+        self.tracker.log_evaluation(row)
 
     def on_history(self, trainer: Trainer) -> None:
         if self.record is not None:

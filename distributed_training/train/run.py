@@ -37,7 +37,8 @@ from distributed_training.records.display import (
 )
 from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.supervise import claims, commands
+from distributed_training.supervise import claims
+from distributed_training.supervise.ending import explain_continuing
 from distributed_training.supervise.process import END_ACTIVITY, Process, Startup
 from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
@@ -125,7 +126,7 @@ def train(
         tracker.end()
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
-        display.say(f"{what} {commands.explain_continuing(plan)}")
+        display.say(f"{what} {explain_continuing(plan)}")
     engine.close()
     dist.barrier()
     if is_rank_0:

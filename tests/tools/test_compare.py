@@ -33,13 +33,13 @@ def _build(config, overrides):
     return build_config(config, overrides=overrides)
 
 
-def test_names_hold_the_keys_in_which_runs_of_a_plan_differ(tmp_path):
+def test_names_hold_the_keys_that_a_plan_sets_for_a_run(tmp_path):
     plan = {
         "common": {"max_length": 64},
         "runs": [{"strategy": "dp"}, {"strategy": "dp", "bucket_cap_mb": 1}, {"max_length": 0}],
     }
     plain, bucket, refused = build_runs(tmp_path, plan, "learning_rate=0.5")
-    names = ["dp max_length=64", "dp max_length=64 bucket_cap_mb=1"]
+    names = ["dp", "dp bucket_cap_mb=1"]
     assert [run.name for run in (plain, bucket)] == names
     assert (bucket.values["max_length"], bucket.values["learning_rate"]) == (64, "0.5")
     assert (refused.status, plain.status) == ("not run", "remaining")
