@@ -80,7 +80,7 @@ def kind(request, tmp_path_factory):
     return ours, AutoTokenizer.from_pretrained(folder)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(st.one_of(AWKWARD, st.characters(exclude_categories=["Cs"])), max_size=80),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),

@@ -45,6 +45,14 @@ SAID = [
 ]
 
 
+def save_tokenizer(folder, built, eos="|", **settings):
+    """Write a tokenizer of the tokenizers library to `folder`, and return `folder`."""
+    built.save(str(folder / "tokenizer.json"))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Write a tokenizer.json with a 400-token byte-level BPE that prepends a special token to each
@@ -60,13 +68,8 @@ def folder(tmp_path_factory):
     built.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )
-    built.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>",
-        "eos_token": {"content": "<|stop|>", "__type": "AddedToken"}, "chat_template": PLAIN,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    eos = {"content": "<|stop|>", "__type": "AddedToken"}
+    return save_tokenizer(folder, built, eos, bos_token="<|begin|>", chat_template=PLAIN)
 
 
 def test_ids_equal_transformers(folder):
@@ -218,12 +221,8 @@ def test_invalid_tokenizer_settings_are_refused(settings, words, folder, tmp_pat
 def test_texts_without_a_token_are_counted(tmp_path):
     """Text that consists of letters missing from the vocabulary has no IDs. Records with such text
     are skipped and counted."""
-    built = Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[]))
-    built.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(tmp_path, Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[])))
     assert AutoTokenizer.from_pretrained(tmp_path)("zz").input_ids == []
-    (tmp_path / "rows").mkdir()
     texts = ["ab", "zz", "a", "|", *["b"] * 40]
     corpus = jsonl(tmp_path / "rows", [{"text": text} for text in texts])
     config = build_config({"dataset": "made", "pack": False})
@@ -241,7 +240,6 @@ def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expe
     """A record that is three blocks long gives three samples if records can be packed. Otherwise,
     only its first block is used."""
     text = "the value of a list is a name " * 3
-    (tmp_path / "rows").mkdir()
     corpus = jsonl(tmp_path / "rows", [{"text": text}] * 40)
     tokenizer = Tokenizer(EMBEDDED_DIR)
     length = len(tokenizer.encode_texts([text])[0])
@@ -255,10 +253,8 @@ def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expe
 
 def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
     vocabulary = {"|": 0, "a": 1, "?": 2}
-    Builder(models.WordLevel(vocabulary, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|", "unk_token": "?"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "rows").mkdir()
+    built = Builder(models.WordLevel(vocabulary, unk_token="?"))
+    save_tokenizer(tmp_path, built, unk_token="?")
     corpus = jsonl(tmp_path / "rows", [{"text": text} for text in ["a", "zz", "a|a", "a"]])
     config = build_config({"dataset": "made", "pack": False})
     folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
@@ -270,10 +266,7 @@ def test_answers_near_characters_without_a_token_are_refused(tmp_path):
     be found."""
     built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
-    built.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, built))
     ((_, mask),) = tokenizer.encode_pieces([Piece("a:b|", [(2, 4)], templated=True)])
     assert mask.tolist() == [False, False, True, True]
     with refused(str(tmp_path)):

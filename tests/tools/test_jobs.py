@@ -226,7 +226,7 @@ def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, ca
     schemas = json.loads(Path(__file__).with_name("job_schemas.json").read_text())
     files = [tmp_path / f"job{suffix}" for suffix in (end, ".slurm")]
     written = 0
-    for number in range(15):
+    for number in range(8):
         words = random_words(number)
         if call(["plan", *words, "--write", str(files[0])])[0]:
             continue
@@ -248,7 +248,7 @@ def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, ca
             assert document["file_mounts"]["/mirror"]["mode"] == "MOUNT"
         run = re.search(r"run=\((.*) \"\$@\"\)", files[1].read_text())[1]
         assert shlex.split(run)[1:] == [*options, "--strict", "--resume", "auto"]
-    assert written > 5
+    assert written > 3
 
 
 @pytest.mark.parametrize(
