@@ -1,7 +1,6 @@
 """Test access to the Hub with a stub on loopback. In different tests, the stub serves files,
 never answers, or is no longer running."""
 
-import functools
 import io
 import json
 import time
@@ -12,7 +11,7 @@ import pytest
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model
-from tests.conftest import SMALL, assert_ok, light_pool, only_record, script, train
+from tests.conftest import assert_ok, hub_pool, only_record, train
 from tests.data.test_tokenizer import folder  # noqa: F401
 from tests.e2e.hub_stub import hub_environment, serve
 from tests.e2e.support import assert_refused
@@ -64,9 +63,10 @@ def run(tmp_path):
     """Return a function that runs the script against a Hub stub at a given address. Downloads and
     runs are stored in the test's folder."""
 
-    def start(endpoint, values, *arguments, start=script):
-        values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **values}
-        return start(values, *arguments, **hub_environment(endpoint, tmp_path / "hf"))
+    def start(endpoint, values, *arguments, **options):
+        values = {"strategy": "dp", "output_dir": tmp_path / "runs", **values}
+        options |= hub_environment(endpoint, tmp_path / "hf")
+        return train(values, *arguments, **options)
 
     return start
 
@@ -115,7 +115,7 @@ def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # 
     command += ["--dataset", tmp_path / "a.txt"]
     with serve({f"me/chat/resolve/main/{name}": text for name, text in content.items()}) as hub:
         where = hub_environment(hub.endpoint, tmp_path / "hf")
-        assert_ok(light_pool().script(command, **where))
+        assert_ok(hub_pool().script(command, **where))
     fetched = {asked.rpartition("/")[2] for asked in hub.requests if asked.startswith("GET")}
     assert {"tokenizer.json", "chat_template.jinja", "tool_use.jinja"} <= fetched
     assert not any("safetensors" in asked or "onnx" in asked for asked in hub.requests)
@@ -136,7 +136,7 @@ def test_a_hub_dataset_is_trained_on_by_name(own_dataset, run, tmp_path):
     uses the cache of the datasets library."""
     values = {"dataset": "me/chats", "max_steps": 2, "num_samples": -1, "pack": False}
     with serve(own_dataset) as hub:
-        result = run(hub.endpoint, values, start=functools.partial(train, num_processes=2))
+        result = run(hub.endpoint, values, num_processes=2)
         assert_ok(result)
         assert result.stderr == ""  # no library prints anything
         asked = [text for text in hub.requests if ".parquet" in text and text.startswith("GET")]
@@ -146,7 +146,7 @@ def test_a_hub_dataset_is_trained_on_by_name(own_dataset, run, tmp_path):
     assert record["data"]["num_validation_samples"] == 8  # eval_samples
     assert record["data"]["unit"] == "chats"
     values["output_dir"] = tmp_path / "second"  # the stub no longer runs
-    assert_ok(run(hub.endpoint, values, start=train))
+    assert_ok(run(hub.endpoint, values))
     again = only_record(tmp_path / "second")
     assert again["work"]["data_fingerprint"] == record["work"]["data_fingerprint"]
 

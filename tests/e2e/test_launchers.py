@@ -91,4 +91,4 @@ def test_srun_without_a_launcher_prints_the_command_to_use(tmp_path):
     assert (second.returncode, second.stderr) == (2, "")
     # An sbatch job script, which is one process and not an srun step, has these variables.
     batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
-    assert script(values, "--dry-run", **batch).returncode == 0
+    assert train(values, "--dry-run", **batch).returncode == 0

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.conftest import SMALL, assert_ok, only_record, script, train
+from tests.conftest import SMALL, assert_ok, hub_pool, only_record, train
 from tests.e2e.hub_stub import TOKEN, hub_environment, serve
 from tests.e2e.support import assert_refused, run_folders
 from tests.pool import free_port
@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory):
 
 
 def push(*words, endpoint, home, token=TOKEN):
-    return script({}, "push", *map(str, words), **hub_environment(endpoint, home, token))
+    return hub_pool().script(["push", *words], **hub_environment(endpoint, home, token))
 
 
 def test_a_run_is_pushed_with_its_card_and_without_other_files(run_dir, tmp_path):
