@@ -22,7 +22,6 @@ from tests.support import refused
         # A mesh in which all axes are fixed does not accept multiples of its size.
         ({"dp_replicate": 2, "dp_shard": 2}, 8, "4 processes"),
         ({"dp_replicate": -1, "dp_shard": -1}, 4, "-1"),
-        ({"dp_replicate": 0, "dp_shard": -1}, 4, "-1"),
     ],
 )
 def test_the_open_axis_of_a_strategy_takes_the_remaining_processes_or_is_refused(

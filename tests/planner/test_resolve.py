@@ -138,8 +138,6 @@ TINY = {"model": "gpt2-tiny"}
         (CPU_MACHINE, {}, ("gpt2", "hf download", "weights to random")),
         (CPU_MACHINE, {"weights": "none/such"}, ("weights='none/such'",)),
         (CPU_MACHINE, {"tokenizer": "embedded"}, ("tokenizer", "'embedded'")),
-        (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
-         ("tokenizer", "'embedded'", "random")),
         (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("'gpt2-tiny'", "is not published")),
         (CPU_MACHINE, {"precision": "fp16"}, ("'fp16'", "precision to fp32")),
         (OLD, {"precision": "bf16"}, ("'bf16'", "Old", "precision to fp16")),

@@ -232,7 +232,6 @@ def test_weights_without_an_fp32_copy_need_eight_bytes(strategy, num_processes, 
     [
         ("bf16", {"dp_shard": 4}, (1 + 2, 4, 2)),
         ("fp32", {"dp_shard": 4}, (1 + 4, 4, 2)),
-        ("bf16", {}, (4 + 2, 4, 8)),
         ("fp32", {}, (4, 4, 8)),
         ("fp32", {"dp_replicate": 2}, (4 + 4, 4, 8)),
     ],

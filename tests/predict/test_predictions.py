@@ -54,7 +54,7 @@ def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
     ("name", "gemm", "memory", "link"),
     [  # published TFLOP/s and GB/s, see constants.json
         ("A100", 270, 1800, 300), ("T4", 24, 280, 15.75), ("H100@500W", 600, 3000, 450),
-        ("a100-pcie", 245, 1750, 31.5), ("V100-PCIe", 95, 800, 15.75), ("B200", 1745, 4000, 900),
+        ("a100-pcie", 245, 1750, 31.5), ("B200", 1745, 4000, 900),
     ],
 )  # fmt: skip
 def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, link):
