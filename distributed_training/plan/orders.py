@@ -32,7 +32,7 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """Return the order of operations on each of `p` pipeline ranks for `m` micro-batches."""
     if p == 1:  # Without a pipeline, micro-batches run one after another.
         schedule = "1f1b"
-    if schedule == "zb-v":
+    if schedule in ("zb-v", "zb-auto"):  # a search for zb-auto starts from zb-v's order
         return tuple(_build_zb_v_order(p, m, rank) for rank in range(p))
     return tuple(_build_1f1b_order(schedule, p, m, rank) for rank in range(p))
 

@@ -63,6 +63,7 @@ class Draft:
     # Orders and durations of pipeline operations, if the schedule is V-shaped
     orders: TimedOrders | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
+    tokenized: bool = False  # whether the token cache contained the samples before this plan
 
     @property
     def size(self) -> ModelSize:

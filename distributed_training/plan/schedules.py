@@ -1,7 +1,5 @@
-"""Define the requirements and the bubble fractions of pipeline schedules. The bubble fraction is
-the fraction of a step's time that ranks spend waiting. The requirements follow
-torch.distributed.pipelining, and the bubble fractions follow the formulas in pipedream_tutorial's
-closed_forms.py. This module does not import torch.
+"""Define the requirements of pipeline schedules, which follow torch.distributed.pipelining. This
+module does not import torch.
 
 p is the number of ranks along pp, and m is the number of micro-batches per step."""
 
@@ -16,11 +14,8 @@ P2P_CHANNELS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Requirements and costs of a pipeline schedule."""
+    """Requirements of a pipeline schedule."""
 
-    # (p, m) -> bubble fraction, or None if there is no formula. All stages are assumed to take
-    # equally long, and a backward pass to take twice as long as a forward pass.
-    bubble: Callable[[int, int], float | None]
     # (p, m) -> maximum number of micro-batches whose activations a rank keeps at once
     kept_micro_batches: Callable[[int, int], float]
     stages_per_rank: int = 1  # 1 or 2
@@ -54,32 +49,16 @@ class TimedOrders:
     message_s: float  # time until a result has reached the next rank
 
 
-def _bubble_fraction(idle: int, busy: int) -> float:
-    return idle / (busy + idle)
-
-
 SCHEDULES: dict[str, Schedule] = {
-    "1f1b": Schedule(
-        bubble=lambda p, m: _bubble_fraction(p - 1, m),
-        kept_micro_batches=lambda p, m: min(p, m),
-        accepts=lambda p, m: m >= p,
-    ),
-    "gpipe": Schedule(
-        bubble=lambda p, m: _bubble_fraction(p - 1, m), kept_micro_batches=lambda p, m: m
-    ),
+    "1f1b": Schedule(kept_micro_batches=lambda p, m: min(p, m), accepts=lambda p, m: m >= p),
+    "gpipe": Schedule(kept_micro_batches=lambda p, m: m),
     "interleaved": Schedule(
-        bubble=lambda p, m: _bubble_fraction(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
         kept_micro_batches=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
         accepts=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have the same length
     ),
-    "zb-h1": Schedule(
-        bubble=lambda p, m: _bubble_fraction(2 * (p - 1) - (min(m, p) - 1), 3 * m),
-        kept_micro_batches=lambda p, m: min(p, m),
-        splits_backward=True,
-    ),
+    "zb-h1": Schedule(kept_micro_batches=lambda p, m: min(p, m), splits_backward=True),
     "zb-v": Schedule(
-        bubble=lambda p, m: _bubble_fraction(p - 1, 6 * m) if m >= 2 * p - 1 else None,
         kept_micro_batches=lambda p, m: min(p, m),
         stages_per_rank=2,
         v_shaped=True,
@@ -91,7 +70,7 @@ SCHEDULES["zb-auto"] = replace(
     SCHEDULES["zb-v"], kept_micro_batches=lambda p, m: min(p + 1, m), is_searched=True
 )
 # Without a pipeline, micro-batches run one after another.
-NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept_micro_batches=lambda p, m: 1)
+NO_PIPELINE = Schedule(kept_micro_batches=lambda p, m: 1)
 
 
 def find_schedule(name: str, mesh: Mapping[str, int]) -> Schedule:

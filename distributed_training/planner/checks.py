@@ -3,12 +3,12 @@
 This module does not import torch."""
 
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from distributed_training.data.hub import check_push
@@ -149,8 +149,17 @@ def check_extensions(plan: Draft) -> None:
         fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
         fix += "apt-get install libaio-dev"
         raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
-    for name in extensions:
-        check_stale_lock(name)
+    # A killed build leaves its lock file behind. Unless TORCH_EXTENSIONS_DIR is set, torch's cache
+    # has one folder per Python and CUDA version.
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    version = sysconfig.get_python_version().replace(".", "")
+    cache = Path.home() / ".cache" / "torch_extensions"
+    folders = [Path(root)] if root else cache.glob(f"py{version}_*")
+    for folder, name in itertools.product(folders, extensions):
+        lock = folder / name / "lock"
+        if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
+            why = "a killed build left it behind, and every build waits for it to disappear"
+            raise UserError(f"{lock} is an old lock file", why, f"run: rm {lock}")
 
 
 def required_extensions(strategy: Strategy) -> list[str]:
@@ -162,16 +171,6 @@ def required_extensions(strategy: Strategy) -> list[str]:
     return names
 
 
-def _lock_files(name: str) -> Iterator[Path]:
-    """Yield the possible paths to an extension's lock file, whether or not the file exists. Unless
-    TORCH_EXTENSIONS_DIR is set, torch's cache has one folder per Python and CUDA version."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    version = sysconfig.get_python_version().replace(".", "")
-    cache = Path.home() / ".cache" / "torch_extensions"
-    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
-        yield folder / "lock"
-
-
 def has_libaio() -> bool:
     """Return whether the compiler finds libaio. The compiler also searches the folders in CPATH and
     LIBRARY_PATH."""
@@ -181,12 +180,3 @@ def has_libaio() -> bool:
     probe = "#include <libaio.h>\nint main(void) { return io_setup(1, (io_context_t *)0); }\n"
     command = [compiler, "-x", "c", "-", "-o", os.devnull, "-laio"]
     return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0
-
-
-def check_stale_lock(name: str) -> None:
-    """Raise UserError if a killed build of an extension left its lock file behind. Every later run
-    would wait until the lock file is removed."""
-    for lock in _lock_files(name):
-        if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
-            why = "a killed build left it behind, and every build waits for it to disappear"
-            raise UserError(f"{lock} is an old lock file", why, f"run: rm {lock}")

@@ -4,7 +4,7 @@ dataset.
 This module does not import torch."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,20 +39,12 @@ MIN_STEPS = 50  # shorter runs get a note
 MAX_SPARE_ROWS = 128  # maximum number of embedding rows without a token
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sources:
-    """Files that a run reads."""
-
-    tokenizer_dir: Path
-    weights_dir: Path | None
-    adapters_dir: Path | None
-
-
 def find_sources(
     draft: Draft, notes: list[str], *, needs_weights: bool = True
-) -> tuple[Draft, Sources]:
+) -> tuple[Draft, dict[str, Any]]:
     """Find the weights, tokenizer and dataset, and choose the learning rate. Return the draft with
-    the values of the keys that depend on them, and the files. Raises UserError if a file or Hub
+    the values of the keys that depend on them, and the folders of the tokenizer, weights and
+    adapters, by the names of the fields of Plan. Raises UserError if a file or Hub
     repository that CONFIG names is not available. Unless `needs_weights` is set, missing weights
     are only a note."""
     config = draft.config
@@ -97,10 +89,12 @@ def find_sources(
         )
     if spec.weights_dir is not None:  # a link such as runs/latest may change
         config_values["model"] = spec.path
-    sources = Sources(
-        tokenizer_dir=tokenizer_dir, weights_dir=weights_dir, adapters_dir=adapters_dir
-    )
-    return replace(draft, config=config.model_copy(update=config_values)), sources
+    folders = {
+        "tokenizer_dir": tokenizer_dir,
+        "weights_dir": weights_dir,
+        "adapters_dir": adapters_dir,
+    }
+    return replace(draft, config=config.model_copy(update=config_values)), folders
 
 
 def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
@@ -120,22 +114,17 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
     tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
-            return _tokenize(draft, tokenizer_dir, Path(cache_dir))
+            return read_data(draft, tokenizer_dir, Path(cache_dir))
         if num_bytes <= MAX_HASHED_BYTES:
             folder = cache_folder(corpus, tokenizer, config, token_cache_dir())
             if folder.is_dir():
-                return _tokenize(draft, tokenizer_dir, token_cache_dir())
+                return read_data(draft, tokenizer_dir)
         if (sampled := sample_corpus(corpus, Path(cache_dir))) is None:
             return None
         part, scale, error = sampled
         folder = tokenize(part, tokenizer, config, Path(cache_dir))
         uncapped = replace(draft, config=config.model_copy(update={"num_samples": -1}))
         return replace(_build_data(folder, tokenizer, uncapped, []), scale=scale, error=error)
-
-
-def read_data(draft: Draft, tokenizer_dir: Path) -> Data:
-    """Return a run's samples. Tokenize the text if its tokens are not in the token cache."""
-    return _tokenize(draft, tokenizer_dir, token_cache_dir())
 
 
 def load_planned_data(plan: Plan) -> Data:
@@ -149,13 +138,15 @@ def load_planned_data(plan: Plan) -> Data:
     return read_data(plan, plan.tokenizer_dir)
 
 
-def _tokenize(draft: Draft, tokenizer_dir: Path, cache_dir: Path) -> Data:
+def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) -> Data:
+    """Return a run's samples. Tokenize the text if its tokens are not in `cache_dir` or, by
+    default, in the token cache."""
     config = draft.config
     tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-    folder = tokenize(
-        corpus, tokenizer, config, cache_dir, embedding_rows=draft.model.size.vocab_size
-    )
+    rows = draft.model.size.vocab_size
+    cache_dir = cache_dir or token_cache_dir()
+    folder = tokenize(corpus, tokenizer, config, cache_dir, embedding_rows=rows)
     return _build_data(folder, tokenizer, draft, find_unread(config.dataset, corpus))
 
 

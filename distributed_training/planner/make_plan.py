@@ -52,14 +52,14 @@ def make_plan(
     # If the run is resumed again, its typed batch is compared with the batch that was typed here.
     draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
     check_run(predict(draft, cluster.rates), cluster, notes)
-    draft, sources = find_sources(draft, notes, needs_weights=needs_weights)
+    draft, folders = find_sources(draft, notes, needs_weights=needs_weights)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
-    data = read(draft, sources.tokenizer_dir)
+    data = read(draft, folders["tokenizer_dir"])
     amount = None
     if data is not None:
         draft, amount = resolve_data_values(draft, data, notes)
-    tokenized = data is not None and data.cache in cached_names
-    prediction = predict(draft, cluster.rates, tokenized=tokenized)
+        draft = replace(draft, tokenized=data.cache in cached_names)
+    prediction = predict(draft, cluster.rates)
     if draft.config.keep_best == AUTO:
         keeps_best = _keeps_best(draft, amount, prediction, notes)
         config = draft.config.model_copy(update={"keep_best": keeps_best})
@@ -69,12 +69,11 @@ def make_plan(
     if draft.strategy.traits.takes_json:
         deepspeed_json = fill_deepspeed_json(draft)
         deepspeed_changes = other_settings(deepspeed_json)
-    if deepspeed_changes:
-        names = ", ".join(deepspeed_changes)
-        notes.append(
-            f"{draft.strategy.source.name} sets {names}, which the predictions ignore. DeepSpeed "
-            "also ignores a section that it does not know."
-        )
+        if names := ", ".join(deepspeed_changes):
+            notes.append(
+                f"{draft.strategy.source.name} sets {names}, which the predictions ignore. "
+                "DeepSpeed also ignores a section that it does not know."
+            )
     if prediction.memory_fit in ("tight", "unlikely"):
         most_gib = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: the run may need up to {most_gib:.1f} GiB per GPU")
@@ -82,9 +81,7 @@ def make_plan(
         **{name: getattr(draft, name) for name in Draft.__dataclass_fields__},
         deepspeed_json=deepspeed_json,
         deepspeed_changes=deepspeed_changes,
-        tokenizer_dir=sources.tokenizer_dir,
-        weights_dir=sources.weights_dir,
-        adapters_dir=sources.adapters_dir,
+        **folders,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
         amount=amount,

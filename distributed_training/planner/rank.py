@@ -239,19 +239,14 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                     continue
                 # With fewer micro-batches, activations would need more memory than `batch_size`
                 # sequences under dp.
-                for count in _more_microbatches(first_draft)[:MAX_MICROBATCH_COUNTS]:
+                batch = first_draft.batch
+                sequences = batch.micro_batch_size * batch.num_microbatches
+                counts = first_draft.schedule.accepted_counts(mesh["pp"], sequences)
+                more = [count for count in counts if count > batch.num_microbatches]
+                for count in more[:MAX_MICROBATCH_COUNTS]:
                     with contextlib.suppress(UserError):
                         counted = scheduled.model_copy(update={"num_microbatches": count})
                         yield lay_out(replace(candidate, config=counted, mesh=mesh), cluster)
-
-
-def _more_microbatches(plan: Draft) -> list[int]:
-    """Return the numbers of micro-batches that the plan's schedule accepts and that exceed the
-    plan's own number."""
-    batch = plan.batch
-    sequences = batch.micro_batch_size * batch.num_microbatches
-    counts = plan.schedule.accepted_counts(plan.mesh["pp"], sequences)
-    return [count for count in counts if count > batch.num_microbatches]
 
 
 def layout_settings(plan: Draft) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def search_orders(
     consumers["F", last_stage] = consumers.pop(fused_step)
     best: list[list[Step]] = [
         [step[:2] for step in order if step[:2] != fused_step]
-        for order in build_orders("zb-v", p, m)
+        for order in build_orders("zb-auto", p, m)
     ]
 
     def max_held_blocks(steps: list[Step]) -> int | None:

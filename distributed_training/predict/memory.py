@@ -53,9 +53,8 @@ class MemoryEstimate:
         return self.peak_bytes + self.context_bytes
 
 
-def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
-    """Estimate the peak memory of a plan's processes by component. `tokenized` is True if the token
-    cache already contains the samples."""
+def estimate_memory(plan: Draft) -> MemoryEstimate:
+    """Estimate the peak memory of a plan's processes by component."""
     mechanisms = used_by(plan)
     ranks = pipeline_ranks(plan)
     by_rank = [_find_peak(process, mechanisms) for process in ranks]
@@ -73,7 +72,7 @@ def estimate_memory(plan: Draft, *, tokenized: bool = False) -> MemoryEstimate:
     host_bytes += 2 * plan.strategy.swap_buffer_values  # two bytes per value, even in fp32 runs
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:
         host_bytes += fitted_bytes.libraries
-    if plan.num_processes == 1 and not tokenized:
+    if plan.num_processes == 1 and not plan.tokenized:
         host_bytes += fitted_bytes.tokenizing
     # DeepSpeed receives the whole model on the host. Other strategies read or initialize this
     # process's shards of two parameters at a time. Without a GPU, the peak memory of a step is also

@@ -19,7 +19,7 @@ from distributed_training.predict.rates import (
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural, shown
+from distributed_training.settings.files import shown
 from distributed_training.settings.machine import (
     GIB,
     Machine,
@@ -43,7 +43,6 @@ class Cluster:
     processes_per_node: int
     machine: Machine  # hardware of one node
     rates: Rates | None  # None for an unknown GPU
-    name: str
     is_local: bool  # whether this machine is one of the nodes
     assumption: str = ""  # the source of a remote machine's RAM and disk space, for the user
 
@@ -73,13 +72,11 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         num_cpus=8 * gpus_per_node,
         power_w=gpu_spec.power_w,
     )
-    name = f"{gpus_per_node} x {gpu_spec.name}"
     return Cluster(
         num_processes=nodes * gpus_per_node,
         processes_per_node=gpus_per_node,
         machine=machine,
         rates=gpu_rates(gpu_spec),
-        name=f"{nodes} x {name}" if nodes > 1 else name,
         is_local=False,
         assumption=f"Each GPU is assumed to have {gpu_spec.ram_gib:g} GiB of RAM and "
         f"{gpu_spec.disk_gb:g} GB of disk, as in {gpu_spec.host}",
@@ -91,20 +88,16 @@ def local_cluster(machine: Machine, num_processes: int, processes_here: int) -> 
     machines."""
     rates = None
     if machine.num_gpus == 0:
-        name = f"a CPU with {plural(machine.num_cpus, 'core')} ({plural(num_processes, 'process')})"
         rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
-    else:
-        name = f"{num_processes} x {machine.gpu_name}"
-        if (gpu_spec := find_gpu(machine.gpu_name)) is not None:
-            rates = gpu_rates(with_power_limit(gpu_spec, machine.power_w))
-            if (file := calibration_file(str(machine.gpu_name))).is_file():
-                rates = from_calibration(json.loads(file.read_text()), rates)
+    elif (gpu_spec := find_gpu(machine.gpu_name)) is not None:
+        rates = gpu_rates(with_power_limit(gpu_spec, machine.power_w))
+        if (file := calibration_file(str(machine.gpu_name))).is_file():
+            rates = from_calibration(json.loads(file.read_text()), rates)
     return Cluster(
         num_processes=num_processes,
         processes_per_node=processes_here,
         machine=machine,
         rates=rates,
-        name=name,
         is_local=True,
     )
 
@@ -250,21 +243,17 @@ def has_measured_size(plan: Draft) -> bool:
     return not is_split or bool(tokens >= FITTED.validated.split_tokens)
 
 
-def predict(plan: Draft, rates: Rates | None, *, tokenized: bool = False) -> Prediction:
-    """Predict the memory and time of a plan's step. `tokenized` is True if the token cache already
-    contains the samples."""
-    prediction = predict_within(plan, rates, math.inf, tokenized=tokenized)
+def predict(plan: Draft, rates: Rates | None) -> Prediction:
+    """Predict the memory and time of a plan's step."""
+    prediction = predict_within(plan, rates, math.inf)
     assert prediction is not None
     return prediction
 
 
-def predict_within(
-    plan: Draft, rates: Rates | None, max_s: float, *, tokenized: bool = False
-) -> Prediction | None:
+def predict_within(plan: Draft, rates: Rates | None, max_s: float) -> Prediction | None:
     """Predict the memory and time of a plan's step. Return None as soon as the step is known to
     take more than `max_s` seconds."""
     step = None if rates is None else estimate_step(plan, rates, max_s)
     if step is not None and step.seconds > max_s:
         return None
-    memory = estimate_memory(plan, tokenized=tokenized)
-    return Prediction(plan=plan, rates=rates, memory=memory, step=step)
+    return Prediction(plan=plan, rates=rates, memory=estimate_memory(plan), step=step)

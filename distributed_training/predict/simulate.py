@@ -6,8 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from distributed_training.plan.orders import Operation, Step, find_orders
+from distributed_training.plan.orders import Operation, Step, build_orders, find_orders
 from distributed_training.plan.plan import Draft
+from distributed_training.plan.schedules import find_schedule
 
 
 def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
@@ -83,6 +84,17 @@ def simulate(
 def total_duration(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
     """Return the time in seconds at which the last operation ends."""
     return max((times[-1][1] for times in spans.values()), default=math.inf)
+
+
+def ideal_bubble(schedule: str, p: int, m: int) -> float:
+    """Return the fraction of a step's time that ranks wait if messages take no time, all stages
+    take equally long, and a backward pass takes twice as long as a forward pass."""
+    ranks = find_schedule(schedule, {"pp": p}).ranks(p)
+    durations = durations_by_step([(1.0, 1.0, 1.0)] * len(ranks))
+    durations |= {("B", stage): 2.0 for stage in range(len(ranks))}
+    consumers = map_consumers(ranks, 0.0)
+    duration = total_duration(simulate(build_orders(schedule, p, m), durations, consumers))
+    return 1 - 3 * m * len(ranks) / (p * duration)
 
 
 def predict_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:

@@ -25,6 +25,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import required_extensions
 from distributed_training.planner.data import load_planned_data
 from distributed_training.predict.memory import estimate_state
+from distributed_training.predict.simulate import ideal_bubble
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import (
@@ -238,7 +239,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "num_microbatches": plan.batch.num_microbatches,
         "blocks_per_stage": list(plan.layout.blocks_per_stage),
         "stage_ranks": list(plan.layout.ranks),
-        "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
+        "ideal_bubble": ideal_bubble(config.pipeline_schedule, pp, plan.batch.num_microbatches),
     }
     return {
         "command": plan.command,

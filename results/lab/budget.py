@@ -161,7 +161,7 @@ def describe_loss(
         choices = fastest_layouts(build, cluster, chooses_batch_size)
         for fit, flops in flops_by_fit:
             nearest = min(choices, key=functools.partial(_size_mismatch, fit, flops))
-            time = f"{format_duration(flops / flops_per_s(nearest))} on {cluster.name}"
+            time = f"{format_duration(flops / flops_per_s(nearest))} on {arguments.cluster}"
             speed = f"at {nearest.plan.config.model}'s predicted speed"
             lines.append(f"according to {fit.name}: {time}, {speed}")
     return lines
@@ -189,7 +189,7 @@ def fastest_layouts(
                 fastest.append(choices[0])
     if not fastest:
         fix = "set a smaller batch_size or activation_checkpointing=full"
-        raise UserError(f"none of {', '.join(models)} fits on {cluster.name}", fix=fix)
+        raise UserError(f"none of {', '.join(models)} fits on the cluster", fix=fix)
     return fastest
 
 
@@ -210,7 +210,10 @@ def describe_budget(choices: Sequence[Prediction], cluster: Cluster, seconds: fl
     config = nearest.plan.config
     mfu = f" (MFU {100 * nearest.mfu:.0f}%)" if nearest.mfu else ""
     tflops = flops_per_s(nearest) / cluster.num_processes / 1e12
-    summary = f"{cluster.name} for {format_duration(seconds)}: {flops:.2e} FLOPs, at the "
+    summary = (
+        f"{cluster.num_processes} x {cluster.machine.gpu_name} for {format_duration(seconds)}: "
+    )
+    summary += f"{flops:.2e} FLOPs, at the "
     summary += f"{tflops:.0f} TFLOP/s per GPU{mfu} predicted for {config.model} with "
     summary += f"{config.batch_size} x {config.max_length} tokens per GPU"
     names = " / ".join(fit.name for fit in FITS)

@@ -17,7 +17,6 @@ import yaml
 import distributed_training.planner.make_plan as planning
 from distributed_training import cli
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.data import Sources
 from distributed_training.planner.rank import describe_suggestion
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
@@ -27,6 +26,7 @@ from real_model_example import CONFIG
 from tests.pool import SCRIPT
 from tests.support import small_text
 
+FOLDERS = {"tokenizer_dir": Path(), "weights_dir": None, "adapters_dir": None}
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.json"))
 # Fields that may differ between two plans for the same layout: names that contain the time, and
 # sources of settings
@@ -71,10 +71,6 @@ def random_words(number):
     return words
 
 
-def sources_of():
-    return Sources(tokenizer_dir=Path(), weights_dir=None, adapters_dir=None)
-
-
 @pytest.fixture
 def call(monkeypatch):
     """Return a function that runs the script without looking for tokenizers, weights or data. The
@@ -84,7 +80,7 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         recommend, describe = command.recommended_layouts, dry_run.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda draft, *_, **__: (draft, sources_of()))
+        monkeypatch.setattr(planning, "find_sources", lambda draft, *_, **__: (draft, FOLDERS))
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
         monkeypatch.setattr(command, "count_work", lambda *_: "unknown")
         with monkeypatch.context() as patch:

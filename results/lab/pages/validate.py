@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -165,7 +165,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
             CpuRow(
                 name=f"{plan.strategy.name} x {count}",
                 measured_bytes=run["peak_host_bytes"],
-                predicted_bytes=estimate_memory(plan, tokenized=True).host_bytes,
+                predicted_bytes=estimate_memory(replace(plan, tokenized=True)).host_bytes,
                 seconds=seconds,
             )
         )
