@@ -16,7 +16,7 @@ from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import SCHEDULES, TimedOrders
+from distributed_training.plan.schedules import TimedOrders
 from distributed_training.planner.conflicts import check_settings
 from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide_over_mesh
 from distributed_training.planner.search import search_orders
@@ -36,7 +36,6 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine, parse_gpu
 from distributed_training.settings.request import load_preset
-from distributed_training.settings.strategies import Strategy
 
 WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
 # Keys in WORDS_PRESET that are ignored here
@@ -55,20 +54,13 @@ MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are sl
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
-def choose_model(
-    config: Request,
-    machine: Machine,
-    num_processes: int,
-    strategy: Strategy | None,
-    notes: list[str],
-) -> tuple[Request, ModelSpec]:
+def choose_model(config: Request, machine: Machine, notes: list[str]) -> tuple[Request, ModelSpec]:
     """Return CONFIG with a model in place of "auto", and the model's specification.
 
     If `model` is "auto", the folder that `weights` names determines the model. If `weights` names
     no folder, the machine determines the model. On a machine without GPUs, other keys that the user
     did not set may also change. If a run continues to train adapters, the adapters determine the
-    LoRA keys. `strategy` is None if the planner still has to choose the strategy. Raises UserError
-    for an unknown model and if `weights` names no folder."""
+    LoRA keys. Raises UserError for an unknown model and if `weights` names no folder."""
     folder = Path(config.weights)
     names_folder = config.weights not in (AUTO, "pretrained", "random")
     if names_folder and not folder.is_dir():
@@ -81,7 +73,8 @@ def choose_model(
     elif name == AUTO and names_folder and (folder / CONFIG_FILE).is_file():
         name = str(folder.resolve())
     elif name == AUTO and not machine.num_gpus:
-        name, settings = _choose_for_cpu(config, num_processes, strategy, notes)
+        name = "gpt2-tiny"
+        settings = _choose_for_cpu(config, notes)
     elif name == AUTO and machine.gpu_memory_bytes < SMALL_GPU_BYTES:
         name = "gpt2"
         notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
@@ -103,19 +96,13 @@ def choose_model(
     return with_values(config, model=name, **settings), model
 
 
-def _choose_for_cpu(
-    config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
-) -> tuple[str, Settings]:
-    """Return the name of the model to train on a CPU, and settings for keys that the user did not
-    set. If the dataset is a local path, the settings come from the preset WORDS_PRESET, which is
+def _choose_for_cpu(config: Request, notes: list[str]) -> Settings:
+    """Return settings for keys that the user did not set, for training gpt2-tiny on a CPU. If the
+    dataset is a local path, the settings come from the preset WORDS_PRESET, which is
     for small datasets. Otherwise, training and evaluation use few samples. If CONFIG names a
     preset, no settings are returned."""
-    model = "gpt2-tiny"
-    num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
-    if num_stages > find_model(model).size.num_layers:
-        model = "gpt2-tiny-4-blocks"
     notes.append(
-        f"no GPU was found, so {model} is trained on the CPU. A model of this size learns words, "
+        "no GPU was found, so gpt2-tiny is trained on the CPU. A model of this size learns words, "
         "but not coherent text"
     )
     excluded_keys = IGNORED_PRESET_KEYS.union(config.set_by)
@@ -137,18 +124,7 @@ def _choose_for_cpu(
                 f"without a GPU, a first run trains on at most {CAPPED_NUM_SAMPLES:,} samples "
                 "(num_samples)"
             )
-    return model, settings
-
-
-def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
-    """Return the number of pipeline stages."""
-    pp = strategy.mesh["pp"]
-    if pp < 1:
-        pp = num_processes // math.prod(size for size in strategy.mesh.values() if size > 0)
-    name = config.pipeline_schedule
-    supported = strategy.traits.schedules
-    schedule = SCHEDULES[name if name in supported else supported[0]]
-    return pp * schedule.stages_per_rank if pp > 1 else 1
+    return settings
 
 
 def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
@@ -169,16 +145,13 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         resolved["pipeline_schedule"] = candidate.schedule_name
     if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
-    config = request.model_copy(update=resolved)
-    candidate = replace(candidate, config=config, mesh=mesh)
-    config_values = {name: getattr(config, name) for name in KEYS}
-    config_values |= _choose_switches(candidate, machine, notes)
-    config_values |= batch.model_dump(include=set(OPEN_BATCH))
+    candidate = replace(candidate, config=request.model_copy(update=resolved), mesh=mesh)
+    resolved |= _choose_switches(candidate, machine, notes)
+    resolved |= batch.model_dump(include=set(OPEN_BATCH))
     if request.loss_chunk_tokens == AUTO:
-        num_tokens = batch.micro_batch_size * config.max_length // mesh["cp"]
-        chunk = _choose_loss_chunk(candidate, machine, num_tokens)
-        config_values["loss_chunk_tokens"] = chunk
-    resolved_config = validate(RunConfig, config_values)
+        num_tokens = batch.micro_batch_size * request.max_length // mesh["cp"]
+        resolved["loss_chunk_tokens"] = _choose_loss_chunk(candidate, machine, num_tokens)
+    config = validate(RunConfig, {name: getattr(request, name) for name in KEYS} | resolved)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
@@ -186,19 +159,19 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
             f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
             "factor"
         )
-    output_dir = Path(resolved_config.output_dir)
+    output_dir = Path(config.output_dir)
     timestamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{timestamp}-{strategy.name}-{model.label}-x{num_processes}"
     offload_dir = None
     if strategy.swaps_to_disk:
-        parent = Path(resolved_config.offload_dir or output_dir / ".offload").absolute()
+        parent = Path(config.offload_dir or output_dir / ".offload").absolute()
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     only_copies = mesh["dp_replicate"] == num_processes
     averages_gradients = not strategy.traits.takes_json and batch.num_replicas * mesh["cp"] > 1
     draft = Draft(
         requested=request,
-        config=resolved_config,
+        config=config,
         strategy=strategy,
         model=model,
         machine=machine,
@@ -218,7 +191,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
     check_settings(draft, options, notes)
-    length = resolved_config.max_length
+    length = config.max_length
     if length % draft.tp_parts[1]:
         size = batch.micro_batch_size
         what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"

@@ -59,15 +59,13 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
     unknown or no layout is valid."""
     if request.strategy != AUTO:
         strategy = load_strategy(request)
-        config, model = choose_model(
-            request, cluster.machine, cluster.num_processes, strategy, notes
-        )
+        config, model = choose_model(request, cluster.machine, notes)
         return Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
     first = rank(request, cluster, num_best=1)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
-    choose_model(request, cluster.machine, cluster.num_processes, first.plan.strategy, notes)
+    choose_model(request, cluster.machine, notes)
     return _candidate(first.plan)
 
 

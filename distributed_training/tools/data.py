@@ -43,7 +43,7 @@ def run(
     notes = list[str]()
     config = configure(arguments.overrides)
     strategy = named_strategy(config)
-    config, spec = choose_model(config, detect_machine(), 1, strategy, notes)
+    config, spec = choose_model(config, detect_machine(), notes)
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
     tokenizer_name, tokenizer_dir = choose_tokenizer(config, config, spec, config.weights, notes)

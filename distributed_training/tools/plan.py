@@ -35,7 +35,6 @@ from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import check_replaced, shown
 from distributed_training.settings.request import format_overrides, parse_overrides
-from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.launch import requested_cluster
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command, planned_cluster
@@ -105,8 +104,7 @@ def run(
         cluster = _cluster(arguments, request)
     machine = cluster.machine
     notes = list[str]()
-    strategy = named_strategy(request)
-    config, _ = choose_model(request, machine, cluster.num_processes, strategy, notes)
+    config, _ = choose_model(request, machine, notes)
     # CONFIG's strategy restricts the ranking only if it is typed or has keys of its own.
     is_open = "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options
     strategy_text = ["strategy=auto"] if is_open else []

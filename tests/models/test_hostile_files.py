@@ -96,7 +96,7 @@ def test_adapters_with_an_unavailable_base_are_refused(adapters):
         base_folder(folder)
     config = build_config({"weights": str(folder)})
     with refused(str(folder), repr(base)):
-        choose_model(config, CPU_MACHINE, 1, None, [])
+        choose_model(config, CPU_MACHINE, [])
 
 
 @pytest.mark.parametrize("damage", ["absent", "cut"])

@@ -27,11 +27,9 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     built = build_config({"strategy": "zero2", **config})
     notes = []
     draft = draft_plan(built, local_cluster(machine, world_size, world_size), notes)
-    draft, sources = find_sources(draft, notes)
-    found = {
-        name: getattr(part, name) for part in (draft, sources) for name in part.__dataclass_fields__
-    }
-    return SimpleNamespace(**found, size=draft.size), notes
+    draft, folders = find_sources(draft, notes)
+    found = {name: getattr(draft, name) for name in draft.__dataclass_fields__}
+    return SimpleNamespace(**found, **folders, size=draft.size), notes
 
 
 def test_a_user_text_without_a_gpu_uses_the_words_preset():
@@ -51,20 +49,13 @@ def test_a_user_text_without_a_gpu_uses_the_words_preset():
         assert draft_plan(built, local_cluster(machine, 2, 2)).config.epochs == 2
 
 
-@pytest.mark.parametrize(
-    ("world_size", "blocks", "config"),
-    [
-        (2, 2, {"strategy": "pp"}),
-        (4, 4, {"strategy": "pp"}),
-        (2, 4, {"strategy": "pp", "pipeline_schedule": "zb-v"}),  # two stages per process
-        (8, 2, {"strategy": "3d"}),
-        (4, 2, {}),
-    ],
-)
-def test_without_a_gpu_the_model_has_a_block_for_each_stage(world_size, blocks, config):
-    plan, _ = decide(world_size=world_size, **config)
-    assert plan.size.num_layers == blocks
-    assert (plan.config.learning_rate, plan.config.tokenizer) == (3e-3, "embedded")
+def test_without_a_gpu_every_strategy_trains_the_same_model():
+    for world_size, strategy in ((2, "pp"), (8, "3d"), (4, "zero2")):
+        config = decide(world_size=world_size, strategy=strategy)[0].config
+        found = (config.model, config.learning_rate, config.tokenizer)
+        assert found == ("gpt2-tiny", 3e-3, "embedded")
+    with refused("pp=4", "gpt2-tiny-4-blocks"):
+        decide(world_size=4, strategy="pp")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +215,6 @@ def test_a_default_max_length_is_lowered_to_the_models_context(monkeypatch):
     for typed, length in (({}, 64), ({"max_length": 100}, 100)):
         notes = []
         config = build_config({"model": "gpt2", **typed})
-        chosen, _ = choose_model(config, GPU_MACHINE, 1, None, notes)
+        chosen, _ = choose_model(config, GPU_MACHINE, notes)
         assert chosen.max_length == length
         assert len(notes) == (not typed)
