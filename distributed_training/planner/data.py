@@ -102,11 +102,11 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
     MAX_DRY_RUN_BYTES and not in the token cache, return samples from a part of it. Return None if a
     dataset is on the Hub, or if a large file cannot be read in parts."""
     config = draft.config
-    names = [("dataset", name) for name in split_weights(config.dataset)]
-    names.append(("validation_dataset", config.validation_dataset or ""))
-    on_hub = [(key, name) for key, name in names if is_hub_name(name)]
-    for key, name in on_hub:
-        hub.fetch_dataset(key, name, download=False)
+    keys = dict.fromkeys(split_weights(config.dataset), "dataset")
+    keys |= {config.validation_dataset or "": "validation_dataset"}
+    on_hub = list(filter(is_hub_name, keys))
+    for name in on_hub:
+        hub.fetch_dataset(keys[name], name, download=False)
     if on_hub:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)

@@ -166,7 +166,7 @@ def _check_divisible(candidate: Candidate) -> None:
             f"pp={pp} needs {pp * stages_per_rank} stages, but {label} has {size.num_layers} blocks"
         )
         why = f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process"
-        fix = f"use a model with more blocks, such as gpt2-tiny-4-blocks, or {LAYOUT_ADVICE}"
+        fix = f"use a model with more blocks (on a CPU, gpt2-tiny-4-blocks), or {LAYOUT_ADVICE}"
         raise UserError(what, why, fix)
 
 

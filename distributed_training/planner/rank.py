@@ -57,15 +57,14 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
     """Return what `request`, which must have a batch size, asks for: a model, a strategy and its
     mesh. With strategy=auto, they are those of the first choice. Raises UserError if the model is
     unknown or no layout is valid."""
+    request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
         strategy = load_strategy(request)
-        config, model = choose_model(request, cluster.machine, notes)
-        return Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+        return Candidate(config=request, strategy=strategy, model=model, mesh=strategy.mesh)
     first = rank(request, cluster, num_best=1)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
-    choose_model(request, cluster.machine, notes)
     return _candidate(first.plan)
 
 
@@ -86,36 +85,52 @@ def rank(
     of it as necessary. `request` must have a batch size. `names` restricts strategy=auto to these
     strategies. With `num_best`, only the first choice and this many of the best layouts are certain
     to be in the list, which takes less time. Raises UserError if no layout is valid."""
-    limit = TimeLimit(num_best)
-    choices = rank_layouts(request, cluster, names, limit)
+    choices: dict[object, Prediction] = {}
+    predictor = Predictor(cluster, num_best)
+    for plan in _useful_plans(request, cluster, names or list_strategies()):
+        # Two strategies that give the same layout have the same key.
+        strategy = plan.strategy
+        engine = strategy.name if strategy.traits.takes_json else strategy.engine
+        schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
+        key = (engine, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
+        if key not in choices:
+            if choice := predictor.predict(plan):
+                choices[key] = choice
+        elif _simplicity_key(plan) < _simplicity_key(choices[key].plan):
+            choices[key] = replace(choices[key], plan=plan)
     if not choices:
         raise _explain_no_layout(request, cluster)
+    ranked = sorted(choices.values(), key=lambda choice: choice.sort_key)
     if cluster.machine.num_gpus and not request.is_set("activation_checkpointing"):
-        choices = [_with_checkpointing(choice, cluster, limit) for choice in choices]
-        choices.sort(key=lambda choice: choice.sort_key)
-    first = _first_choice(choices)
-    return [first, *(choice for choice in choices if choice is not first)]
+        ranked = [_with_checkpointing(choice, cluster, predictor) for choice in ranked]
+        ranked.sort(key=lambda choice: choice.sort_key)
+    first = _first_choice(ranked)
+    return [first, *(choice for choice in ranked if choice is not first)]
 
 
-class TimeLimit:
-    """Step time beyond which a layout is neither the first choice nor one of the `num_best` best
-    layouts, given the layouts that are known to fit. Without `num_best`, there is no limit."""
+class Predictor:
+    """Predict layouts, except those that are neither the first choice nor one of the `num_best`
+    best layouts, given the layouts that are known to fit. Without `num_best`, predict all."""
 
-    def __init__(self, num_best: int | None = None) -> None:
+    def __init__(self, cluster: Cluster, num_best: int | None) -> None:
+        self.rates = cluster.rates
         self.num_best = num_best
         self.fitting_s: list[float] = []  # sorted times of layouts that fit without offload
         self.simple_s = 0.0  # shortest of these times under dp and fsdp
 
-    def add(self, choice: Prediction) -> None:
-        """Take a layout into account."""
-        if choice.step is None or choice.memory_fit != "yes" or choice.plan.strategy.offloads:
-            return
-        seconds = choice.step.seconds
-        bisect.insort(self.fitting_s, seconds)
-        if _is_simple(choice.plan):
-            self.simple_s = min(self.simple_s or seconds, seconds)
+    def predict(self, plan: Draft) -> Prediction | None:
+        """Return the prediction for a layout, or None if its step takes too long."""
+        choice = predict_within(plan, self.rates, self._max_s(plan))
+        if choice is None or choice.step is None:
+            return choice
+        if choice.memory_fit == "yes" and not plan.strategy.offloads:
+            seconds = choice.step.seconds
+            bisect.insort(self.fitting_s, seconds)
+            if _is_simple(plan):
+                self.simple_s = min(self.simple_s or seconds, seconds)
+        return choice
 
-    def max_s(self, plan: Draft) -> float:
+    def _max_s(self, plan: Draft) -> float:
         """Return the limit in seconds for a layout. dp and fsdp have none, because the first choice
         may be much slower than the best layouts."""
         if self.num_best is None or len(self.fitting_s) < self.num_best or _is_simple(plan):
@@ -124,20 +139,13 @@ class TimeLimit:
         return max(self.fitting_s[self.num_best - 1], (1 + TOLERANCE_UNVALIDATED) * near_s)
 
 
-def rank_layouts(
-    request: Request,
-    cluster: Cluster,
-    names: Sequence[str] | None = None,
-    limit: TimeLimit | None = None,
-) -> list[Prediction]:
-    """Return predictions for all valid layouts within `limit`, sorted from best to worst. With
-    strategy=auto, strategies whose algorithm changes the training results are left out. On CPUs,
-    strategies with CPU offload are left out, and with one process the other DeepSpeed strategies,
-    unless CONFIG names a DeepSpeed configuration."""
-    choices: dict[object, Prediction] = {}
-    limit = limit or TimeLimit()
+def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> Iterator[Draft]:
+    """Yield drafts for the layouts of all strategies. With strategy=auto, strategies whose
+    algorithm changes the training results are left out. On CPUs, strategies with CPU offload are
+    left out, and with one process the other DeepSpeed strategies, unless CONFIG names a DeepSpeed
+    configuration."""
     # dp and fsdp come first, because their times limit the others.
-    names = sorted(names or list_strategies(), key=lambda name: name not in SIMPLE)
+    names = sorted(names, key=lambda name: name not in SIMPLE)
     names = names if request.strategy == AUTO else (request.strategy,)
     for name in with_progress(names, "strategies"):
         if request.strategy == AUTO and any(
@@ -146,25 +154,12 @@ def rank_layouts(
             continue
         with contextlib.suppress(UserError):
             for plan in enumerate_plans(with_values(request, strategy=name), cluster):
-                # Two strategies that give the same layout have the same key.
                 strategy = plan.strategy
                 is_requested = name == request.strategy or plan.config.deepspeed_config
                 offloads = strategy.steps_on_host and cluster.machine.num_gpus > 0
                 is_useful = offloads or (cluster.num_processes > 1 and not strategy.steps_on_host)
-                if strategy.traits.takes_json and not is_requested and not is_useful:
-                    continue
-                engine = name if strategy.traits.takes_json else strategy.engine
-                schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
-                key = (engine, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
-                previous_choice = choices.get(key)
-                if previous_choice is None:
-                    choice = predict_within(plan, cluster.rates, limit.max_s(plan))
-                    if choice is not None:
-                        choices[key] = choice
-                        limit.add(choice)
-                elif _simplicity_key(plan) < _simplicity_key(previous_choice.plan):
-                    choices[key] = replace(previous_choice, plan=plan)
-    return sorted(choices.values(), key=lambda choice: choice.sort_key)
+                if is_useful or is_requested or not strategy.traits.takes_json:
+                    yield plan
 
 
 def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
@@ -180,7 +175,7 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
-def _with_checkpointing(choice: Prediction, cluster: Cluster, limit: TimeLimit) -> Prediction:
+def _with_checkpointing(choice: Prediction, cluster: Cluster, predictor: Predictor) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
     candidate = _candidate(plan)
@@ -190,12 +185,11 @@ def _with_checkpointing(choice: Prediction, cluster: Cluster, limit: TimeLimit) 
         with contextlib.suppress(UserError):
             request = plan.requested.model_copy(update={"activation_checkpointing": mode})
             draft = lay_out(replace(candidate, config=request), cluster)
-            recomputed = predict_within(draft, cluster.rates, limit.max_s(draft))
+            recomputed = predictor.predict(draft)
             if recomputed is None:
                 break
             if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
                 choice = recomputed
-                limit.add(choice)
     return choice
 
 

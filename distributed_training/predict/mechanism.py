@@ -177,11 +177,9 @@ class Mechanism:
     # Bytes of model state per trained parameter. The keys are "parameters", "gradients" and
     # "optimizer" on the device, and "host" and "disk" for offloading.
     state: Callable[[PipelineRank], ComponentBytes] = lambda _: {}
-    # Bytes needed in addition to the given state at a point, and the share of all gradients that
-    # exists at this point
-    additional_bytes: Callable[[PipelineRank, StepPoint, ComponentBytes], ComponentBytes] = (
-        lambda _, point, state: {}
-    )
+    # Bytes needed in addition to the state at a point, and the share of all gradients that exists
+    # at this point
+    additional_bytes: Callable[[PipelineRank, StepPoint], ComponentBytes] = lambda _, point: {}
     gradient_share: Callable[[PipelineRank, StepPoint], float] = lambda _, point: 0
     # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
     activation_bytes: Callable[[PipelineRank], float] = lambda _: 0

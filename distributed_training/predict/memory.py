@@ -160,7 +160,7 @@ def _bytes_at(
     """Return the sizes in bytes of state, gradients, copies and buffers at a point in a step."""
     sizes: dict[str, float] = {component: state.get(component, 0) for component in COMPONENTS}
     for mechanism in mechanisms:
-        for component, size in mechanism.additional_bytes(rank, point, state).items():
+        for component, size in mechanism.additional_bytes(rank, point).items():
             sizes[component] += size
     sizes["gradients"] *= max(mechanism.gradient_share(rank, point) for mechanism in mechanisms)
     return sizes

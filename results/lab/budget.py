@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from distributed_training import cli
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import rank_layouts, with_progress
+from distributed_training.planner.rank import rank, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import format_count, format_duration
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
@@ -184,9 +184,10 @@ def fastest_layouts(
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
                 values["batch_size"] = draft_plan(config, cluster).config.batch_size
 
-            choices = rank_layouts(with_values(build(AUTO), **values), cluster)
-            if choices and choices[0].fits:
-                fastest.append(choices[0])
+            choices = rank(with_values(build(AUTO), **values), cluster)
+            choice = min(choices, key=lambda choice: choice.sort_key)
+            if choice.fits:
+                fastest.append(choice)
     if not fastest:
         fix = "set a smaller batch_size or activation_checkpointing=full"
         raise UserError(f"none of {', '.join(models)} fits on the cluster", fix=fix)

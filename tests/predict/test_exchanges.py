@@ -3,7 +3,7 @@
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import rank_layouts
+from distributed_training.planner.rank import rank
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import (
     checkpoint_copy_bytes,
@@ -97,7 +97,7 @@ def build(name, **values):
 
 def test_another_algorithm_is_ranked_only_when_asked_for():
     def ranked(strategy, **values):
-        return rank_layouts(build(strategy, **values), H200)
+        return rank(build(strategy, **values), H200)
 
     assert "local_sgd" not in {choice.plan.strategy.name for choice in ranked(AUTO)}
     own = [choice.plan for choice in ranked("local_sgd")]

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from distributed_training.plan.schedules import divisors
-from distributed_training.planner.rank import enumerate_plans, layout_settings, rank_layouts
+from distributed_training.planner.rank import enumerate_plans, layout_settings, rank
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
 from distributed_training.settings.config import AUTO
@@ -117,7 +117,8 @@ def layout_of(plan):
 
 
 def ranked(cluster, **config):
-    return rank_layouts(build(AUTO, **config), parse_cluster(cluster))
+    choices = rank(build(AUTO, **config), parse_cluster(cluster))
+    return sorted(choices, key=lambda choice: choice.sort_key)
 
 
 def test_rankings_for_one_gpu_and_for_a_thousand():

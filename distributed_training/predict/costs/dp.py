@@ -44,12 +44,11 @@ def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:
     return [*size.block_matrices] * rank.num_blocks + [*vocabulary_matrices, positions]
 
 
-def gradient_sum_bytes(
-    rank: PipelineRank, point: StepPoint, state: ComponentBytes
-) -> ComponentBytes:
+def gradient_sum_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of the sum of gradients over micro-batches. Until the last
     micro-batch, this sum exists in addition to the buckets."""
-    return {"buffers": state["gradients"]} if rank.has_buckets and rank.num_microbatches > 1 else {}
+    is_kept = rank.has_buckets and rank.num_microbatches > 1
+    return {"buffers": is_kept * rank.weight_bytes * rank.trained_parameters}
 
 
 # Scaled gradients are copied into the buckets once per step.

@@ -34,7 +34,7 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
     return traffic
 
 
-def gathered_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
+def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the sizes in bytes of gathered parameters, and of unsharded gradients before their
     reduce-scatter. Parameters outside the blocks stay gathered. Only the current block and the
     prefetched blocks are gathered."""

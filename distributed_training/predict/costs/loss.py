@@ -84,9 +84,7 @@ def _loss_kernels(rank: PipelineRank) -> str:
     )  # with tp, the loss consists of several kernels
 
 
-def _second_gradient_bytes(
-    rank: PipelineRank, point: StepPoint, state: ComponentBytes
-) -> ComponentBytes:
+def _second_gradient_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of a tied embedding's second gradient, which is added to the first
     gradient."""
     in_fsdp_buffers = rank.plan.uses_fsdp and rank.pp == 1

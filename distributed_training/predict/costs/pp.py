@@ -4,6 +4,7 @@ module predict/simulate.py computes how long stages wait. This module does not i
 from collections import Counter
 
 from distributed_training.plan.schedules import P2P_CHANNELS
+from distributed_training.predict.costs.lora import base_bytes
 from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
@@ -49,17 +50,14 @@ def stage_state(rank: PipelineRank) -> ComponentBytes:
     return {"parameters": keeps_copy * rank.dtype_bytes, "gradients": 4 - 4 / rank.shards}
 
 
-def stage_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
+def stage_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the sizes in bytes of the embedding's gradient and of PyTorch's receive buffers. There
     is one buffer per message in a step. Gathered parameters are moved from the component
     "parameters" to the component "copies"."""
-    component_bytes = {}
-    if not rank.strategy.traits.takes_json:
-        shard_bytes = (
-            (4 if rank.trained_share else rank.dtype_bytes) * rank.parameters / rank.shards
-        )
-        component_bytes["copies"] = state["parameters"] - shard_bytes
-        component_bytes["parameters"] = -component_bytes["copies"]
+    copies = stage_state(rank).get("parameters", 0) * rank.trained_parameters
+    if rank.plan.uses_fsdp and not rank.trained_share:
+        copies += base_bytes(rank)
+    component_bytes = {"copies": copies, "parameters": -copies}
     if point == "passes":
         received_bytes = (
             rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes * rank.hidden_share

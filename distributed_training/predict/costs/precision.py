@@ -28,9 +28,7 @@ def state_bytes(rank: PipelineRank) -> ComponentBytes:
     }
 
 
-def rounded_weight_bytes(
-    rank: PipelineRank, point: StepPoint, state: ComponentBytes
-) -> ComponentBytes:
+def rounded_weight_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of the rounded weights that autograd keeps for the backward pass.
     With recomputation, the rounded weights of blocks are not kept, because the recomputation rounds
     the weights again."""

@@ -77,9 +77,7 @@ def block_exchange_cost(timing: Timing) -> Cost:
     return seconds * NETWORK
 
 
-def embedding_gradient_bytes(
-    rank: PipelineRank, point: StepPoint, state: ComponentBytes
-) -> ComponentBytes:
+def embedding_gradient_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of an untied embedding's gradient, which is reduced over tp and then
     redistributed to the parameter's placements."""
     is_replicated = rank.pp == 1 and not rank.plan.uses_fsdp

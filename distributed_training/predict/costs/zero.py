@@ -44,7 +44,7 @@ def state_bytes(rank: PipelineRank) -> ComponentBytes:
     return state
 
 
-def additional_bytes(rank: PipelineRank, point: StepPoint, state: ComponentBytes) -> ComponentBytes:
+def additional_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of the parameters that ZeRO stage 3 has gathered from other
     processes or fetched from RAM or disk, and of the gradients that Adam needs for this process's
     shard: fp32 gradients and a flat copy in the compute dtype."""
