@@ -163,7 +163,8 @@ class Saver:
         for has_turn in (not is_rank_0, is_rank_0):
             with raise_on_all_ranks(gather_values):
                 if self._is_disk_leader and has_turn:
-                    _publish(partial_folder, final_folder, meta)
+                    resume.write_meta(partial_folder, meta)
+                    publish(partial_folder, final_folder)
         # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
         # and this run repeats their steps.
         with raise_on_all_ranks(gather_values):
@@ -175,11 +176,6 @@ class Saver:
                 shutil.rmtree(checkpoint)
         self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
         return final_folder
-
-
-def _publish(partial_folder: Path, final_folder: Path, meta: resume.Meta) -> None:
-    resume.write_meta(partial_folder, meta)
-    publish(partial_folder, final_folder)
 
 
 def load_checkpoint(

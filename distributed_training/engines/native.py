@@ -18,11 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
-from distributed_training.engines.optimizers import (
-    build_optimizer,
-    parameter_groups,
-    quantized_part,
-)
+from distributed_training.engines.optimizers import build_optimizer, quantized_part
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
@@ -104,6 +100,7 @@ class NativeEngine(base.Engine):
 
         on_gpu = topology.device_type == "cuda"
         self.step_graph = StepGraph(self._step, topology.device, captures=bool(config.cuda_graphs))
+        self.vocab_names = model.vocabulary_parameters()
         stages = {
             index: model.stage(blocks_of_stage)
             for index, blocks_of_stage in enumerate(plan.layout.stages)
@@ -126,15 +123,22 @@ class NativeEngine(base.Engine):
         self.module: nn.Module = next(iter(stages.values()))
         if plan.uses_ddp:
             self.module = self.replicate(self.module)
-        # Trained parameters of each stage. Collect them now, because an FSDP module lists rounded
-        # copies instead of its parameters while it is gathered.
-        self.params_by_stage = [
-            (stage, [(name, p) for name, p in stage.named_parameters() if p.requires_grad])
+        # Trained parameters. Collect them now, because an FSDP module lists rounded copies instead
+        # of its parameters while it is gathered.
+        self.named_params = [
+            (name, parameter)
             for stage in stages.values()
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
         ]
-        named_params = [pair for _, pairs in self.params_by_stage for pair in pairs]
-        self.gradient_names = [name for name, _ in named_params]
-        self.parameters = [parameter for _, parameter in named_params]
+        self.gradient_names = [name for name, _ in self.named_params]
+        self.parameters = [parameter for _, parameter in self.named_params]
+        # The last stage's copy of the tied embedding, which the first stage also has
+        self.embedding_copies = {
+            stage.output_weight
+            for stage in stages.values()
+            if stage.size.tied and stage.is_last and not stage.is_first
+        }
         self.pipeline: Any = None
         self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
@@ -145,12 +149,9 @@ class NativeEngine(base.Engine):
                 self.rounded_weights = RoundedWeights(self.stages, self.compute_dtype)
         # AdamW and clipping are element-wise, so they operate on local shards.
         self.local_params = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
-        groups = parameter_groups(self.local_params.values(), config.weight_decay)
         lr = float(config.learning_rate)
-        origins = {
-            self.local_params[parameter]: (name, parameter) for name, parameter in named_params
-        }
-        self.optimizer: Any = build_optimizer(config, groups, topology.device, origins)
+        origins = {self.local_params[p]: (name, p) for name, p in self.named_params}
+        self.optimizer: Any = build_optimizer(config, topology.device, origins)
         # A CUDA graph and compiled code read the learning rate of each step from memory.
         needs_lr_tensor = on_gpu or config.optimizer != "adamw"
         self.lr_tensor = torch.tensor(lr, device=topology.device) if needs_lr_tensor else None
@@ -267,11 +268,8 @@ class NativeEngine(base.Engine):
             foreach_mul_(
                 [local.grad for local in self.local_params.values()], 1.0 / self.loss_scale
             )
-        duplicate_params = (
-            self.pipeline.find_duplicate_params() if self.pipeline is not None else set()
-        )
         grad_norm, param_grad_norms = gradients.global_norm(
-            self.parameters, self.topology, duplicate_params
+            self.parameters, self.topology, self.embedding_copies
         )
         overflow = grad_norm.isfinite().logical_not()
         apply_update = True
@@ -354,29 +352,27 @@ class NativeEngine(base.Engine):
     def state_parts(self) -> Iterator[Part]:
         rank = self.topology.rank
         disk = self.plan.ranks_on_disk(rank)
-        # The last stage writes its copy of the tied embedding only if the files of the first stage
-        # may be on another disk.
+        # A copy of the tied embedding is written only if the files of the first stage may be on
+        # another disk.
         writes_copies = self.plan.has_node_local_files and self.topology.pp_rank > 0
-        for stage, named_params in self.params_by_stage:
-            vocab_names = stage.vocabulary_parameters()
-            is_copy = stage.size.tied and not stage.is_first and not writes_copies
-            copied_names = vocab_names if is_copy else ()
-            for number, (name, parameter) in enumerate(named_params):
-                rows = stage.size.vocab_size if name in vocab_names else parameter.shape[0]
-                local, start = locate_local(parameter)
-                writer = choose_writer(parameter, number, self.topology, disk)
-                written_here = name not in copied_names and writer == rank
-                adam_state = self.optimizer.state.get(self.local_params[parameter], {})
-                shape = (rows, *parameter.shape[1:])
-                tensors = {"weight": local}
-                tensors |= {key: adam_state[key] for key in base.MOMENTS if key in adam_state}
-                for key, tensor in tensors.items():
-                    quantized = hasattr(tensor, "codes")
-                    part = build_part(
-                        f"{key}/{name}", local if quantized else tensor, shape, start,
-                        written_here=written_here,
-                    )  # fmt: skip
-                    yield quantized_part(part, tensor) if quantized else part
+        for number, (name, parameter) in enumerate(self.named_params):
+            rows = self.plan.size.vocab_size if name in self.vocab_names else parameter.shape[0]
+            local, start = locate_local(parameter)
+            is_written = writes_copies or parameter not in self.embedding_copies
+            written_here = is_written and rank == choose_writer(
+                parameter, number, self.topology, disk
+            )
+            adam_state = self.optimizer.state.get(self.local_params[parameter], {})
+            shape = (rows, *parameter.shape[1:])
+            tensors = {"weight": local}
+            tensors |= {key: adam_state[key] for key in base.MOMENTS if key in adam_state}
+            for key, tensor in tensors.items():
+                quantized = hasattr(tensor, "codes")
+                part = build_part(
+                    f"{key}/{name}", local if quantized else tensor, shape, start,
+                    written_here=written_here,
+                )  # fmt: skip
+                yield quantized_part(part, tensor) if quantized else part
 
     def counters(self) -> dict[str, float]:
         steps = self.optimizer.state.get(self.local_params[self.parameters[0]], {}).get("step", 0)

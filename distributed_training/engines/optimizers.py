@@ -38,13 +38,13 @@ def parameter_groups(
 
 def build_optimizer(
     config: RunConfig,
-    groups: list[dict[str, Any]],
     device: torch.device,
     origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
-    step. `origins` maps each parameter in `groups` to the name and the DTensor of the parameter
-    whose shard it is. The DTensor is the parameter itself if it is not sharded."""
+    step. `origins` maps each parameter of the optimizer to the name and the DTensor of the
+    parameter whose shard it is. The DTensor is the parameter itself if it is not sharded."""
+    groups = parameter_groups(origins, config.weight_decay)
     lr = float(config.learning_rate)
     compiled = bool(config.compile)
     if config.optimizer == "adamw-8bit":

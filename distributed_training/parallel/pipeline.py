@@ -154,12 +154,6 @@ class Pipeline:
             # Both stages add the same two numbers, so their sums are equal.
             gradients[0] += peer_gradient
 
-    def find_duplicate_params(self) -> set[torch.Tensor]:
-        """Return the parameters that this rank must leave out of the gradient norm, because
-        another stage has copies of them and counts them."""
-        has_copy = self.last_stage is not None and not self.last_stage.is_first and self.size.tied
-        return {self.last_stage.output_weight} if has_copy else set()
-
     def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
         """Return an uninitialized tensor for this rank's shard of the activations [B, T, D] that
         stages send each other. `shape` is the shape [B, T] of the token ids."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.plan.plan import Plan
-from distributed_training.records.folder import checkpoint_name, list_checkpoints
+from distributed_training.records.folder import CHECKPOINTS, checkpoint_name, list_checkpoints
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import History
 from distributed_training.settings.config import RunConfig
@@ -30,25 +30,22 @@ def _format_ranks(ranks: list[int]) -> str:
 
 
 class NonFiniteError(RunError):
-    """Raised when a step has a non-finite loss or gradient. `checkpoints` contains the earlier
-    checkpoints of the run. `skipped_step` is the step that a rollback has already skipped (0 if
-    there is none)."""
+    """Raised when a step has a non-finite loss or gradient. `checkpoint` is the run's last earlier
+    checkpoint. `skipped_step` is the step that a rollback has already skipped (0 if there is
+    none)."""
 
-    def __init__(self, step: int, what: str, checkpoints: list[Path], skipped_step: int) -> None:
+    def __init__(self, step: int, what: str, checkpoint: Path | None, skipped_step: int) -> None:
         fix = "the run has no earlier checkpoint. Lower learning_rate, or look for a bad sample"
         if skipped_step:
             what += f", after step {skipped_step} was skipped"
             fix = "lower learning_rate"
-        elif checkpoints:
-            fix = (
-                f"to continue from {checkpoints[-1].name} and skip this batch, repeat the command "
-                "with "
-            )
-            fix += "--resume auto --on_nonfinite rollback"
+        elif checkpoint:
+            fix = f"to continue from {checkpoint.name} and skip this batch, repeat the command "
+            fix += "with --resume auto --on_nonfinite rollback"
         super().__init__(what, fix=fix)
         self.step = step
         self.what = what
-        self.rollback_checkpoint = None if skipped_step or not checkpoints else checkpoints[-1]
+        self.rollback_checkpoint = None if skipped_step else checkpoint
 
 
 def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
@@ -168,8 +165,7 @@ class StepResults:
         must call this method."""
         # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
         # may contain later checkpoints, which remain until the next save.
-        folders = broadcast_from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
-        checkpoints = [
-            Path(folder) for folder in folders if Path(folder).name <= checkpoint_name(step)
-        ]
-        return NonFiniteError(step, what, checkpoints, self.skipped_step)
+        names = broadcast_from_rank_0([folder.name for folder in list_checkpoints(self.run_dir)])
+        earlier = [name for name in names if name <= checkpoint_name(step)]
+        checkpoint = self.run_dir / CHECKPOINTS / earlier[-1] if earlier else None
+        return NonFiniteError(step, what, checkpoint, self.skipped_step)

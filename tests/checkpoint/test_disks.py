@@ -56,17 +56,17 @@ def on_two_nodes(folder):
     save(1)
     save(2)
     steps("saved")
-    right = saver._publish
+    right = saver.publish
 
     def publish(*arguments):
         if rank == 0:
             raise OSError("No space left on device")
         right(*arguments)
 
-    saver._publish = publish
+    saver.publish = publish
     with pytest.raises(OSError, match="No space left"):
         save(3)
-    saver._publish = right
+    saver.publish = right
     steps("one failed")
     save(4)
     steps("saved again")

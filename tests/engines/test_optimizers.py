@@ -15,10 +15,10 @@ RATE = 1e-3
 
 
 def build(name, parameter):
-    groups = [{"params": [parameter], "weight_decay": 0.1}]
-    config = merged({"optimizer": name, "learning_rate": RATE, "compile": False})
+    values = {"learning_rate": RATE, "weight_decay": 0.1, "compile": False}
+    config = merged({"optimizer": name, **values})
     origins = {parameter: ("weight", parameter)}
-    optimizer = build_optimizer(config, groups, parameter.device, origins)
+    optimizer = build_optimizer(config, parameter.device, origins)
     optimizer.init_state(parameter, torch.zeros(()))
     return optimizer
 

@@ -85,7 +85,8 @@ def test_skipped_steps_are_limited(tmp_path):
 
 
 def test_a_rollback_restores_the_last_checkpoint_before_the_step_once(tmp_path, monkeypatch):
-    folders = [tmp_path / f"step-{step:08d}" for step in (3, 6, 9)]  # 9 is of an earlier attempt
+    steps = (3, 6, 9)  # 9 is of an earlier attempt
+    folders = [tmp_path / f"checkpoints/step-{step:08d}" for step in steps]
     monkeypatch.setattr(results, "list_checkpoints", lambda _: folders)
     step_results = make_results(tmp_path)
     assert step_results.build_error(8, "").rollback_checkpoint == folders[1]
