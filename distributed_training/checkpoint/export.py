@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.checkpoint.trained import TrainedModel, trained_model_of_run
@@ -177,28 +176,10 @@ def write_card(folder: Path, r: Record) -> None:
         pipeline_tag="text-generation",
         base_model=find_model(r.config["model"]).hub_id if is_pretrained else None,
     )
-    steps = r.step
-    best_note = ""
-    if folder.name == BEST and r.best is not None:
-        steps = r.best["step"]
-        best_note = ", which had the lowest validation loss"
-    losses = [
-        (entry["step"], entry["loss"], entry["perplexity"], entry.get("bits_per_byte"))
-        for entry in r.evaluations
-        if entry["step"] in (0, steps)
-    ]
-    settings = [(key, in_markdown(short_name(str(value)))) for key, value in r.work.items()]
     text = fill_template(
-        "card.md.jinja", r=r,
-        folder=_local_name(folder),
-        front=front_matter.to_yaml(), steps=steps, best=best_note, strategy=r.layout_name,
-        processes=plural(r.world_size, "process"), short_name=short_name, quote=shlex.quote,
-        in_markdown=in_markdown,
-        losses=tabulate(
-            losses, ["step", "validation loss", "perplexity", "bits per byte"], "github",
-            floatfmt=("g", ".4f", ".2f", ".4f"),
-        ),
-        settings=tabulate(settings, ["key", "value"], "github", disable_numparse=True),
+        "card.md.jinja", r=r, front=front_matter.to_yaml(), folder=_local_name(folder),
+        best=r.best if folder.name == BEST else None, processes=plural(r.world_size, "process"),
+        short_name=short_name, in_markdown=in_markdown, quote=shlex.quote,
     )  # fmt: skip
     (folder / CARD).write_text(text, encoding="utf-8")
 

@@ -26,7 +26,7 @@ from distributed_training.records.record import (
 )
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, crc32_of, parse_as, shown
+from distributed_training.settings.files import crc32, crc32_of, shown
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
@@ -81,7 +81,7 @@ def read_meta(folder: Path) -> Meta:
     if values.pop(CHECKSUM, None) != crc32_of(values):
         why = f"{META_FILE} has changed since it was written"
         raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
-    return parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", resume_advice(folder))
+    return Meta(**values)
 
 
 def rank_file_name(rank: int) -> str:

@@ -43,11 +43,6 @@ class Topology:
         return self.rank % self.tp
 
     @property
-    def cp_rank(self) -> int:
-        """Rank along cp. Rank 0 has the first tokens of each sample."""
-        return self.rank // self.tp % self.cp
-
-    @property
     def dp_rank(self) -> int:
         """Rank along the data-parallel axes. Processes with different data-parallel ranks train on
         different samples."""

@@ -108,7 +108,7 @@ class Traffic(TorchDispatchMode):
         coordinates = {
             "pp": {p.pp_rank for p in positions},
             "dp_replicate": {p.dp_rank // shards for p in positions},
-            "dp_shard": {(p.dp_rank % shards, p.cp_rank) for p in positions},
+            "dp_shard": {(p.dp_rank % shards, p.rank // p.tp % p.cp) for p in positions},
             "tp": {p.tp_rank for p in positions},
         }
         return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)

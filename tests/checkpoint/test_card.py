@@ -37,9 +37,9 @@ def test_card_has_the_numbers_of_the_record(card):
     for words in (
         "gpt2-medium trained on wikitext-2", "354,823,168 parameters",
         "The training data has 1,000 samples of 512 tokens.",
-        "|      0 |            3.5000 |        33.12 |", "|     64 |            3.0000 |",
+        "| 0 | 3.5000 | 33.12 |", "| 64 | 3.0000 |",
         "64 of 64 steps with 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
-        "| seed              | 42 ", 'from_pretrained("path/to/20260101-dp/hf")',
+        "| seed | 42 |", 'from_pretrained("path/to/20260101-dp/hf")',
         "generate path/to/20260101-dp/hf",
     ):  # fmt: skip
         assert words in text, words
@@ -51,7 +51,7 @@ def test_card_of_the_best_weights_has_their_losses(card):
     changes = {"best": best, "evaluations": [*evaluations, best]}
     text = card("best", **changes).text
     assert "These are the weights after step 40, which had the lowest validation loss." in text
-    rows = [line.split()[1] for line in text.splitlines() if line.startswith("|  ")]
+    rows = [line.split()[1] for line in text.splitlines() if line.startswith("| ")]
     assert [row for row in rows if row.isdecimal()] == ["0", "40"]
     assert "These are the weights after step 64." in card(**changes).text
 
