@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,20 +88,21 @@ def generate_ids(
 
 
 def write_folder(
-    state: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    read: Callable[[str], torch.Tensor],
     base_fingerprint: int,
     plan: Plan,
     tokenizer: Tokenizer,
     chat: bool,
     folder: Path,
 ) -> None:
-    """Write a run's trained weights and tokenizer to `folder`. `state` maps the model's parameter
-    names to the weights. `folder` appears only when it is complete. For a LoRA run, only the
-    adapters are written unless the base model has random weights.
+    """Write a run's trained weights and tokenizer to `folder`. `names` are the names of the trained
+    parameters, and `read` returns the tensor of a name. `folder` appears only when it is complete.
+    For a LoRA run, only the adapters are written unless the base model has random weights.
 
     Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
-    trained = trained_model_of_run(plan, state, base_fingerprint)
+    trained = trained_model_of_run(plan, names, read, base_fingerprint)
     if trained.adapters is None or plan.weights_dir is None:
         dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
         save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)

@@ -1,6 +1,6 @@
 """Read a run's trained weights one tensor at a time, to load or export them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,30 +15,8 @@ from distributed_training.models.initial_weights import (
 )
 from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel.lora import apply_lora
-from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.machine import available_ram_bytes
-
-WEIGHT_PREFIX = "weight/"  # prefix of weights in checkpoints
-
-
-class SavedWeights(Mapping[str, torch.Tensor]):
-    """Weights in a checkpoint, keyed by the model's parameter names. Each tensor is read when it is
-    accessed."""
-
-    def __init__(self, files: TensorFiles) -> None:
-        self.files = files
-        names = (name for name in files.stored_parts if name.startswith(WEIGHT_PREFIX))
-        self.names = [name.removeprefix(WEIGHT_PREFIX) for name in names]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.files.read_whole(f"{WEIGHT_PREFIX}{name}").float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,14 +74,14 @@ class TrainedModel:
 
 
 def trained_model_of_run(
-    plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int
+    plan: Plan, names: Iterable[str], read: Callable[[str], torch.Tensor], base_fingerprint: int
 ) -> TrainedModel:
-    """Return the trained weights of a run. `state` maps the model's parameter names to the trained
-    tensors."""
+    """Return the trained weights of a run. `names` are the names of the trained parameters, and
+    `read` returns the tensor of a name."""
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
-        return TrainedModel(spec=spec, weights=lambda name, slices: state[name][slices])
+        return TrainedModel(spec=spec, weights=lambda name, slices: read(name)[slices])
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
@@ -111,7 +89,7 @@ def trained_model_of_run(
         hashed = plan.machine.num_gpus > 0
         base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
     adapters = peft.Adapters(
-        spec=spec, tensors={name: state[name].float() for name in state if ".adapter." in name},
+        spec=spec, tensors={name: read(name).float() for name in names if ".adapter." in name},
         config=config, base_fingerprint=str(base_fingerprint), origin=plan.run_dir,
     )  # fmt: skip
     return TrainedModel(spec=spec, weights=base, adapters=adapters)

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from distributed_training.checkpoint import export, resume
-from distributed_training.checkpoint.trained import SavedWeights, TrainedModel, open_trained_folder
+from distributed_training.checkpoint.trained import TrainedModel, open_trained_folder
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus
@@ -305,7 +305,12 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     plan, record = load_plan(run_dir), load_record(run_dir)
     tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
     chat = tokenizer.is_chat_form(record.data.get("form"))
-    export.write_folder(SavedWeights(files), meta.base_fingerprint, plan, tokenizer, chat, folder)
+    stored_names = [name for name in files.stored_parts if name.startswith("weight/")]
+    export.write_folder(
+        [name.removeprefix("weight/") for name in stored_names],
+        lambda name: files.read_whole(f"weight/{name}").float(),
+        meta.base_fingerprint, plan, tokenizer, chat, folder,
+    )  # fmt: skip
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")

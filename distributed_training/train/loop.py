@@ -311,8 +311,8 @@ class Trainer:
         state = self.engine.full_state()
         if state is not None:
             export.write_folder(
-                state, self.engine.base_fingerprint, self.plan, self.data.tokenizer,
-                self.data.is_chat, folder,
+                state, state.__getitem__, self.engine.base_fingerprint, self.plan,
+                self.data.tokenizer, self.data.is_chat, folder,
             )  # fmt: skip
 
     def _roll_back(self, error: NonFiniteError) -> None:
