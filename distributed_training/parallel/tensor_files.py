@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +27,16 @@ from distributed_training.parallel.private import first_index
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One rank's part of a tensor."""
+    """One rank's part of a tensor, in memory or in a file."""
 
     name: str
     shape: tuple[int, ...]  # shape of the whole tensor, without padding
     # First index of a box, or a single number for a range of the flattened tensor
     start: tuple[int, ...]
     size: tuple[int, ...]
-    get: Callable[[], torch.Tensor]  # returns shape `size`; writing to the result changes the state
+    # Returns the values, [*size], or a box of them. If the part is in memory, writing to the result
+    # changes the state.
+    get: Callable[..., torch.Tensor]
     written_here: bool = True  # False if another rank writes the same part to the same disk
     dtype: torch.dtype = torch.float32
     write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
@@ -158,52 +161,46 @@ def _aligned_bytes(part: Part) -> int:
     return -(-_num_bytes(part) // 64) * 64  # aligned for every dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredPart:
-    """Part of a tensor, as stored in a file."""
+def _read(file: Path, name: str, *box: slice) -> torch.Tensor:
+    """Return a whole tensor of a file or a box of it. This function opens the file each time,
+    because the pages of a mapped file would stay in this process's memory."""
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_slice(name)[box or slice(None)]
 
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    file: Path
-    name: str
 
-    def read(self, *box: slice) -> torch.Tensor:
-        """Return the whole part or a box of it. This method opens the file each time, because the
-        pages of a mapped file would stay in this process's memory."""
-        with safe_open(self.file, "pt") as file:
-            return file.get_slice(self.name)[box or slice(None)]
-
-    def copy_into(
-        self, target: torch.Tensor, is_filled: torch.Tensor, start: Sequence[int]
-    ) -> None:
-        """Copy the overlap of this part and `target` into `target`, and mark the copied values in
-        `is_filled`. `start` is the index of the first element of `target` in the tensor or, for a
-        range of the flattened tensor, in the flattened tensor."""
-        target_slices = []
-        part_slices = []
-        for a, n, b, m in zip(start, target.shape, self.start, self.size, strict=True):
-            low = max(a, b)
-            high = min(a + n, b + m)
-            if low >= high:
-                return
-            target_slices.append(slice(low - a, high - a))
-            part_slices.append(slice(low - b, high - b))
-        target[tuple(target_slices)] = self.read(*part_slices)
-        is_filled[tuple(target_slices)] = True
+def _copy_overlap(
+    stored_part: Part, target: torch.Tensor, is_filled: torch.Tensor, start: Sequence[int]
+) -> None:
+    """Copy the overlap of a stored part and `target` into `target`, and mark the copied values in
+    `is_filled`. `start` is the index of the first element of `target` in the tensor or, for a range
+    of the flattened tensor, in the flattened tensor."""
+    target_slices = []
+    part_slices = []
+    positions = zip(start, target.shape, stored_part.start, stored_part.size, strict=True)
+    for a, n, b, m in positions:
+        low = max(a, b)
+        high = min(a + n, b + m)
+        if low >= high:
+            return
+        target_slices.append(slice(low - a, high - a))
+        part_slices.append(slice(low - b, high - b))
+    target[tuple(target_slices)] = stored_part.get(*part_slices)
+    is_filled[tuple(target_slices)] = True
 
 
 class TensorFiles:
     """Tensors that are stored in several files. Any part of a tensor can be read."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self.stored_parts: dict[str, list[_StoredPart]] = {}
+        self.stored_parts: dict[str, list[Part]] = {}
         for path in paths:
             with safe_open(path, "pt") as file:
                 for name, position in json.loads(file.metadata()["places"]).items():
                     size = tuple(file.get_slice(name).get_shape())
-                    shape, start = tuple(position["shape"]), tuple(position["start"])
-                    stored_part = _StoredPart(shape, start, size, path, name)
+                    stored_part = Part(
+                        name=name, shape=tuple(position["shape"]), start=tuple(position["start"]),
+                        size=size, get=partial(_read, path, name),
+                    )  # fmt: skip
                     self.stored_parts.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
@@ -220,7 +217,7 @@ class TensorFiles:
                 expected = f"{list(stored_part.shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
             if stored_part.start == start and stored_part.size == size:
-                return stored_part.read()
+                return stored_part.get()
         is_box = len(start) == len(part.shape)
         if is_box and all(len(stored_part.start) == len(start) for stored_part in stored_parts):
             return self._read_box(part, size, start)
@@ -250,10 +247,10 @@ class TensorFiles:
         is_filled = torch.zeros(size, dtype=torch.bool)  # parts of several nodes may overlap
         for stored_part in self.stored_parts.get(part.name, []):
             if len(stored_part.start) == len(start):
-                stored_part.copy_into(box, is_filled, start)
+                _copy_overlap(stored_part, box, is_filled, start)
             else:
                 first = start[0] * math.prod(part.shape[1:])
-                stored_part.copy_into(box.view(-1), is_filled.view(-1), (first,))
+                _copy_overlap(stored_part, box.view(-1), is_filled.view(-1), (first,))
         if not is_filled.all():
             counts = f"{int(is_filled.sum())} of {box.numel()}"
             raise ValueError(f"only {counts} values of {part.name} were found")
