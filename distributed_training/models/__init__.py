@@ -257,10 +257,9 @@ class ModelSpec:
 
         name = matrix.split(".", 2)[2]
         size = self.size
-        num_rows, _ = size.block_matrices[size.matrix_names.index(name)]
-        rows = torch.arange(num_rows, device="cpu")
+        rows = torch.arange(sum(size.hf_matrices[name].values()), device="cpu")
         tensors = self.code.to_hf(f"{matrix}.weight", rows, size)
-        names = zip(tensors, size.adapted_parts(None)[name], strict=True)
+        names = zip(tensors, size.hf_matrices[name], strict=True)
         selected = size.adapted_parts(targets).get(name, {})
         return {
             hf_name.removesuffix(".weight"): tensors[hf_name].flatten()

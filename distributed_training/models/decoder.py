@@ -350,4 +350,4 @@ def summed_cross_entropy(
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
     """Return whether the parameter `name` is a matrix in a block."""
-    return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.matrix_names)
+    return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.hf_matrices)

@@ -221,7 +221,7 @@ def _from_peft(
     remaining = dict(tensors)
     size = spec.size
     for layer in range(size.num_layers):
-        for matrix, (_, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
+        for matrix, (_, columns) in zip(size.hf_matrices, size.block_matrices, strict=True):
             our_name = f"blocks.{layer}.{matrix}"
             rows_by_name = spec.hf_rows(our_name, config.lora_targets)
             parts = []

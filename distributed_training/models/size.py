@@ -25,6 +25,9 @@ class ModelSize:
     attention_width: int  # combined width of all attention heads
     # Shapes of the matrices in one block. tp shards them alternately by rows and by columns.
     block_matrices: tuple[tuple[int, int], ...]
+    # Their module names, in the same order -> the Hugging Face matrices that each matrix contains,
+    # in the order of `to_hf`: their names within a block and numbers of rows
+    hf_matrices: dict[str, dict[str, int]]
     block_parameters: int
     # Number of parameters per block that tp shards; the other parameters are replicated
     block_parameters_split: int
@@ -37,11 +40,6 @@ class ModelSize:
     # Number of groups of hidden units that tp keeps together; None if there are no groups
     mlp_units: int | None = None
     block_tensors: int = 12  # number of parameter tensors in a block
-    # Module names of `block_matrices`, in the same order
-    matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
-    # Module name -> the Hugging Face matrices that this matrix contains, in the order of `to_hf`:
-    # their names within a block and numbers of rows. {}: these are the matrices themselves
-    hf_matrices: dict[str, dict[str, int]] = field(default_factory=dict)
     splits: bool = True  # whether tp can shard the model and pp can partition it
     fuses_attention: bool = True  # whether attention is one kernel that skips masked tokens
     packs: bool = True  # whether attention can separate packed records
@@ -100,14 +98,10 @@ class ModelSize:
         `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
         matrices. As in PEFT, a target selects the matrices whose names end with it. Raises
         UserError for a target that selects no matrix."""
-        matrices = self.hf_matrices or {
-            name: {name: rows}
-            for name, (rows, _) in zip(self.matrix_names, self.block_matrices, strict=True)
-        }
         if targets is None:
-            return matrices
+            return self.hf_matrices
         suffixes = [f".{target.strip()}" for target in targets.split(",")]
-        names = [f".{name}" for parts in matrices.values() for name in parts]
+        names = [f".{name}" for parts in self.hf_matrices.values() for name in parts]
         for suffix in suffixes:
             if not any(name.endswith(suffix) for name in names):
                 why = f"the blocks have no matrix named {suffix[1:]}"
@@ -117,7 +111,7 @@ class ModelSize:
             our_name: {
                 name: rows for name, rows in parts.items() if f".{name}".endswith(tuple(suffixes))
             }
-            for our_name, parts in matrices.items()
+            for our_name, parts in self.hf_matrices.items()
         }
         return {our_name: parts for our_name, parts in selected.items() if parts}
 
@@ -126,7 +120,7 @@ class ModelSize:
         parameters that are equal on all tp ranks)."""
         adapted = self.adapted_parts(targets)
         per_rank = shared = 0
-        for index, name in enumerate(self.matrix_names):
+        for index, name in enumerate(self.hf_matrices):
             columns = self.block_matrices[index][1]
             for rows in adapted.get(name, {}).values():
                 split, common = (rows, columns) if index % 2 == 0 else (columns, rows)

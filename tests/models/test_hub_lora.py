@@ -23,7 +23,7 @@ def test_peft_loads_the_exported_adapters(kind, tmp_path):
     model = read_model(spec, folder)
     apply_lora(model, spec, config, torch.device("cpu"), {})
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(learning) == 2 * spec.size.num_layers * len(spec.size.matrix_names)
+    assert len(learning) == 2 * spec.size.num_layers * len(spec.size.hf_matrices)
     with torch.no_grad():
         for name, parameter in learning.items():
             if name.endswith(".b"):

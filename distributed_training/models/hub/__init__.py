@@ -31,7 +31,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 6  # version of the format of cached sizes
+_VERSION = 7  # version of the format of cached sizes
 # Number of blocks to inspect. Layer patterns repeat within fewer blocks.
 _FIRST_BLOCKS = 12
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -146,7 +146,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         num_heads=config.num_attention_heads,
         hidden_size=embedding.shape[1],
         block_matrices=tuple(matrices.values()),
-        matrix_names=tuple(matrices),
+        hf_matrices={name: {name: rows} for name, (rows, _) in matrices.items()},
         block_parameters=block_parameters,
         block_parameters_split=matrix_parameters,
         block_norm_parameters=block_parameters - matrix_parameters,

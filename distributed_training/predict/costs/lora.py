@@ -21,7 +21,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     the same holds for the gradient of the second matrix's input."""
     size = timing.size
     adapted = size.adapted_parts(timing.config.lora_targets)
-    matrices = zip(size.matrix_names, size.block_matrices, strict=True)
+    matrices = zip(size.hf_matrices, size.block_matrices, strict=True)
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
     passes = np.outer(
         (4, 7, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * sum(outputs.values()))
