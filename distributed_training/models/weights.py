@@ -39,7 +39,6 @@ FLOATS = set(TORCH_DTYPES)
 _DTYPE_CODES = {name: code for code, name in {**TORCH_DTYPES, "U8": "uint8"}.items()}
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
-_BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
 
 
 def all_finite(values: torch.Tensor) -> bool:
@@ -158,7 +157,7 @@ def _open_bin(file: Path) -> dict[str, StoredTensor]:
         raise UserError(what, shown(why)[1:-1], fix) from None
     return {
         name: StoredTensor(
-            _BIN_DTYPES.get(str(tensor.dtype), str(tensor.dtype)), list(tensor.shape),
+            _DTYPE_CODES.get(dtype_name(tensor.dtype), str(tensor.dtype)), list(tensor.shape),
             partial(lambda tensor, *slices: tensor[slices], tensor),
         )
         for name, tensor in tensors.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -121,18 +121,16 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         for name, module in blocks[0].named_modules()
         if type(module).__name__ in model.LINEAR_CLASSES
     }
-    other_shapes = {
-        name: s for name, s in shapes[0].items() if name.rpartition(".")[0] not in matrices
-    }
-    other_matrix = max(
-        (name for name in other_shapes if _is_matrix(other_shapes[name], config)), default=""
-    )
     is_mixture = any(_MIXTURE.search(type(module).__name__) for module in net.modules())
     saved_buffer = min(net.state_dict().keys() & dict(net.named_buffers()).keys(), default="")
     shapes_differ = any(shape != shapes[0] for shape in shapes)
     _refuse_if(is_mixture, "is a mixture of experts")
     _refuse_if(saved_buffer, f"saves {saved_buffer}, which is not a parameter")
-    _refuse_if(other_matrix, f"has a matrix outside its linear layers: {other_matrix}")
+    for name, shape in shapes[0].items():
+        # Small tables, such as a bias for each head, are not matrices.
+        is_matrix = len(shape) == 2 and min(shape) > config.num_attention_heads
+        is_other = name.rpartition(".")[0] not in matrices and (is_matrix or len(shape) > 2)
+        _refuse_if(is_other, f"has a matrix outside its linear layers: {name}")
     _refuse_if(shapes_differ, "has blocks of different shapes")
     _refuse_if(head is None or not matrices, "has no linear layers or no output layer")
     all_parameters = sum(p.numel() for p in net.parameters())
@@ -163,12 +161,6 @@ def _measure(document: dict[str, Any]) -> ModelSize:
             "head": model.read_logit_transform(net),
         },
     )
-
-
-def _is_matrix(shape: Sequence[int], config: Any) -> bool:
-    """Return whether a parameter has more than two dimensions, or has two dimensions that are both
-    larger than the number of heads."""
-    return len(shape) > 2 or (len(shape) == 2 and min(shape) > config.num_attention_heads)
 
 
 def build(size: ModelSize, *, dropout: float) -> Decoder:

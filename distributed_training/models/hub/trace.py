@@ -65,8 +65,8 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(shape, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
-class _BlockEndError(Exception):
-    """Exception that ends a forward pass after the model's first block."""
+class _BlockStartError(Exception):
+    """Exception that ends a forward pass at the model's first block, with the block's arguments."""
 
 
 def _run_block(net: Any, length: int) -> "_Recorder":
@@ -74,25 +74,25 @@ def _run_block(net: Any, length: int) -> "_Recorder":
     _, inner, (block, *_) = model.find_blocks(net)
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
 
-    def record_block(_block: Any, args: Any, options: Any) -> None:
-        hook.remove()
-        x = args[0].detach().requires_grad_()
-        recorder = _Recorder(x, _storages((args[1:], options, tensors)))
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
-        with fake, recorder, saved:
-            block(x, *args[1:], **options)
-        raise _BlockEndError(recorder)
+    def stop(_block: Any, args: Any, options: Any) -> None:
+        raise _BlockStartError(args, options)
 
-    hook = block.register_forward_pre_hook(record_block, with_kwargs=True)
+    hook = block.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
-    except _BlockEndError as end:
-        (recorder,) = end.args
+    except _BlockStartError as start:
+        (x, *others), options = start.args
+    hook.remove()
+    x = x.detach().requires_grad_()
+    recorder = _Recorder(x, _storages((others, options, tensors)))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+    with fake, recorder, saved:
+        block(x, *others, **options)
     for name, parameter in block.named_parameters():
         if parameter.untyped_storage() not in recorder.read:  # for example, of cross-attention
             raise UnsupportedError(f"has blocks that do not use {name}")
-    return recorder  # type: ignore[no-any-return]
+    return recorder
 
 
 class _Recorder(TorchDispatchMode):
