@@ -3,12 +3,15 @@ command `report`."""
 
 import argparse
 import base64
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from distributed_training.records.display import fill_template, fold, short_path
-from distributed_training.records.plots import draw_losses
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import (
     SETTINGS,
@@ -19,9 +22,11 @@ from distributed_training.records.results import (
     differing_keys,
 )
 from distributed_training.settings.errors import UserError, print_stderr, printable
-from distributed_training.settings.files import check_replaced, resolve_user_path
+from distributed_training.settings.files import MARK, check_replaced, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
+LINE_STYLES = ("-", "--", "-.", ":")
+Figure = Any  # matplotlib.figure.Figure, which is slow to import
 _KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
@@ -37,6 +42,52 @@ def render(form: str, title: str, heading: str, comparison: Comparison) -> str:
         zip=zip,
     )  # fmt: skip
     return "\n".join(map(printable, page.splitlines())) if form == "txt" else page
+
+
+def draw_losses(layouts: Sequence[LayoutRow]) -> bytes | None:
+    """Return the plot of the losses as a PNG file, or None if there are no losses."""
+    figure = plot_losses(layouts)
+    if figure is None:
+        return None
+    file = io.BytesIO()
+    # Replace matplotlib's version, so that equal runs produce equal files.
+    figure.savefig(file, dpi=130, metadata={"Software": MARK})
+    return file.getvalue()
+
+
+def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
+    """Plot the training losses of each run as a line, and its validation losses as dots. Runs of
+    the same layout have the same color. A non-finite loss (None in a record) leaves a gap. Return
+    None if there is no finite training loss."""
+    import matplotlib.figure
+
+    # This figure needs no display and need not be closed.
+    figure = matplotlib.figure.Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for index, layout in enumerate(layouts):
+        color = f"C{index % 10}"
+        label: str | None = layout.name
+        for r in layout.finished_records:
+            steps, losses = np.array(r.loss_curve, dtype=float).reshape(-1, 2).T
+            if not np.isfinite(losses).any():
+                continue
+            axes.plot(steps, losses, LINE_STYLES[index % 4], color=color, label=label,
+                      linewidth=1.2, marker="." if len(steps) == 1 else None)  # fmt: skip
+            label = None  # one entry in the legend per layout
+            evaluations = [(row["step"], row["loss"]) for row in r.evaluations]
+            eval_steps, eval_losses = np.array(evaluations, dtype=float).reshape(-1, 2).T
+            axes.plot(
+                eval_steps, eval_losses, "o", color=color, markersize=6, markeredgecolor="white",
+                zorder=3,
+            )  # fmt: skip
+    if not axes.lines:
+        return None
+    axes.plot([], [], color="black", linewidth=1.2, label="training")
+    axes.plot([], [], "o", color="black", markersize=5, label="validation")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    return figure
 
 
 def compare_runs(records: Sequence[Record]) -> Comparison:

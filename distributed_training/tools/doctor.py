@@ -1,13 +1,11 @@
-"""Check whether this machine is ready for training. This process does not import torch."""
+"""Check whether this machine is ready for training."""
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +18,8 @@ from distributed_training.planner import checks
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records.display import fold
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, plural
+from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.files import plural
 from distributed_training.settings.machine import (
     GIB,
     GPU_EXAMPLE,
@@ -36,16 +34,6 @@ from distributed_training.settings.request import build_config
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")  # NCCL uses it between GPUs without peer access
 HUB = ("huggingface.co", 443)
-# Code for another process, because importing torch takes seconds and may fail
-ASK_TORCH = """
-import json, torch
-cuda = torch.cuda.is_available()
-print(json.dumps({
-    "torch": torch.__version__, "cuda": torch.version.cuda, "available": cuda,
-    "nccl": cuda and ".".join(map(str, torch.cuda.nccl.version())),
-    "bf16": cuda and torch.cuda.is_bf16_supported(),
-}))
-"""
 
 
 class Finding(NamedTuple):
@@ -67,14 +55,11 @@ def check(is_good: bool, topic: str, text: str, fix: str = "") -> Finding:
     return ok(topic, text) if is_good else warn(topic, text, fix)
 
 
-def run_program(*command: str, seconds: float = 10) -> str:
+def run_program(*command: str) -> str:
     """Return the standard output of a program, or "" if the program is missing, fails or times
     out."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=True,
-            cwd=ROOT,  # `python -c` would import modules from the current folder first
-        )  # fmt: skip
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return result.stdout
     return ""
 
@@ -122,22 +107,21 @@ def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
         with contextlib.suppress(PackageNotFoundError):
             yield ok("torch", version("torch"))
             return
-    output = run_program(sys.executable, "-c", ASK_TORCH, seconds=60)
-    if not output:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
         fix = "Install it:\npip install -r requirements.txt"
-        yield fail("torch", "torch cannot be imported, or importing it took over a minute.", fix)
+        yield fail("torch", f"torch cannot be imported: {first_line(error)}", fix)
         return
-    report = json.loads(output.splitlines()[-1])
-    text = f"{report['torch']}, CUDA {report['cuda'] or 'none'}"
-    if report["available"]:
-        yield ok("torch", f"{text}, NCCL {report['nccl']}")
-        text = "supported"
-        if not report["bf16"]:
-            text = "This GPU does not support bf16. Runs use fp16."
-        yield check(report["bf16"], "bf16", text)
-    else:
+    text = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    if not torch.cuda.is_available():
         fix = "Install a torch build that the driver supports: pytorch.org/get-started"
         yield fail("torch", f"{text}. torch sees no GPU, but nvidia-smi does.", fix)
+        return
+    yield ok("torch", f"{text}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    has_bf16 = torch.cuda.is_bf16_supported()
+    text = "supported" if has_bf16 else "This GPU does not support bf16. Runs use fp16."
+    yield check(has_bf16, "bf16", text)
 
 
 def check_memory() -> Iterator[Finding]:

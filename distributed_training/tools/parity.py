@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from distributed_training.planner.layouts import OPEN_SETTINGS
 from distributed_training.records.display import fold, short_path
@@ -187,62 +188,62 @@ def find_excess(
 
 def compare_records(record: Record, reference: Record) -> compare.Differences:
     """Return the relative differences in losses, gradient norms and tensors between two runs."""
-    differences = {}
-    figures = zip(LIMITS, _read_figures(record), _read_figures(reference), strict=False)
-    for quantity, values, reference_values in figures:
+    differences = {"weights": _state_differences(Path(record.run_dir), Path(reference.run_dir))}
+    expected_figures = _read_figures(reference)
+    for quantity, figures in _read_figures(record).items():
+        expected = expected_figures[quantity]
         differences[quantity] = {
-            step: relative_difference(values.get(step), reference_values.get(step))
-            for step in values | reference_values
+            name: relative_difference(figures.get(name), expected.get(name))
+            for name in figures | expected
         }
-    differences["weights"] = _state_differences(Path(record.run_dir), Path(reference.run_dir))
     return differences
 
 
-def _read_figures(record: Record) -> list[dict[str, float | None]]:
+def _read_figures(record: Record) -> dict[str, dict[str, float | None]]:
     """Return the losses and the gradient norms of a run. A value is None if it is not finite."""
     lines = (Path(record.run_dir) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     losses = {f"loss of step {row['step']}": row["loss"] for row in steps}
     for row in record.evaluations:
         losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
-    return [losses, {f"gradient norm of step {row['step']}": row["grad_norm"] for row in steps}]
-
-
-def relative_difference(value: float | None, reference: float | None) -> float:
-    """Return the relative difference of `value` from `reference`. If exactly one of the values is
-    missing (None) or is NaN, the difference is infinite."""
-    if value is not None and reference:
-        return _nan_to_inf(abs(value - reference) / reference)
-    return 0.0 if value == reference else math.inf
-
-
-def _nan_to_inf(difference: float) -> float:
-    """Return infinity instead of NaN, because a comparison with NaN is always False."""
-    return math.inf if math.isnan(difference) else difference
+    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in steps}
+    return {"loss": losses, "gradient norm": norms}
 
 
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
-    """Return the relative difference for each tensor in the last checkpoints: the norm of the
-    difference, divided by the norm of the reference. The tensors are weights and optimizer state.
-    The optimizer state is included because gradients of the wrong magnitude hardly change Adam's
-    steps. Checkpoints of all layouts contain the same tensors."""
-    from torch.linalg import vector_norm  # slow to import
+    """Return the relative difference for each tensor in the last checkpoints. The tensors are
+    weights and optimizer state. The optimizer state is included because gradients of the wrong
+    magnitude hardly change Adam's steps. Checkpoints of all layouts contain the same tensors."""
+    from distributed_training.parallel.tensor_files import TensorFiles  # imports torch
 
-    from distributed_training.parallel.tensor_files import TensorFiles
-
-    tensors, reference = (
+    checkpoints = [
         TensorFiles(sorted(list_checkpoints(folder)[-1].glob("*.safetensors")))
         for folder in (run_dir, reference_dir)
-    )
-    names = sorted(tensors.stored_parts.keys() | reference.stored_parts.keys())
-    # Tensors that are in only one checkpoint keep an infinite difference.
-    differences = {name: math.inf for name in names if name.startswith(STATE)}
-    for name in differences.keys() & tensors.stored_parts.keys() & reference.stored_parts.keys():
-        reference_tensor = reference.read_whole(name)
-        norm = max(float(vector_norm(reference_tensor)), 1e-30)  # avoids division by 0
-        difference = float(vector_norm(tensors.read_whole(name) - reference_tensor)) / norm
-        differences[name] = _nan_to_inf(difference)
+    ]
+    names = sorted({name for files in checkpoints for name in files.stored_parts})
+    differences = {}
+    for name in names:
+        if name.startswith(STATE):
+            tensor, reference = (
+                files.read_whole(name) if name in files.stored_parts else None
+                for files in checkpoints
+            )
+            differences[name] = relative_difference(tensor, reference)
     return differences
+
+
+def relative_difference(value: Any, reference: Any) -> float:
+    """Return the relative difference of two numbers or tensors: the norm of the difference, divided
+    by the norm of the reference. If exactly one of them is missing (None), or if one is NaN, the
+    difference is infinite, because a comparison with NaN is always False."""
+    import torch  # slow to import
+
+    if value is None or reference is None:
+        return 0.0 if value is reference else math.inf
+    expected = torch.as_tensor(reference)
+    norm = max(float(torch.linalg.vector_norm(expected)), 1e-30)  # avoids division by 0
+    difference = float(torch.linalg.vector_norm(torch.as_tensor(value) - expected)) / norm
+    return math.inf if math.isnan(difference) else difference
 
 
 def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
@@ -274,10 +275,12 @@ def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
          "apart": trial.differences}
         for trial in trials
     ]  # fmt: skip
-    origin = {"generator": MARK} | provenance(shlex.join(["python", *sys.argv]))
-    origin |= {"rule": explanation, "runs": rows}
-    origin |= {"heading": heading, "config": reference.config, "machine": reference.machine}
-    write_json(out / "parity.json", origin)
+    document = {
+        "generator": MARK, **provenance(shlex.join(["python", *sys.argv])), "heading": heading,
+        "rule": explanation, "config": reference.config, "machine": reference.machine,
+        "runs": rows,
+    }  # fmt: skip
+    write_json(out / "parity.json", document)
     notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
     print(f"\n{heading}\n\n{format_table(columns)}")
     for text in (*notes, explanation, f"Wrote {short_path(out)}/parity.json."):

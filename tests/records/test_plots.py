@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from distributed_training.records.plots import plot_losses
+from distributed_training.records.report import plot_losses
 from distributed_training.records.results import LayoutRow
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record

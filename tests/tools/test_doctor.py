@@ -1,11 +1,12 @@
 """Test the checks of `doctor` on simulated machines."""
 
 import dataclasses
-import json
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from distributed_training.settings.errors import UserError
 from distributed_training.tools import doctor
@@ -24,17 +25,15 @@ GPU3\t{link}\t{link}\t{link}\t X \t0-15
 def machine(monkeypatch):
     """Replace the results of nvidia-smi and torch. Return an object whose attributes set the
     results."""
-    told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
+    told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", sees_gpu=True)
 
-    def run_program(program, *arguments, seconds=10):
-        if "topo" in arguments:
-            return TOPOLOGY.format(link=told.link)
-        if program == "nvidia-smi":
-            return told.used
-        facts = {"torch": "2.11", "cuda": "13.0", "available": True, "nccl": "2.28", "bf16": True}
-        return "" if told.torch is None else json.dumps({**facts, **told.torch}) + "\n"
+    def run_program(program, *arguments):
+        return TOPOLOGY.format(link=told.link) if "topo" in arguments else told.used
 
     monkeypatch.setattr(doctor, "run_program", run_program)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: told.sees_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28))
     return told
 
 
@@ -42,7 +41,7 @@ def levels(findings):
     return {finding.topic: finding.level for finding in findings}
 
 
-def test_problems_with_gpus_are_reported(machine):
+def test_problems_with_gpus_are_reported(machine, monkeypatch):
     fine = levels([*doctor.check_gpus(GPU_MACHINE), *doctor.check_torch_and_driver(GPU_MACHINE)])
     assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch", "bf16"), "ok")
     machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
@@ -52,10 +51,10 @@ def test_problems_with_gpus_are_reported(machine):
     assert levels(findings.values()) == {"GPUs": "ok", **expected_levels}
     assert "memory on GPU 1." in findings["in use"].text
     assert levels(doctor.check_gpus(CPU_MACHINE)) == {"GPUs": "warn"}
-    machine.torch = {"available": False, "cuda": None}
+    machine.sees_gpu = False
     (finding,) = doctor.check_torch_and_driver(GPU_MACHINE)
     assert (finding.level, "sees no GPU" in finding.text) == ("fail", True)
-    machine.torch = None
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
     assert levels(doctor.check_torch_and_driver(GPU_MACHINE)) == {"torch": "fail"}
     assert levels(doctor.check_torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
 
