@@ -40,9 +40,10 @@ class TrainedModel:
         model = self.spec.build_meta_model()
         weights = self._checked_weights(model)
         adapters = self.adapters
-        stays_nf4 = dtype is not None and adapters is not None and adapters.has_nf4_base
         model.compute_dtype = dtype or torch.float32
-        if adapters and stays_nf4:
+        stays_nf4 = False
+        if dtype and adapters and adapters.config.base_dtype == "nf4":
+            stays_nf4 = True
             model.compute_dtype = adapters.compute_dtype
         keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
         for name, parameter in model.named_parameters():

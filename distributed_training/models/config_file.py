@@ -5,18 +5,27 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_json
+from distributed_training.settings.files import load_json, publish
 
 CONFIG_FILE = "config.json"
+Count = Annotated[int, Field(ge=1)]
 GENERATION_CONFIG = "generation_config.json"
+
+
+class FamilyConfig(BaseModel, strict=True):
+    """Keys of a config.json that no family supports."""
+
+    quantization_config: None = Field(None, exclude=True)
+    auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
 
 def load_object(file: Path) -> dict[str, Any]:
@@ -80,7 +89,7 @@ def cached_json(key: str, compute: Callable[[], str]) -> str:
     value = compute()
     with contextlib.suppress(OSError):
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_file.parent, delete=False) as new_file:
-            new_file.write(value)
-        os.replace(new_file.name, cache_file)
+        new_file = cache_file.with_suffix(f".{os.getpid()}")
+        new_file.write_text(value)
+        publish(new_file, cache_file)
     return value

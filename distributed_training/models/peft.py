@@ -1,7 +1,6 @@
 """Read and write LoRA adapters in PEFT's folder format, prepare them for further training, and
 merge them into weights."""
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,17 +33,6 @@ class Adapters:
     origin: object  # folder or run of the adapters, for messages
 
     @property
-    def has_nf4_base(self) -> bool:
-        """Return whether the base was in NF4. Raises UserError if it was and bitsandbytes is not
-        installed."""
-        is_nf4 = self.config.base_dtype == "nf4"
-        if is_nf4 and importlib.util.find_spec("bitsandbytes") is None:
-            what = f"{self.origin}: these adapters were trained on an NF4 base model"
-            why = "the package bitsandbytes is not installed"
-            raise UserError(what, why, "run: pip install bitsandbytes")
-        return is_nf4
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype in which the run that trained the adapters computed."""
         return _DTYPES[self.config.precision]
@@ -52,7 +40,7 @@ class Adapters:
     def trained_base(self, base: WeightSource) -> WeightSource:
         """Return a source of the `base` weights on which the adapters were trained. If the base was
         quantized, the source returns dequantized values."""
-        if not (self.has_nf4_base or self.config.has_quantized_base):
+        if not self.config.has_quantized_base:
             return base
         return dequantized_source(
             base, self.spec.size, str(self.config.base_dtype), self.compute_dtype

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from distributed_training.models import OUTPUT_LAYER
-from distributed_training.models.config_file import CONFIG_FILE, read_config
+from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
@@ -72,10 +72,9 @@ SIZES = {name: gpt2_size(**shape) for name, shape in _NAMED.items()}
 MODEL_TYPES = ("gpt2",)
 STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
 _OUTPUT_ROWS = "output_rows.weight"
-Count = Annotated[int, Field(ge=1)]
 
 
-class _Config(BaseModel, strict=True, populate_by_name=True):
+class _Config(FamilyConfig, populate_by_name=True):
     """Keys of a config.json that affect the computation. Options that differ from GPT-2's published
     architecture are rejected."""
 
@@ -93,8 +92,6 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     add_cross_attention: Literal[False] = False
     tied: bool = Field(True, alias="tie_word_embeddings")
-    quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:

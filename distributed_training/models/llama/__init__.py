@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
-from distributed_training.models.config_file import CONFIG_FILE, read_config
+from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
-Count = Annotated[int, Field(ge=1)]
 SLIDING = "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(ModelType)
@@ -64,7 +63,7 @@ class Rope(BaseModel, strict=True, extra="forbid"):
         return {k: v for k, v in values.items() if k not in redundant or v != redundant[k]}
 
 
-class Config(BaseModel, strict=True):
+class Config(FamilyConfig):
     """Keys of a config.json that affect the computation, as transformers reads them
     (models/config_file.py)."""
 
@@ -87,8 +86,6 @@ class Config(BaseModel, strict=True):
     sliding_window: Count | None = None
     # None if all layers have the same type
     layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)
-    quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
     @model_validator(mode="before")
     @classmethod
