@@ -19,8 +19,7 @@ from distributed_training.records.record import History
 from distributed_training.settings.request import build_config
 from distributed_training.train import callbacks, loop
 from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
-from distributed_training.train.loop import Trainer, learning_rate
-from distributed_training.train.results import NonFiniteError
+from distributed_training.train.loop import NonFiniteError, Trainer, learning_rate
 from tests.checkpoint.test_checkpoint import TOPOLOGY
 
 

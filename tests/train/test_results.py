@@ -9,8 +9,8 @@ import torch
 from distributed_training.engines.base import StepResult
 from distributed_training.records.record import History
 from distributed_training.settings.request import build_config
-from distributed_training.train import results
-from distributed_training.train.results import (
+from distributed_training.train import loop
+from distributed_training.train.loop import (
     MAX_CONSECUTIVE_SKIPS,
     StepResults,
     has_nonfinite_gradients,
@@ -87,7 +87,7 @@ def test_skipped_steps_are_limited(tmp_path):
 def test_a_rollback_restores_the_last_checkpoint_before_the_step_once(tmp_path, monkeypatch):
     steps = (3, 6, 9)  # 9 is of an earlier attempt
     folders = [tmp_path / f"checkpoints/step-{step:08d}" for step in steps]
-    monkeypatch.setattr(results, "list_checkpoints", lambda _: folders)
+    monkeypatch.setattr(loop, "list_checkpoints", lambda _: folders)
     step_results = make_results(tmp_path)
     assert step_results.build_error(8, "").rollback_checkpoint == folders[1]
     assert step_results.build_error(2, "").rollback_checkpoint is None
