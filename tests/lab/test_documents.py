@@ -3,6 +3,7 @@ targets."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -26,12 +27,22 @@ def test_figures_equal_their_records():
     assert main(["--check"]) == 0
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub creates for a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_resolve():
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-            if not target.startswith(("http", "#")):
-                file = path.parent / target.split("#")[0]
-                assert file.exists(), f"{path} links to {target}"
+            if target.startswith("http"):
+                continue
+            name, _, anchor = target.partition("#")
+            page = path.parent / name if name else path
+            assert page.exists(), f"{path} links to {target}"
+            if anchor and page.suffix == ".md":
+                assert anchor in anchors(page), f"{path} links to {target}"
 
 
 def test_readme_names_every_strategy():
