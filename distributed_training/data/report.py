@@ -78,14 +78,12 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     if form != RUNNING and (num_short := int((lengths < 2).sum())):
         left_out["fewer than two tokens"] = num_short
     if "loss_mask" in split:
-        starts = np.sort(samples.starts)
+        order = np.argsort(samples.starts)
+        starts = samples.starts[order]
         full_lengths = lengths[np.searchsorted(split["starts"], starts, "right") - 1] - 1
         is_cut = full_lengths > config.max_length
         num_answers = count_targets(split["loss_mask"], starts, full_lengths)
-        num_kept = count_targets(
-            split["loss_mask"], starts, np.minimum(full_lengths, config.max_length)
-        )
-        num_answers_cut = int((num_kept < num_answers).sum())
+        num_answers_cut = int((samples.num_targets[order] < num_answers).sum())
         if num_filled := int((lengths > 1).sum()) - len(samples):
             if has_one_sample:
                 left_out[FILLED] = num_filled

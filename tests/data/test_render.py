@@ -6,6 +6,7 @@ import re
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from distributed_training.data.chats.align import loses_thoughts
 from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.support import refused
@@ -51,7 +52,9 @@ def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents()
     renderer = Tokenizer(EMBEDDED_DIR).renderer
     answer = {**SAID[1], "reasoning_content": "hm"}
     (sample,) = renderer.render_samples(Conversation([SAID[0], answer]), "here")
-    assert (sample.text, sample.thoughts_removed) == ("user: 2+2=\nassistant: 4<|endoftext|>", 1)
+    assert sample.text == "user: 2+2=\nassistant: 4<|endoftext|>"
+    assert loses_thoughts(answer, sample.text)
+    assert not loses_thoughts(answer, "hm")
     assert [sample.text[slice(*span)] for span in sample.spans] == [" 4<|endoftext|>"]
     for unsupported in ({"documents": [{"text": "a"}]}, {"tools": [{"name": "f"}]}):
         with refused("here", "documents"):

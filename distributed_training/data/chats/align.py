@@ -18,12 +18,10 @@ class AlignmentError(ValueError):
 
 class Rendered(NamedTuple):
     """Sample rendered from a conversation: its text, and the spans of the text that are in the
-    loss. Two more fields count the answers whose reasoning was removed, and the answers without an
-    end token."""
+    loss."""
 
     text: str
     spans: list[Span]
-    thoughts_removed: int = 0  # answers whose reasoning the template removes
     num_without_end_token: int = 0  # answers that the template ends without a special token
 
 
@@ -69,8 +67,6 @@ def align(
         for index in set(answer_indices).intersection(skip):
             answer = _find_answer(render, messages, index, special_pattern)
             spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]
-        marked_text = "".join(full_text[first:last] for first, last in spans)
-        num_removed = sum(_lost_thoughts(messages[index], marked_text) for index in trained_indices)
         # An answer may have several marked spans. The last one must contain the end token.
         num_without_end_token = 0
         length = len(full_text)
@@ -78,10 +74,9 @@ def align(
             ends = following == length or special_pattern.search(full_text, last, following)
             if ends and not special_pattern.search(full_text, first, last):
                 num_without_end_token += 1
-        return [Rendered(full_text, spans, num_removed, num_without_end_token)] if spans else []
+        return [Rendered(full_text, spans, num_without_end_token)] if spans else []
     shared_spans = list[Span]()
     separate_samples = list[Rendered]()
-    num_removed = 0
     num_without_end_token = 0
     for index in trained_indices:
         text, start, end, is_prefix, stop = _find_answer(render, messages, index, special_pattern)
@@ -90,10 +85,9 @@ def align(
         if is_prefix and full_text.startswith(text):
             end = len(text)
         elif not (is_prefix and start < end and full_text.startswith(text[:end])):
-            num_lost = int(_lost_thoughts(messages[index], text[start:]))
             text += stop
             lacks_end_token = int(not special_pattern.search(text, start))
-            separate_samples.append(Rendered(text, [(start, len(text))], num_lost, lacks_end_token))
+            separate_samples.append(Rendered(text, [(start, len(text))], lacks_end_token))
             continue
         else:  # White space after the end token belongs to the answer, as at the end of the text.
             end = len(full_text) - len(full_text[end:].lstrip())
@@ -103,13 +97,9 @@ def align(
             next_mark = special_pattern.match(full_text, end)
             end = next_mark.end() if next_mark else end
         shared_spans.append((start, end))
-        num_removed += _lost_thoughts(messages[index], full_text[start:end])
         num_without_end_token += not (stop or special_pattern.search(text, start))
     if shared_spans:
-        return [
-            Rendered(full_text, shared_spans, num_removed, num_without_end_token),
-            *separate_samples,
-        ]
+        return [Rendered(full_text, shared_spans, num_without_end_token), *separate_samples]
     return separate_samples
 
 
@@ -178,8 +168,8 @@ def _try_render(render: Render, messages: Sequence[Message], **options: Any) -> 
         return ""
 
 
-def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
-    """Return whether a message has reasoning that is missing from its rendered `text`."""
+def loses_thoughts(message: Mapping[str, Any], text: str) -> bool:
+    """Return whether a message has reasoning that is missing from `text`, which is in the loss."""
     thoughts = [message.get(key) for key in ("reasoning_content", "thinking", "reasoning")]
     content = message.get("content")
     if isinstance(content, str):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distributed_training.data import pieces
-from distributed_training.data.chats.align import join_parts
+from distributed_training.data.chats.align import join_parts, loses_thoughts
 from distributed_training.data.chats.records import Record
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
@@ -115,8 +115,13 @@ def _render(
     rendered = "\n".join(sample.text for sample in samples)
     counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
     counts.notes[OMITTED_BY_TEMPLATE] += any(word not in rendered for word in expected_words)
+    trained_text = "\n".join(
+        sample.text[first:last] for sample in samples for first, last in sample.spans
+    )
+    for index, message in enumerate(conversation.messages):
+        is_trained = message["role"] == pieces.ASSISTANT and index not in conversation.skip
+        counts.notes[THOUGHTS] += is_trained and loses_thoughts(message, trained_text)
     for sample in samples:
-        counts.notes[THOUGHTS] += sample.thoughts_removed
         counts.notes[NO_END_TOKEN] += sample.num_without_end_token
         yield Piece(sample.text, sample.spans, templated=tokenizer.facts.has_template, eos=False)
 
