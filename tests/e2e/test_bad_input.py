@@ -17,13 +17,9 @@ COMMAND_LINES = {
     "output_dir is a file": (
         "--set output_dir={tmp}/file.txt", ["output_dir=", "file.txt"],
     ),
-    "more positions than the model's": (
-        "--set max_length=1025 --dry-run", ["max_length=1025", "gpt2-tiny", "1024"],
-    ),
     "dataset neither here nor on the Hub": (
         "--set dataset=me/none --dry-run", ["'me/none'", "Hub"],
     ),
-    "push without a token": ("--push user/tiny --dry-run", ["HF_TOKEN"]),
     "push to no name": (
         "--push a/b/c --dry-run", ["push='a/b/c'", "user/name"],
     ),

@@ -88,17 +88,20 @@ def test_a_file_that_is_only_partly_in_the_mirror_is_copied_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"),
-    [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 256 - 9)],
+    ("code", "expected"), [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", 256 - 9)]
 )
 def test_a_broken_mirror_does_not_end_the_command(code, expected, tmp_path, monkeypatch, capfd):
+    pushed = tmp_path / "pushed"
+
     def push(*arguments):
         if arguments[2] == "*":
+            pushed.touch()
             raise OSError("the bucket is gone")
 
     monkeypatch.setattr(mirror, "push", push)
     (tmp_path / "bucket").mkdir()
-    command = [sys.executable, "-c", code]
+    wait = f"import os\nwhile not os.path.exists({str(pushed)!r}): pass\n"
+    command = [sys.executable, "-c", wait + code]
     assert mirror.main("0", tmp_path / "runs", tmp_path / "bucket", command) == expected
     assert "the bucket is gone" in capfd.readouterr().err
 
