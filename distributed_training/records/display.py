@@ -49,9 +49,7 @@ class Display:
         """Print generated text. Control characters are escaped."""
         self.say(title)
         for line in text.split("\n"):
-            shown = printable(line)
-            for row in textwrap.wrap(shown, WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2):
-                self.say(f"  {row}")
+            self.say(textwrap.indent(textwrap.fill(printable(line), WIDTH - 2), "  "))
 
     def table(self, rows: dict[str, str]) -> None:
         """Print aligned lines of names and values. Long values are wrapped, and empty values are

@@ -22,7 +22,7 @@ from distributed_training.records.results import (
     differing_keys,
 )
 from distributed_training.settings.errors import UserError, print_stderr, printable
-from distributed_training.settings.files import MARK, check_replaced, resolve_user_path
+from distributed_training.settings.files import MARK, check_replaced, plural, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -105,7 +105,7 @@ def compare_runs(records: Sequence[Record]) -> Comparison:
         texts += [f"{key} {show(r)}" for key, show in SETTINGS.items() if key not in common]
         texts += [f"{key} {r.work.get(key)}" for key in keys if key not in _KEYS_IN_SETTINGS]
         layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
-    return Comparison(layouts=layouts, row_heading="run")
+    return Comparison(layouts=layouts)
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
@@ -139,9 +139,8 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     if not records:
         what = f"There is no run record in {', '.join(map(short_path, paths))}"
         raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
-    heading = short_path(os.path.commonpath([r.run_dir for r in records]))
-    if len(records) > 1:
-        heading = f"{len(records)} runs in {heading}"
+    folder = short_path(os.path.commonpath([r.run_dir for r in records]))
+    heading = f"{plural(len(records), 'run')} in {folder}"
     page = ("Training runs", heading, compare_runs(records))
     print(render("txt", *page), flush=True)
     if html := arguments.html:

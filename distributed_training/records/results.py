@@ -32,7 +32,7 @@ _PAGE_COLUMNS = {
     "ms per step", "MFU", "peak RAM", "training loss", "validation perplexity", "bits per byte",
 }  # fmt: skip
 # Left-aligned columns
-TEXT_COLUMNS = {"run", "strategy", "pick", "layout", "status", "verdict", "bottleneck"}
+TEXT_COLUMNS = {"run", "pick", "layout", "status", "verdict", "bottleneck"}
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,6 @@ class Comparison:
     """Layouts whose runs are compared."""
 
     layouts: list[LayoutRow]
-    row_heading: str = "strategy"  # heading of the first column
 
     @property
     def records(self) -> list[Record]:
@@ -267,10 +266,8 @@ class Comparison:
         """Return the table of speed, memory and losses. Failed layouts also have a row."""
         about = (
             "Each time is the median over the steps of a run. With several seeds, cells show the "
-        )
-        about += "mean ± standard deviation. Memory is that of the process that uses the most: "
-        about += (
-            "PyTorch reserves GPU memory (without its CUDA context), and RAM includes libraries."
+            "mean ± standard deviation. Memory is that of the process that uses the most: PyTorch "
+            "reserves GPU memory (without its CUDA context), and RAM includes libraries."
         )
         table = self._table("Results", about, self.layouts, RESULTS)
         table.columns["status"] = [layout.status for layout in self.layouts]
@@ -280,8 +277,8 @@ class Comparison:
         """Return the table that compares each plan's prediction with its run."""
         about = (
             "The peak is that of allocated memory on the fullest GPU or, without GPUs, of the RAM "
+            "of the fullest process, with libraries. Each prediction was made before its run."
         )
-        about += "of the fullest process, with libraries. Each prediction was made before its run."
         layouts = self.finished if any(r.prediction for r in self.records) else []
         return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
 
@@ -289,7 +286,7 @@ class Comparison:
         self, title: str, about: str, layouts: Sequence[LayoutRow], columns: Mapping[str, Column]
     ) -> Table:
         """Return a table with one row per layout, without empty columns."""
-        cells = {self.row_heading: [layout.name for layout in layouts]}
+        cells = {"run": [layout.name for layout in layouts]}
         for name, column in columns.items():
             texts = [column(*layout.finished_records) for layout in layouts]
             if {*texts} - {EMPTY_CELL}:

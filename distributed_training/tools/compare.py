@@ -325,11 +325,9 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     ]
     comparison = Comparison(layouts=layouts)
     title = "Strategies side by side"
-    runs_text = plural(len(runs), "run")
-    if count_runs(runs, "ok") < len(runs):
-        runs_text = f"{count_runs(runs, 'ok')} of {runs_text}"
     heading = (
-        f"{runs_text} finished. The runs were executed one after another, each in new processes."
+        f"{count_runs(runs, 'ok')} of {plural(len(runs), 'run')} finished. The runs were executed "
+        "one after another, each in new processes."
     )
     page = report.render("html", title, heading, comparison)
     (out / "compare.html").write_text(page, encoding="utf-8")

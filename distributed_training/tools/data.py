@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus, find_unread
@@ -17,9 +15,8 @@ from distributed_training.data.samples import read_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
-from distributed_training.records.display import fold
+from distributed_training.records.display import Display
 from distributed_training.settings.config import Request, RunConfig, with_values
-from distributed_training.settings.errors import printable
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import named_strategy
@@ -80,9 +77,10 @@ def run(
     for number, (ids, mask) in enumerate(shown_samples, 1):
         print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} in the loss")
         print(_mark_targets(tokenizer, ids.tolist(), mask.tolist()))
-    print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
+    display = Display(enabled=True)
+    display.table(_rows(counts, config))
     for note in [*notes, *report.describe(counts, config.max_length)]:
-        print(fold(f"note: {printable(note)}", indent=6))
+        display.note(note)
     return 0
 
 
@@ -104,26 +102,25 @@ def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str
     return text
 
 
-def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+def _rows(counts: dict[str, Any], config: RunConfig) -> dict[str, str]:
     samples = report.describe_split(counts)
     if counts["form"] == RUNNING:
         noun = "document" if counts["records"] == 1 else "documents"
         text = f"{counts['records']:,} {noun} with {counts['num_tokens']:,} tokens"
-        rows = [("text", text), ("samples", f"{samples}, of {config.max_length:,} tokens")]
+        rows = {"text": text, "samples": f"{samples}, of {config.max_length:,} tokens"}
     else:
         left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
         lengths = [f"{name} {count:,}" for name, count in counts["tokens"].items()]
-        rows = [
-            ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
-            ("left out", ", ".join(left_out) or "none"),
-            ("samples", f"{samples}, {counts['cut']:,} truncated to {config.max_length:,} tokens"),
-            ("tokens per record", ", ".join(lengths)),
-        ]
+        rows = {
+            "records": f"{counts['records']:,} read, {counts['used']:,} used",
+            "left out": ", ".join(left_out) or "none",
+            "samples": f"{samples}, {counts['cut']:,} truncated to {config.max_length:,} tokens",
+            "tokens per record": ", ".join(lengths),
+        }
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
-    return [
-        *rows,
-        ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),
-        ("padding", f"{100 * (1 - counts['real_share']):.1f}% of the positions"),
-        ("tokenizer", f"{counts['tokenizer_name']} ({counts['tokenizer']})"),
-        ("special tokens", special),
-    ]
+    return rows | {
+        "in the loss": f"{100 * counts['loss_share']:.1f}% of the tokens",
+        "padding": f"{100 * (1 - counts['real_share']):.1f}% of the positions",
+        "tokenizer": f"{counts['tokenizer_name']} ({counts['tokenizer']})",
+        "special tokens": special,
+    }

@@ -21,7 +21,6 @@ from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, RUNNING, Message
 from distributed_training.data.samples import Samples, read_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
-from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.graphs import to_device
 from distributed_training.models import ModelSpec, find_model, weights
 from distributed_training.models.adapters import base_folder, base_name, is_adapter
@@ -186,8 +185,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
     trained, tokenizer, _ = find_trained(arguments.run, weights_name)
     size = trained.spec.size
     length = min(MAX_LENGTH, size.num_positions)
-    default_config = build_config({"model": arguments.run, "max_length": length})
-    config = plan.config if plan else default_config
+    config = plan.config if plan else build_config({"model": arguments.run, "max_length": length})
     config = with_values(config, max_length=arguments.max_length or config.max_length)
     if config.max_length > size.num_positions:
         what = f"--max_length {config.max_length} is more than the model's context length of "
@@ -210,8 +208,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
             display.note(note)
     model, device = load(trained)
     row = measure(model, samples, bytes_per_token, device)
-    names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-    precision = names.get(model.compute_dtype, "fp32")
+    precision = "bf16" if model.compute_dtype == torch.bfloat16 else "fp32"
     display.say(f"Evaluated {arguments.run} on {text} in {precision}.")
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
