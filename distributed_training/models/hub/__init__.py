@@ -44,16 +44,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     return {}. Raises UserError if the model is not a dense decoder."""
     if folder is None:
         return {}
-    text = json.dumps(read_config(folder), sort_keys=True)
-    size = TypeAdapter(ModelSize).validate_json(_measured_size(text, str(folder / CONFIG_FILE)))
-    tied = is_tied(folder, size.tied, size.config["embedding"])
-    return {folder.name: replace(size, tied=tied)}
-
-
-@functools.cache
-def _measured_size(text: str, file: str) -> str:
-    """Return the size of a model as JSON. `text` is the model's config as JSON."""
-    document = json.loads(text)
+    document = read_config(folder)
+    file = folder / CONFIG_FILE
 
     def measure() -> str:
         try:
@@ -67,7 +59,11 @@ def _measured_size(text: str, file: str) -> str:
             raise UserError(what, describe(error)) from None
 
     releases = " ".join(map(version, ("torch", "transformers")))
-    return cached_json(f"{_VERSION} {releases} {text}", measure)
+    text = json.dumps(document, sort_keys=True)
+    size_text = cached_json(f"{_VERSION} {releases} {text}", measure)
+    size = TypeAdapter(ModelSize).validate_json(size_text)
+    tied = is_tied(folder, size.tied, size.config["embedding"])
+    return {folder.name: replace(size, tied=tied)}
 
 
 class UnsupportedError(Exception):
