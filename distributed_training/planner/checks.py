@@ -33,16 +33,11 @@ def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> Non
     if cluster.is_local:
         check_packages(plan)
     check_gpus(plan)
-    check_swapping(plan)
     check_memory(prediction, cluster)
     if cluster.is_local:
         check_disk(plan, notes)
         check_extensions(plan)
     if plan.config.push is not None:
-        if not plan.config.export:
-            raise UserError(
-                "push uploads hf/, but export=False does not write it", fix="set export=True"
-            )
         check_push(plan.config.push)
 
 
@@ -71,20 +66,6 @@ def check_gpus(plan: Draft) -> None:
     if num_gpus and plan.processes_here > num_gpus:
         what = f"{plan.processes_here} processes need as many GPUs, but this machine has {num_gpus}"
         raise UserError(what, "every process needs its own GPU", f"use --num_gpus {num_gpus}")
-
-
-def check_swapping(plan: Draft) -> None:
-    """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
-    # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
-    # early, so gradients are wrong. DeepSpeed never swaps shards smaller than its threshold of 1
-    # MiB, such as all shards of gpt2-tiny.
-    matrices = (rows * columns for rows, columns in plan.size.block_matrices)
-    largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
-    swaps = plan.strategy.offload["param"] == "nvme"
-    if swaps and not plan.machine.num_gpus and largest >= 2**20:
-        what = f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU"
-        why = "without a GPU, DeepSpeed overwrites parameters that are in use"
-        raise UserError(what, why, "set model to gpt2-tiny for a smoke test")
 
 
 def check_memory(prediction: Prediction, cluster: Cluster) -> None:

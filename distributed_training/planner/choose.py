@@ -2,7 +2,6 @@
 
 This module does not import torch."""
 
-import math
 import os
 import time
 import uuid
@@ -139,26 +138,16 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     model = candidate.model
     strategy = candidate.strategy
     options = strategy.options(request.engine_options)
-    resolved: Settings = {"precision": _choose_precision(request.precision, machine)}
     mesh, layout, batch = divide_over_mesh(candidate, num_processes)
+    resolved: Settings = batch.model_dump(include=set(OPEN_BATCH))
+    if request.precision == AUTO:
+        dtype_on_gpu = "bf16" if machine.compute_capability >= (8, 0) else "fp16"
+        resolved["precision"] = dtype_on_gpu if machine.num_gpus else "fp32"
     if request.pipeline_schedule == AUTO:
         resolved["pipeline_schedule"] = candidate.schedule_name
     if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
-    candidate = replace(candidate, config=request.model_copy(update=resolved), mesh=mesh)
-    resolved |= _choose_switches(candidate, machine, notes)
-    resolved |= batch.model_dump(include=set(OPEN_BATCH))
-    if request.loss_chunk_tokens == AUTO:
-        num_tokens = batch.micro_batch_size * request.max_length // mesh["cp"]
-        resolved["loss_chunk_tokens"] = _choose_loss_chunk(candidate, machine, num_tokens)
     config = validate(RunConfig, {name: getattr(request, name) for name in KEYS} | resolved)
-    tp = mesh["tp"]
-    if processes_here % tp:
-        notes.append(
-            f"tp={tp} spans several machines, so every layer waits for the network four times. "
-            f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
-            "factor"
-        )
     output_dir = Path(config.output_dir)
     timestamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{timestamp}-{strategy.name}-{model.label}-x{num_processes}"
@@ -190,37 +179,21 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
+    draft = replace(draft, config=config.model_copy(update=_choose_switches(draft, notes)))
+    tp = mesh["tp"]
+    if processes_here % tp:
+        notes.append(
+            f"tp={tp} spans several machines, so every layer waits for the network four times. "
+            f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
+            "factor"
+        )
     check_settings(draft, options, notes)
-    length = config.max_length
-    if length % draft.tp_parts[1]:
-        size = batch.micro_batch_size
-        what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"
-        why = "sequence_parallel gives every rank the same number of samples or tokens"
-        fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
-        raise UserError(what, why, fix)
-    return (
-        replace(draft, orders=_find_timed_orders(draft, cluster))
-        if draft.schedule.v_shaped
-        else draft
-    )
+    if draft.schedule.v_shaped:
+        draft = replace(draft, orders=_find_timed_orders(draft, cluster))
+    return draft
 
 
-def _choose_precision(precision: str, machine: Machine) -> str:
-    on_gpu = machine.num_gpus > 0
-    has_bf16 = machine.compute_capability >= (8, 0)
-    if precision == AUTO:
-        if not on_gpu:
-            return "fp32"
-        return "bf16" if has_bf16 else "fp16"
-    if precision == "fp16" and not on_gpu:
-        raise UserError("precision='fp16' needs a GPU", fix="set precision to fp32")
-    if precision == "bf16" and on_gpu and not has_bf16:
-        what = f"precision='bf16' is not supported by {machine.gpu_name}"
-        raise UserError(what, "bf16 needs compute capability 8.0", "set precision to fp16")
-    return precision
-
-
-def _choose_loss_chunk(candidate: Candidate, machine: Machine, num_tokens: int) -> int:
+def _choose_loss_chunk(plan: Draft) -> int:
     """Return the number of tokens per chunk of the loss, or 0 to compute the loss of all tokens at
     once.
 
@@ -228,12 +201,12 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, num_tokens: int) 
     once more. On a GPU, this takes as long as the layer's three matrix multiplications for about
     150 tokens. This estimate assumes that, for P weights, `4 * P` bytes are read and written at 3
     TB/s. The matrix multiplications need `6 * P` FLOPs per token at 680 TFLOP/s."""
-    config = candidate.config
+    config = plan.config
     # Under gpipe, m gradients of the output layer would be kept until the backward pass.
-    keeps_all_gradients = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
-    if machine.num_gpus == 0 or keeps_all_gradients:
+    keeps_all_gradients = plan.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
+    if plan.machine.num_gpus == 0 or keeps_all_gradients:
         return 0
-    size = candidate.model.size
+    size = plan.size
     head_parameters = size.padded_vocab_size * size.hidden_size
     head_share = (
         0.0
@@ -243,23 +216,28 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, num_tokens: int) 
     chunk = MIN_LOSS_CHUNK
     while chunk < head_share * 150 / LOSS_CHUNK_COST:
         chunk *= 2
+    num_tokens = plan.batch.micro_batch_size * config.max_length // plan.mesh["cp"]
     return chunk if num_tokens >= 2 * chunk else 0
 
 
-def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> dict[str, Any]:
-    """Return the values of `compile`, `async_tp` and `cuda_graphs`, with "auto" resolved. Raises
-    UserError if CONFIG enables a switch that cannot be used."""
-    config = candidate.config
-    on_gpu = machine.num_gpus > 0
-
-    can_compile = on_gpu and machine.compute_capability >= (7, 0)
-    compiled = _decide_switch(config, "compile", can_compile, _compile_obstacle(candidate), notes)
-    is_hopper = machine.compute_capability == (9, 0)
-    obstacle = _async_tp_obstacle(candidate, machine, compiled)
-    async_tp = _decide_switch(config, "async_tp", is_hopper, obstacle, [])
-    obstacle = _graph_obstacle(candidate, machine)
-    graphs = _decide_switch(config, "cuda_graphs", on_gpu, obstacle, notes)
-    return {"compile": compiled, "async_tp": async_tp, "cuda_graphs": graphs}
+def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
+    """Return the values of `compile`, `async_tp`, `cuda_graphs` and `loss_chunk_tokens`, with
+    "auto" resolved. Raises UserError if CONFIG enables a switch that cannot be used."""
+    config = plan.config
+    capability = plan.machine.compute_capability
+    on_gpu = plan.machine.num_gpus > 0
+    can_compile = on_gpu and capability >= (7, 0)
+    compiled = _decide_switch(config, "compile", can_compile, _compile_obstacle(plan), notes)
+    obstacle = _async_tp_obstacle(plan, compiled)
+    async_tp = _decide_switch(config, "async_tp", capability == (9, 0), obstacle, [])
+    graphs = _decide_switch(config, "cuda_graphs", on_gpu, _graph_obstacle(plan), notes)
+    chunk = config.loss_chunk_tokens
+    return {
+        "compile": compiled,
+        "async_tp": async_tp,
+        "cuda_graphs": graphs,
+        "loss_chunk_tokens": _choose_loss_chunk(plan) if chunk == AUTO else chunk,
+    }
 
 
 def _decide_switch(
@@ -283,24 +261,23 @@ def _uses_dropout(config: RunConfig) -> bool:
     return max(config.dropout, config.lora_dropout) > 0
 
 
-def _compile_obstacle(candidate: Candidate) -> str:
+def _compile_obstacle(plan: Draft) -> str:
     """Return the reason why compiled blocks would fail or give wrong results, or "" if there is no
     such reason."""
-    config = candidate.config
-    strategy = candidate.strategy
+    config = plan.config
+    strategy = plan.strategy
     strategy_setting = f"strategy={config.strategy!r}"
-    num_processes = math.prod(candidate.mesh.values())
     if strategy.fetches_parameters:
         return f"{strategy_setting}, which fetches parameters while a block runs"
-    if candidate.mesh["tp"] > 1 and _uses_dropout(config) and not config.sequence_parallel:
+    if plan.mesh["tp"] > 1 and _uses_dropout(config) and not config.sequence_parallel:
         return (
             "dropout under tp with sequence_parallel=False, which changes the state of random "
             "generators inside a block"
         )
     if config.compile != "whole":
         return ""
-    if num_processes > 1:
-        return f"{num_processes} processes, which communicate before each block"
+    if plan.num_processes > 1:
+        return f"{plan.num_processes} processes, which communicate before each block"
     if strategy.traits.takes_json:
         return f"{strategy_setting}, which runs hooks between blocks"
     if config.activation_checkpointing != "none":
@@ -308,38 +285,39 @@ def _compile_obstacle(candidate: Candidate) -> str:
     return ""
 
 
-def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) -> str:
-    tp = candidate.mesh["tp"]
+def _async_tp_obstacle(plan: Draft, compiled: Any) -> str:
+    tp = plan.mesh["tp"]
+    num_gpus = plan.machine.num_gpus
     if tp == 1:
         return "tp=1, which has no communication to overlap"
-    if not candidate.config.sequence_parallel:
+    if not plan.config.sequence_parallel:
         return "sequence_parallel=False, which has no reduce-scatter to overlap"
-    if machine.num_gpus == 0:
+    if num_gpus == 0:
         return "a CPU"
     if not compiled:
         return "compile=False"
-    if candidate.config.base_dtype == "fp8":
+    if plan.config.base_dtype == "fp8":
         return "base_dtype='fp8', whose products cannot be split"
-    if machine.num_gpus % tp:
-        return f"tp={tp} across machines with {plural(machine.num_gpus, 'GPU')} each"
+    if num_gpus % tp:
+        return f"tp={tp} across machines with {plural(num_gpus, 'GPU')} each"
     return ""
 
 
-def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
+def _graph_obstacle(plan: Draft) -> str:
     """Return the reason why a step cannot be captured as one CUDA graph, or "" if there is no such
     reason. For example, a step that waits for the host cannot be captured."""
-    config = candidate.config
+    config = plan.config
     recomputes = config.activation_checkpointing != "none"
     may_skip_update = config.on_nonfinite == "skip" or config.precision == "fp16"
-    if not candidate.strategy.traits.averages_with_torch:
+    if not plan.strategy.traits.averages_with_torch:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
     if config.optimizer == "adamw-8bit" and may_skip_update:
         return "optimizer='adamw-8bit', which needs the host to skip an update"
     if config.gradient_compression != "none":
         return "gradient_compression, which runs hooks on the host"
-    if _uses_dropout(config) and (candidate.mesh["tp"] > 1 or recomputes):
+    if _uses_dropout(config) and (plan.mesh["tp"] > 1 or recomputes):
         return "dropout under tp or activation checkpointing, which sets random generators"
-    return "a CPU" if machine.num_gpus == 0 else ""
+    return "a CPU" if plan.machine.num_gpus == 0 else ""
 
 
 def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:

@@ -39,11 +39,7 @@ def check_settings(plan: Draft, options: Options, notes: list[str]) -> None:
         if applies:
             value = getattr(plan.config, key)
             raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
-    _note_idle(plan, options, notes)
     options.check(plan.config.precision, plan.size.hidden_size)
-
-
-def _note_idle(plan: Draft, options: Options, notes: list[str]) -> None:
     reasons = options.idle()
     for keys, uses, why in CONDITIONS:
         if not uses(plan):
@@ -64,12 +60,47 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
     matrices = plan.size.block_matrices
     positions = plan.size.num_positions
     schedule = config.pipeline_schedule
+    machine = plan.machine
+    gpu = machine.gpu_name or "a CPU"
     strategy, model, precision = (
         f"{key}={getattr(config, key)!r}" for key in ("strategy", "model", "precision")
     )
     yield (
         config.max_length > positions, "max_length", model,
         f"the model has {positions} positions", f"set max_length to {positions} or less",
+    )  # fmt: skip
+    # Sequence parallelism gives every rank the same number of samples or, if tp does not divide
+    # the samples, of tokens.
+    tp = mesh["tp"]
+    yield (
+        config.max_length % plan.tp_parts[1] != 0, "max_length", f"{tp=}",
+        f"{tp=} divides neither max_length nor the {plan.batch.micro_batch_size} samples of a "
+        "micro-batch, and sequence_parallel gives every rank the same number of them",
+        f"set max_length to {config.max_length // tp * tp or tp} or sequence_parallel to False",
+    )  # fmt: skip
+    yield (
+        config.precision == "fp16" and not machine.num_gpus, "precision", gpu,
+        "fp16 needs a GPU", "set precision to fp32",
+    )  # fmt: skip
+    yield (
+        config.precision == "bf16" and machine.num_gpus > 0
+        and machine.compute_capability < (8, 0), "precision", gpu,
+        "bf16 needs compute capability 8.0", "set precision to fp16",
+    )  # fmt: skip
+    # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
+    # early, so gradients are wrong. DeepSpeed never swaps shards smaller than its threshold of 1
+    # MiB, such as all shards of gpt2-tiny.
+    sizes = (rows * columns for rows, columns in matrices)
+    largest = max(plan.size.embedding_parameters, *sizes) * 4 / plan.num_processes
+    swaps = plan.strategy.offload["param"] == "nvme" and largest >= 2**20
+    yield (
+        swaps and not machine.num_gpus, "model", f"{strategy} on a CPU",
+        "without a GPU, DeepSpeed overwrites parameters that are in use",
+        "set model to gpt2-tiny for a smoke test",
+    )  # fmt: skip
+    yield (
+        config.push is not None and not config.export, "push", "export=False",
+        "push uploads hf/, which is then not written", "set export to True",
     )  # fmt: skip
     yield (
         config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32",
@@ -114,7 +145,7 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         "the strategy's engine updates the weights before it reports the gradient norm",
         "set on_nonfinite to rollback or stop",
     )  # fmt: skip
-    divisor = 16 * mesh["tp"]
+    divisor = 16 * tp
     odd_sizes = [n for shape in matrices for n in shape if n % divisor]
     odd_columns = [columns for _, columns in matrices if columns % 64]
     base_conflicts: tuple[tuple[tuple[str, ...], bool, str, str, str], ...] = (
@@ -122,14 +153,14 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
          "without LoRA, no weights are frozen", "set lora_rank to 16, or base_dtype to None"),
         (("bf16",), config.precision != "bf16", precision,
          f"frozen weights then have the dtype {config.precision}", "set base_dtype to None"),
-        (("fp8",), plan.machine.compute_capability < (8, 9), plan.machine.gpu_name or "a CPU",
+        (("fp8",), machine.compute_capability < (8, 9), gpu,
          "fp8 needs a GPU with compute capability 8.9", "set base_dtype to None or nf4"),
         (("fp8",), not traits.builds_on_device, strategy,
          "the strategy's engine does not compute in fp8", "set strategy to dp or fsdp"),
         (("fp8",), bool(odd_sizes), model,
          f"fp8 needs numbers of rows and columns that {divisor} divides, unlike {odd_sizes}",
          "set base_dtype to None"),
-        (("nf4",), not traits.builds_on_device or mesh["pp"] * mesh["tp"] > 1, strategy,
+        (("nf4",), not traits.builds_on_device or mesh["pp"] * tp > 1, strategy,
          "quantized layers must stay whole or be sharded by FSDP", "set strategy to dp or fsdp"),
         (("nf4",), bool(odd_columns), model,
          f"each group of 64 values shares a scale, but 64 does not divide {odd_columns} columns",

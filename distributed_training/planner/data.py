@@ -240,7 +240,6 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
             f"the warm-up lasts {plural(warmup_steps, 'step')} instead of {config.warmup_steps}, "
             f"because the run has only {plural(num_steps, 'step')}"
         )
-    config_values = {"warmup_steps": warmup_steps, "pack": data.packs}
     packing = None
     if train.firsts is not None:
         batch = draft.batch.model_dump()
@@ -250,7 +249,7 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
             max_documents=sampler.count_max_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
-    config = config.model_copy(update=config_values)
+    config = config.model_copy(update={"warmup_steps": warmup_steps, "pack": data.packs})
     amount = Amount(
         num_samples=num_samples, unit=data.counts["unit"], epochs=num_steps / steps_per_epoch,
         num_steps=num_steps, error=error,

@@ -136,20 +136,16 @@ class StepCosts(Timing):
             (mechanism.block_costs(self) for mechanism in self.mechanisms), np.zeros((3, 3))
         )
         forward, inputs, weights = costs
-        weights += self.memory_cost(self._gradient_bytes())
+        # Bytes read and written per micro-batch for the block's gradients and rounded weights
+        split_parameters = self.size.block_parameters_split
+        num_parameters = self.size.block_parameters - split_parameters + split_parameters / self.tp
+        per_parameter = sum(mechanism.moved_bytes(self) for mechanism in self.mechanisms)
+        weights += self.memory_cost(per_parameter * num_parameters)
         weights *= self.trained_share
         for mechanism in self.mechanisms:
             for cost in mechanism.recomputed_costs(self, forward):
                 inputs += cost
         return costs
-
-    def _gradient_bytes(self) -> float:
-        """Return the number of bytes that are read and written per micro-batch for a block's
-        gradients and rounded weights."""
-        block_parameters = self.size.block_parameters
-        split_parameters = self.size.block_parameters_split
-        per_parameter = sum(mechanism.moved_bytes(self) for mechanism in self.mechanisms)
-        return per_parameter * (block_parameters - split_parameters + split_parameters / self.tp)
 
     def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
