@@ -142,8 +142,7 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     is_batch_new = not kept.isdisjoint(BATCH_KEYS)
     kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
     lost = set[str]()
-    is_same_strategy = "strategy" not in kept or config.strategy == earlier.strategy.name
-    if not is_same_strategy:
+    if "strategy" in kept and config.strategy != earlier.strategy.name:
         lost = {*OPEN_SETTINGS, *earlier.engine_options}
     elif num_processes != earlier.num_processes:
         lost = OPEN_SETTINGS.keys() - {"deepspeed_config"}

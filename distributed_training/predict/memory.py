@@ -35,7 +35,9 @@ class MemoryEstimate:
     likely_bytes: list[int]  # typical range of the GPU memory needed (10th to 90th percentile)
     context_bytes: int  # GPU memory outside PyTorch's allocator; 0 without a GPU
     host_bytes: int  # RAM per process
-    disk_bytes: int  # size of the files per process
+    # Size in bytes of each component of the model state, for the process with the most parameters:
+    # the components in STATE on the device, and "host" and "disk" for offloaded state
+    state: dict[str, int]
 
     @property
     def peak_by_component(self) -> dict[str, int]:
@@ -90,16 +92,8 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
         likely_bytes=[round(share * peak) + context_bytes for share in likely_range],
         context_bytes=context_bytes,
         host_bytes=int(host_bytes),
-        disk_bytes=state["disk"],
+        state=state,
     )
-
-
-def estimate_state(plan: Draft) -> dict[str, int]:
-    """Return the size in bytes of each component of the model state, for the process with the most
-    parameters. The keys are the components in STATE for state on the device, and "host" and "disk"
-    for offloaded state."""
-    fullest = max(pipeline_ranks(plan), key=lambda process: process.parameters)
-    return _estimate_state(fullest, used_by(plan))
 
 
 def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:

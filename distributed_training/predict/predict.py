@@ -118,7 +118,7 @@ class Prediction:
         machine, processes_here = self.plan.machine, self.plan.processes_here
         fits_host = (
             self.memory.host_bytes * processes_here <= machine.ram_bytes
-            and self.memory.disk_bytes * processes_here <= machine.disk_bytes
+            and self.memory.state["disk"] * processes_here <= machine.disk_bytes
         )
         return self.gpu_memory_fit if fits_host else "no"
 

@@ -24,7 +24,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import required_extensions
 from distributed_training.planner.data import load_planned_data
-from distributed_training.predict.memory import estimate_state
+from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.simulate import ideal_bubble
 from distributed_training.records import metrics
 from distributed_training.records import record as records
@@ -254,7 +254,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_trained_parameters(config.lora_rank, config.lora_targets),
-        "estimated_state_bytes": estimate_state(plan),
+        "estimated_state_bytes": estimate_memory(plan).state,
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {

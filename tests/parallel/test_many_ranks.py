@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.tensor_files import locate_local
-from distributed_training.predict.memory import estimate_state
+from distributed_training.predict.memory import estimate_memory
 from distributed_training.supervise.process import Process
 from distributed_training.train.run import build_engine, build_topology
 from tests.planner.helpers import plan_for
@@ -76,7 +76,7 @@ def test_shards_of_128_ranks_have_the_planned_sizes(name, tmp_path, monkeypatch)
         assert shard_bytes == pytest.approx(4 * num_elements / (tp * shards), rel=0.15), rank
         assert tp_ranks == list(range(rank - rank % tp, rank - rank % tp + tp))
     largest_bytes = max(shard_bytes for _, shard_bytes, _ in by_rank.values())
-    assert largest_bytes == pytest.approx(estimate_state(plan)["optimizer"] / 2, rel=0.06)
+    assert largest_bytes == pytest.approx(estimate_memory(plan).state["optimizer"] / 2, rel=0.06)
 
 
 def run_updates(plan, rank):

@@ -5,11 +5,7 @@ import pytest
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import rank
 from distributed_training.predict.mechanism import pipeline_ranks
-from distributed_training.predict.memory import (
-    checkpoint_copy_bytes,
-    estimate_memory,
-    estimate_state,
-)
+from distributed_training.predict.memory import checkpoint_copy_bytes, estimate_memory
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.settings.config import AUTO
 from tests.planner.helpers import merged
@@ -86,8 +82,8 @@ def test_bytes_of_optimizer_state_and_checkpoint():
         (TOPK, 13, 12 / 4 + 5),
     ):
         plan = plan_of(**values)
-        whole = estimate_state(plan)["parameters"] / 4
-        assert estimate_state(plan)["optimizer"] == optimizer * whole
+        whole = estimate_memory(plan).state["parameters"] / 4
+        assert estimate_memory(plan).state["optimizer"] == optimizer * whole
         assert checkpoint_copy_bytes(plan, pipeline_ranks(plan)) == copied * whole
 
 

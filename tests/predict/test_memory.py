@@ -10,7 +10,7 @@ from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.mechanism import pipeline_ranks
-from distributed_training.predict.memory import estimate_memory, estimate_state
+from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.predict.rates import FITTED
 from distributed_training.settings.request import build_config
@@ -169,7 +169,7 @@ def state(strategy, precision="bf16", **axes):
     cluster = parse_cluster(f"{math.prod(mesh.values())}xH200")
     plan = dataclasses.replace(draft_plan(config, cluster), strategy=strategy)
     fullest = max(process.parameters for process in pipeline_ranks(plan))
-    return tuple(size / fullest for size in estimate_state(plan).values())
+    return tuple(size / fullest for size in estimate_memory(plan).state.values())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.memory import estimate_state
+from distributed_training.predict.memory import estimate_memory
 from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
@@ -49,8 +49,10 @@ def _state_rows(plan: Draft) -> list[tuple[str, int, bool]]:
     """Return one row for each kind of state: a label, the number of bytes on the fullest process,
     and whether dp_shard shards this state."""
     strategy = plan.strategy
-    state = estimate_state(plan)
-    unsharded_state = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1, "cp": 1}))
+    state = estimate_memory(plan).state
+    unsharded_state = estimate_memory(
+        replace(plan, mesh={**plan.mesh, "dp_shard": 1, "cp": 1})
+    ).state
     offloaded: dict[str, list[str]] = {"host": [], "disk": []}
     memories = {"cpu": "host", "nvme": "disk"}
     for name, section in (("parameters", "param"), ("optimizer", "optimizer")):
