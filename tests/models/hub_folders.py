@@ -84,6 +84,9 @@ KINDS: dict[str, tuple[str, dict]] = {
     }),
     "biogpt": ("BioGpt", _SHAPE_WITHOUT_KV_HEADS),  # names its dropout options dropout_prob
     "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
+    # tests/parity/test_lora.py also uses these.
+    "llama": ("Llama", _SHAPE),
+    "qwen2": ("Qwen2", {**_SHAPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SHAPE, **_HEADS}),
 }  # fmt: skip
 
@@ -97,7 +100,7 @@ _GPT2 = ("GPT2", {
 def make_folder(kind: str, folder: Path, **changes: object) -> Path:
     """Save a model of the given kind, gpt2 or one of KINDS, to `folder`, and return `folder`. All
     parameters are random, including norms and biases. `changes` replace values of the config."""
-    name, values = KINDS.get(kind, _GPT2)
+    name, values = {**KINDS, "gpt2": _GPT2}[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
