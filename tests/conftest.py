@@ -163,7 +163,7 @@ LONGEST_FIRST = (
     "tests/e2e/test_faults.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
     "tests/e2e/test_students_path.py",
     "tests/e2e/test_engineers_path.py", "pipedream_tutorial/tests/test_launch.py",
-    "tests/e2e/test_researchers_path.py", "tests/parity/test_shipped_config.py",
+    "tests/tools/test_jobs.py", "tests/parity/test_shipped_config.py",
     "tests/parity/test_resharding.py", "tests/checkpoint/test_export.py",
 )  # fmt: skip
 

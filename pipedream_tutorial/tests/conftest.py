@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # at a time.
 LONGEST_FIRST = (
     "test_runtime", "test_figures", "test_commands", "test_launch", "test_lecture",
-    "test_studies", "test_simple", "test_explorer_page", "test_prediction", "test_run_sh",
+    "test_studies", "test_simple", "test_explorer_page", "test_pipeline_by_hand", "test_torch",
 )  # fmt: skip
 
 
