@@ -193,8 +193,8 @@ def _build_tensorboard(run_dir: Path, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard then drops later steps, which an earlier process of the run wrote.
-    purge_options = {"purge_step": step + 1} if step else {}
-    writer = SummaryWriter(str(run_dir / "tensorboard"), **purge_options)
+    purge_step = step + 1 if step else None
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
     def send(values: dict[str, float], step: int) -> None:
         for name, value in values.items():

@@ -183,10 +183,9 @@ def build_runs(
         command.append(f"--preset={arguments.preset}")
     if arguments.force:
         command.append("--force")
-    seeds = range(arguments.seeds)
     runs = [
         build_run(values, own_values, seed_offset, build, command, processes)
-        for seed_offset in seeds
+        for seed_offset in range(arguments.seeds)
         for values, own_values in zip(layouts, values_by_run, strict=True)
     ]
     configs = [run.config for run in runs if run.config is not None]

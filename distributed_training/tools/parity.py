@@ -24,7 +24,7 @@ from distributed_training.records.display import fold, short_path
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
 from distributed_training.records.record import METRICS_FILE, Record, provenance, write_json
 from distributed_training.records.results import EMPTY_CELL, differing_keys, format_table
-from distributed_training.settings.config import AUTO
+from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import MARK, check_replaced, plural
 from distributed_training.settings.machine import detect_machine
@@ -58,10 +58,10 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     layouts compute the same results as a single process."""
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
-    runs, out = compare.build_runs(arguments, build, script, DEFAULTS)
+    arguments.overrides += compare.format_overrides(FORCED_VALUES)
+    runs, out = compare.build_runs(arguments, build, script, choose_defaults(build([])))
     if arguments.out is None:
         out = out.with_name(f"parity-x{runs[0].num_processes}")
-    share_model(runs, build)
     references = build_references(runs, build)
     trials = [*references, *runs]
     if arguments.dry_run:
@@ -92,19 +92,16 @@ def exit_code(verdicts: Sequence[str]) -> int:
     return 0 if OK in verdicts and {*verdicts} <= {OK, OTHER_WORK, SKIPPED} else 1
 
 
-def share_model(runs: Sequence[compare.Run], build: compare.Build) -> None:
-    """Give all runs the same "auto" model. On a CPU, the strategies would choose models with
-    different numbers of blocks. Set precision to fp32 unless CONFIG or the command line sets it."""
-    is_chosen = detect_machine().num_gpus == 0
-    for run in runs:
-        if run.config is None:
-            continue
-        run.values |= FORCED_VALUES
-        if is_chosen and run.config.model == AUTO and run.config.weights in (AUTO, "random"):
-            run.values["model"] = "gpt2-tiny-4-blocks"
-        if run.config.precision == AUTO:
-            run.values["precision"] = "fp32"
-        run.config = build(compare.format_overrides(run.values))
+def choose_defaults(config: Request) -> compare.Values:
+    """Return the defaults of `parity` for a CONFIG: fp32 and, on a CPU, a model with enough blocks
+    for pipelines, unless CONFIG sets them."""
+    defaults = dict(DEFAULTS)
+    if config.precision == AUTO:
+        defaults["precision"] = "fp32"
+    has_gpus = detect_machine().num_gpus > 0
+    if not has_gpus and config.model == AUTO and config.weights in (AUTO, "random"):
+        defaults["model"] = "gpt2-tiny-4-blocks"
+    return defaults
 
 
 def build_references(layouts: Sequence[compare.Run], build: compare.Build) -> list[compare.Run]:
