@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from types import SimpleNamespace
 
-import pyarrow.parquet
 import pytest
 
 from distributed_training.data.chats import prepare
@@ -75,13 +74,6 @@ def conversation_of(record, columns=()):
             ],
         ),
         (
-            {"instruction": "2+2=", "input": "", "output": "4", "history": [["1", "2"]]},
-            [
-                {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
-                USER, ANSWER,
-            ],
-        ),
-        (
             {"prompt": "2+2=", "response": "4", "history": [["1", "2"]], "system": "s"},
             [
                 {"role": "system", "content": "s"}, {"role": "user", "content": "1"},
@@ -129,25 +121,12 @@ def test_columns_are_renamed():
     columns = {"prompt": "q", "completion": "a"}
     record = Record({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
     assert record.read_pair() == ("2+2=", "4")
+    pair = {"prompt": "2+2=", "completion": "4", "text": "5"}
+    assert Record(pair, "here", {"text": "text"}).form == TEXT
     with refused('"a"', "'q'"):
         Record({"q": "2+2=", "prompt": "4", "completion": "4"}, "here", columns)
     with refused("'c0', 'c1'"):
         Record({"c0": 1, "c1": 1}, "here", {})
-
-
-def test_form_of_a_record_is_recognized():
-    record = {"prompt": "2+2=", "completion": "4", "id": 7}
-    copied = {**record, "text": ""}  # as in tatsu-lab/alpaca
-    forms = [record, {**record, "messages": []}, copied, {**CHAT, "text": ""}]
-    records = [Record(record, "here", {}) for record in (*forms, {**CHAT, "prompt": ""})]
-    records.append(Record(copied, "here", {"text": "text"}))
-    records.append(Record({**copied, "prompt": None, "completion": None}, "here", {}))
-    records.append(Record({**record, "history": []}, "here", {}))  # needs a chat template
-    forms_found = [(record.form, record.has_copy) for record in records]
-    assert forms_found == [
-        ("prompt", False), ("prompt", False), ("prompt", True), ("messages", True),
-        ("messages", False), ("text", False), ("text", False), ("messages", False),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -229,8 +208,7 @@ def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_
     assert notes[prepare.OMITTED_BY_TEMPLATE] == 1  # the function's name is not in the text
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
+def test_values_omitted_by_a_template_give_notes(tmp_path):
     """A note is printed if a template omits tool calls, tools or documents, or if a column is not
     read. The transformers library drops such values silently (Megatron-Bridge#4072)."""
     call = {"function": {"name": "get_time", "arguments": {"x": 1}}}
@@ -241,11 +219,8 @@ def test_values_omitted_by_a_template_give_notes(suffix, tmp_path):
         {"messages": [USER, answer], "tools": [call], "documents": None, "label": 0},
         {"messages": [USER, ANSWER], "tools": None, "documents": [document], "label": 0},
     ]
-    file = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    else:
-        file.write_text("\n".join(map(json.dumps, rows)))
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
     # The last two texts lack the document and the answer.
     for last, count in (("Long document: 2+2= 4", 1), ("2+2= 4", 2), ("Long document: 2+2=", 2)):
         notes = count_notes(file, ["2+2= b", "2+2= get_time b", last])

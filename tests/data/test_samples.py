@@ -187,8 +187,9 @@ def test_cache_and_fingerprint_depend_on_content_and_settings(tokenizer, tmp_pat
     shutil.copytree(tokenizer.folder, tmp_path / "fewer merges")
     file = tmp_path / "fewer merges" / "merges.txt"
     file.write_text(file.read_text().rstrip().rpartition("\n")[0] + "\n")
+    *texts, last = make_corpus(validation=False)["train"][0].texts
     others = [
-        prepare(cache, tokenizer, make_corpus(seed=1)),
+        prepare(cache, tokenizer, in_memory([*texts, last.replace("text", "name", 1)])),
         prepare(cache, tokenizer, make_corpus(validation=False)),
         prepare(cache, tokenizer, pack=False),
         prepare(cache, Tokenizer(file.parent)),
@@ -238,11 +239,7 @@ def test_records_are_packed_unless_the_engine_cannot_separate_them(tokenizer, tm
     padded = cut_samples(folder, tokenizer, settings, can_pack=False)
     assert (packed.packs, padded.packs) == (True, False)
     assert packed.fingerprint != padded.fingerprint
-    assert len(packed.train) < len(padded.train) == len(packed.train.starts)
-    assert packed.train.real_share > padded.train.real_share
-    # Packing keeps all tokens and targets. The counts of each step equal the sums over the step's
-    # records.
-    assert packed.train.num_targets.sum() == padded.train.num_targets.sum()
+    # The counts of a step equal the sums over the step's records.
     every = np.arange(len(packed.train))
     assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())
     forced = with_values(settings, pack=True)

@@ -8,14 +8,19 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Builder
 from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
-from distributed_training.data.chats.prepare import NO_ANSWER, SPECIAL, UNKNOWN, Counts, read_pieces
+from distributed_training.data.chats.prepare import (
+    COPIED,
+    NO_ANSWER,
+    SPECIAL,
+    UNKNOWN,
+    Counts,
+    read_pieces,
+)
 from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import first_samples, summarize
@@ -134,15 +139,6 @@ SAMPLES = [
     "naïve café — “quotes” … ½ №5", "日本語 العربية עברית ไทย हिन्दी", "\x00\x01\x7f\x85",
     "🙂👩‍👩‍👧 e\u0301 \u00a0\u2028\ufeff",
 ]  # fmt: skip
-
-
-@settings(max_examples=100, deadline=None)
-@given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
-def test_any_text_survives_encoding_and_decoding(texts, tokenizer):
-    batch = tokenizer.encode_texts(texts)
-    assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
-    assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
-    assert all((ids < tokenizer.num_tokens).all() for ids in batch)
 
 
 @pytest.mark.parametrize("name", ["shipped", "chat"])
@@ -317,6 +313,7 @@ def test_each_record_is_read_by_itself(folder, tmp_path):
     rows = [
         {**empty, "completion": ""}, empty, pair, {**pair, "system": "s"}, CHAT,
         {"text": "a", "prompt": None, "completion": None}, {"text": "b", "messages": []},
+        {**pair, "messages": []}, {**CHAT, "prompt": "2 + 2?", "response": "4"},
         {"instruction": "2+2=", "output": "4"}, {**pair, "completion": None, "response": "4"},
     ]  # fmt: skip
     rows += [{"messages": [USER, {**ANSWER, "role": "critic"}]}]
@@ -330,9 +327,11 @@ def test_each_record_is_read_by_itself(folder, tmp_path):
         for piece in pieces
     ]
     end = "<|end|>\n"
-    assert trained == [f"4{end}"] * 3 + [f"4{end}6{end}", "a", "b"] + [f"4{end}"] * 2
+    both = f"4{end}6{end}"
+    assert trained == [*[f"4{end}"] * 3, both, "a", "b", f"4{end}", both, *[f"4{end}"] * 2]
     assert counts.left_out == {NO_ANSWER: 2}
-    assert counts.forms == {"prompt": 4, "messages": 4, "text": 2}
+    assert counts.forms == {"prompt": 5, "messages": 5, "text": 2}
+    assert counts.notes[COPIED] == 2
     with refused("'critic'", NO_ANSWER):
         config = build_config({"dataset": "made"})
         tokenize(jsonl(tmp_path, rows[-1:]), tokenizer, config, tmp_path / "cache")

@@ -1,7 +1,6 @@
 """Test that the `data` command shows a run's training data."""
 
 import json
-import re
 
 import pytest
 from transformers import AutoTokenizer
@@ -45,16 +44,6 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     assert sum(counts["left_out"].values()) == 1
     text = heavy_pool().script(["data", *options]).stdout
     assert f"<|turn|>assistant\n«{first}»" in text
-
-
-def test_samples_are_counted_like_in_a_run(tmp_path):
-    text = tmp_path / "mine.txt"
-    text.write_text("one more word " * 800)
-    options = ["--model", "gpt2-tiny", "--dataset", text, "--max_length", 64]
-    printed = heavy_pool().script(["data", *options]).stdout
-    num_train = re.search(r"samples +(\d+) blocks", printed)[1]
-    run = heavy_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
-    assert run.startswith(f"{num_train} blocks, ")
 
 
 def test_control_characters_in_texts_are_escaped():

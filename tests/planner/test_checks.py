@@ -118,15 +118,6 @@ def test_lora_is_suggested_before_offload(tmp_path):
             check_fit(large)
 
 
-def test_weights_without_an_fp32_copy_are_suggested_before_lora(tmp_path):
-    machine = with_gpus(num_gpus=1, gpu_memory_bytes=16 * GIB)
-    config = {"model": "gpt2-xl", "precision": "bf16", "batch_size": 1}
-    large = draft(tmp_path, "dp", machine=machine, num_processes=1, **config)
-    (first, choice), (second, _), *_ = suggest(large, local(large))
-    assert (first["optimizer"], second["lora_rank"]) == ("adamw-bf16-weights", 16)
-    assert choice.plan.config.has_bf16_weights
-
-
 def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
     memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
     least, most = memory.likely_bytes
