@@ -127,7 +127,7 @@ def script(
     values: dict[str, object], *arguments: object, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run the script in a warm process that has not imported torch. `values` override CONFIG."""
-    return light_pool().script([*settings(values), *arguments], limit_s=60, **options)
+    return light_pool().script([*settings(values), *arguments], **options)
 
 
 def train(

@@ -52,7 +52,6 @@ def config(timeout_s=None, compile=False):
         (None, 2, True, "step 4", [5, 5, 5], 600),
         (None, 1, False, "step 1", [], 0),  # nobody waits for it
         (7, 1, False, "the export", [], 7),
-        (7, 2, False, "step 2", [5], 7),
         (7, 2, True, "step 1", [], 7),
         (0, 2, True, "step 1", [], 0),
     ],
