@@ -194,8 +194,8 @@ def cut_samples(
         what = f"dataset={config.dataset!r}"
         if config.validation_dataset:
             what += f" or validation_dataset={config.validation_dataset!r}"
-        fix = "use more text or records, or a larger weight. If prompts fill max_length, set a "
-        fix += "larger one"
+        fix = "use more text or records (or larger weights of several datasets). If prompts fill "
+        fix += "max_length, set a larger one"
         raise UserError(f"{what} is too short", why, fix)
     weights = [*split_weights(config.dataset).values()]
     if config.eval_samples != -1:
