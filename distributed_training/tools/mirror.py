@@ -9,7 +9,6 @@ its own part of a checkpoint. A checkpoint in MIRROR counts only if all files th
 names are complete. This module does not import torch."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from distributed_training.checkpoint.resume import read_meta
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints, newest_checkpoint
-from distributed_training.records.record import RECORD_FILE, write_json
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise.process import handle_signals
 
@@ -49,9 +47,6 @@ def fetch(runs: Path, mirror: Path) -> None:
         shutil.copytree(checkpoint, partial / CHECKPOINTS / checkpoint.name)
         for file in filter(Path.is_file, run.iterdir()):
             shutil.copyfile(file, partial / file.name)
-        # The best weights are mirrored only after the end, so the run has to find them again.
-        record = json.loads((partial / RECORD_FILE).read_bytes())
-        write_json(partial / RECORD_FILE, {**record, "best": None})
         partial.rename(folder)
         print(f"Fetched {run.name} with {checkpoint.name}.", flush=True)
         for other in {*list_checkpoints(run)} - {checkpoint}:

@@ -121,7 +121,8 @@ class KeepBest(EvaluationCallback):
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         history = trainer.history
         lowest = history.best["loss"] if history.best else math.inf
-        is_best = trainer.step > 0 and row["loss"] < lowest  # False if the loss is NaN
+        loss = row["loss"]  # None if it is not finite and was read from a record
+        is_best = trainer.step > 0 and loss is not None and loss < lowest
         if trainer.plan.config.keep_best is True and is_best:
             trainer.checkpoints.finish(trainer)
             trainer.set_activity(f"the export after step {trainer.step}")

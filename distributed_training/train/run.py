@@ -71,6 +71,8 @@ def train(
         else:
             state = records.load_record(plan.run_dir)
             history = records.History(**state.model_dump())
+            if not (plan.run_dir / records.BEST).is_dir():  # deleted, or on a lost machine
+                history.best = None
         record_values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **record_values)
     run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}

@@ -113,6 +113,9 @@ def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(tmp_path)
     last = validation_loss(run_dir, run_dir / "hf")
     assert last == pytest.approx(trained[-1]["loss"], rel=1e-5)
     assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
+    shutil.rmtree(run_dir / "best")  # then the next evaluation finds the best weights, though worse
+    record, _ = run(tmp_path / "best", "fsdp", keep_best=True, resume=run_dir, max_steps=7)
+    assert record["best"]["step"] == 7
 
 
 def test_generating_text_and_keeping_the_best_weights_do_not_change_training(tmp_path):

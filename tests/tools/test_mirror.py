@@ -40,7 +40,7 @@ def make_nodes(tmp_path):
     for folder in folders:
         folder.mkdir()
     (nodes[0] / RUN).mkdir()
-    (nodes[0] / RUN / RECORD_FILE).write_text(json.dumps({"best": {"step": 10}, "step": 10}))
+    (nodes[0] / RUN / RECORD_FILE).write_text(json.dumps({"step": 10}))
     (nodes[0] / "latest").symlink_to(RUN)
     return bucket, nodes
 
@@ -71,7 +71,6 @@ def test_an_empty_machine_gets_only_the_newest_complete_checkpoint(tmp_path):
         mirror.fetch(runs, bucket)
         assert saved_steps(runs) == saved_steps(bucket) == [20]
         assert mirror.find_complete(runs / RUN) is not None
-        assert json.loads((runs / RUN / RECORD_FILE).read_text()) == {"best": None, "step": 10}
         assert [path.name for path in runs.iterdir()] == [RUN]
     save(tmp_path / "new-0", 40, [0, 1])
     mirror.fetch(tmp_path / "new-0", bucket)

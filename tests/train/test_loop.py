@@ -266,14 +266,16 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
     assert saved_steps == ([] if stop_after else [10, 12])
 
 
-@pytest.mark.parametrize(("best_loss", "steps"), [(0.5, [5]), (0.1, [])])
+@pytest.mark.parametrize(
+    ("best_loss", "loss", "steps"), [(0.5, 0.1, [5]), (0.1, 0.1, []), (0.5, None, [])]
+)
 def test_best_weights_whose_export_was_interrupted_are_exported_again(
-    best_loss, steps, exported_steps
+    best_loss, loss, steps, exported_steps
 ):
     """The record already contains the evaluation, because a save may end before the export."""
     trainer = make_trainer(CountingEngine(), keep_best=True)
     trainer.engine.step = trainer.history.step = trainer.num_steps = 5
-    trainer.history.evaluations = [{"step": 5, "loss": 0.1, "perplexity": None}]
+    trainer.history.evaluations = [{"step": 5, "loss": loss, "perplexity": None}]
     trainer.history.best = {"step": 2, "loss": best_loss}
     trainer.run()
     assert exported_steps == steps
