@@ -217,6 +217,11 @@ def with_changes(
     return values
 
 
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set values in a JSON file. `a__b=1` sets document["a"]["b"] to 1."""
+    file.write_text(json.dumps(with_changes(json.loads(file.read_text()), changes, "__")))
+
+
 def tiny_qwen2(vocab_size: int = 512, **values: Any) -> Any:
     """Return transformers' Qwen 2 model with one layer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,6 +1,5 @@
 """Test that tokenizing text in pieces gives the same token IDs as tokenizing it whole."""
 
-import json
 import random
 
 import numpy as np
@@ -15,6 +14,7 @@ from distributed_training.data import pieces
 from distributed_training.data.files import read_text
 from distributed_training.data.pieces import cut_lines, cut_text
 from distributed_training.data.tokenizer import Tokenizer
+from tests.data.test_tokenizer import save_tokenizer
 from tests.support import refused
 
 AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u3000\u180e\u200b🙂s")
@@ -71,10 +71,7 @@ def kind(request, tmp_path_factory):
     draw = random.Random(0)
     texts = ["".join(draw.choices("ab1é字。.,'\"-_ \n\t\r s", k=200)) for _ in range(200)]
     built.train_from_iterator(texts, trainer)
-    folder = tmp_path_factory.mktemp("kind")
-    built.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = save_tokenizer(tmp_path_factory.mktemp("kind"), built, "<|end|>")
     ours = Tokenizer(folder)
     assert ours.can_cut == can_cut
     return ours, AutoTokenizer.from_pretrained(folder)

@@ -63,7 +63,6 @@ def conversation_of(record, columns=()):
             ],
         ),
         ({"prompt": "2+2=", "completion": "4"}, [USER, ANSWER]),
-        ({"prompt": "2+2=", "response": "4"}, [USER, ANSWER]),
         ({"question": "2+2=", "answer": "4"}, [USER, ANSWER]),
         ({"instruction": "2+2=", "output": "4"}, [USER, ANSWER]),
         (

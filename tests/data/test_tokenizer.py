@@ -29,7 +29,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
 from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
-from tests.support import refused
+from tests.support import edit_json, refused
 
 END_OF_TEXT = "<|endoftext|>"
 # As in Qwen3's template, turns are between markers, and only the last answer keeps its reasoning.
@@ -182,8 +182,7 @@ def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
-    file = tmp_path / "big" / "vocab.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
+    edit_json(tmp_path / "big" / "vocab.json", extra=2048)
     corpus = find_corpus("embedded-prose")
     config = build_config({"model": "gpt2-tiny"})
     with refused("2,049", "gpt2-tiny", "2,048"):
@@ -204,8 +203,8 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 def test_invalid_tokenizer_settings_are_refused(settings, words, folder, tmp_path):
     with refused(f"tokenizer {tmp_path} "):  # an empty folder
         assert Tokenizer(tmp_path).facts
-    document = json.loads((folder / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**document, **settings}))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", **settings)
     (tmp_path / "tokenizer.json").write_text("{")
     with refused(f"tokenizer {tmp_path} "):
         assert Tokenizer(tmp_path).facts

@@ -104,11 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, b'{"error": "Invalid credentials"}')
         elif self.path == "/api/repos/create":
             request = json.loads(body)
-            # huggingface_hub 2 sends "visibility" instead of "private".
-            visibility = request.get(
-                "visibility", "private" if request.get("private") else "public"
-            )
-            self.hub.visibilities.append(visibility)
+            self.hub.visibilities.append(request["visibility"])
             name = "/".join(filter(None, (request.get("organization"), request["name"])))
             self._send_json({"url": f"{self.hub.endpoint}/{name}", "name": name})
         elif "/preupload/" in self.path:

@@ -9,7 +9,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.tools.data import _mark_targets
 from tests.conftest import assert_ok, heavy_pool
 from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
-from tests.support import tiny_qwen2
+from tests.support import edit_json, tiny_qwen2
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +17,7 @@ def model(folder):  # noqa: F811
     """Write a tiny model to `folder`, with a chat template that renders an answer differently if
     later turns follow. Return the folder."""
     tiny_qwen2().save_pretrained(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = FORGETFUL
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit_json(folder / "tokenizer_config.json", chat_template=FORGETFUL)
     return folder
 
 

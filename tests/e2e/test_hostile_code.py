@@ -13,18 +13,7 @@ from distributed_training import cli
 from distributed_training.tools import doctor
 from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
 from tests.e2e.support import run_folders
-
-
-def edit(file: Path, **values: object) -> None:
-    """Set values in a JSON file. For example, `a__b=1` sets `document["a"]["b"]` to 1."""
-    document = json.loads(file.read_text())
-    for name, value in values.items():
-        *path, last = name.split("__")
-        section = document
-        for key in path:
-            section = section[key]
-        section[last] = value
-    file.write_text(json.dumps(document))
+from tests.support import edit_json
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +46,9 @@ def hostile(run_dir, tmp_path_factory):
     for name in ("__init__.py", "modeling_evil.py", "tokenization_evil.py"):
         (made["model"] / name).write_text(code)
     classes = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
-    edit(made["model"] / "config.json", auto_map=classes)
+    edit_json(made["model"] / "config.json", auto_map=classes)
     tokens = {"AutoTokenizer": ["tokenization_evil.Tokenizer", "tokenization_evil.Tokenizer"]}
-    edit(made["model"] / "tokenizer_config.json", auto_map=tokens, tokenizer_class="Evil")
+    edit_json(made["model"] / "tokenizer_config.json", auto_map=tokens, tokenizer_class="Evil")
 
     made["adapter"] = root / "adapter"
     made["adapter"].mkdir()
@@ -71,17 +60,17 @@ def hostile(run_dir, tmp_path_factory):
     made["named_in_plan"] = copied("named-in-plan", run_dir)
     made["named_in_record"] = copied("named-in-record", run_dir)
     for place in ("config", "requested"):
-        edit(made["named_in_plan"] / "plan.json", **{f"{place}__model": str(evil)})
-    edit(made["named_in_plan"] / "plan.json", model__family=str(evil))
+        edit_json(made["named_in_plan"] / "plan.json", **{f"{place}__model": str(evil)})
+    edit_json(made["named_in_plan"] / "plan.json", model__family=str(evil))
     traits = {
         "strategy__traits__build": f"{evil}/engine.py:Engine",
         "strategy__engine": "engine.py",
     }
-    edit(made["named_in_plan"] / "plan.json", **traits)
+    edit_json(made["named_in_plan"] / "plan.json", **traits)
     record = {"config__model": str(evil), "config__weights": "pretrained"}
-    edit(made["named_in_record"] / "record.json", **record)
+    edit_json(made["named_in_record"] / "record.json", **record)
     made["engine_in_plan"] = copied("engine-in-plan", run_dir)
-    edit(made["engine_in_plan"] / "plan.json", **traits)
+    edit_json(made["engine_in_plan"] / "plan.json", **traits)
 
     made["preset"] = root / "preset.json"
     made["preset"].write_text(json.dumps({"model": str(evil)}))

@@ -216,9 +216,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     assert line.count("--num_gpus 2") == 1, "as typed"
     document = json.loads(text.partition("DeepSpeed configuration (from ")[2].partition("\n")[2])
     assert document["zero_optimization"]["stage"] == 3
-    assert document["train_micro_batch_size_per_gpu"] == 2
     assert document["gradient_accumulation_steps"] == 3
-    assert "auto" not in json.dumps(document)
     assert not output_dir.exists()
 
 

@@ -11,7 +11,7 @@ import transformers
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data import test_tokenizer
 from tests.data.test_tokenizer import SAID
-from tests.support import tiny_qwen2
+from tests.support import edit_json, tiny_qwen2
 
 folder = test_tokenizer.folder
 
@@ -22,8 +22,8 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
     base = tiny_qwen2().bfloat16()
     base.generation_config = transformers.GenerationConfig(eos_token_id=7, do_sample=True, top_k=5)
     base.save_pretrained(tmp_path / "base")
-    saved = tmp_path / "base/generation_config.json"  # most published models have this key
-    saved.write_text(json.dumps({**json.loads(saved.read_text()), "_from_model_config": True}))
+    saved = tmp_path / "base/generation_config.json"
+    edit_json(saved, _from_model_config=True)  # most published models have this key
     shutil.copytree(folder, tmp_path / "base", dirs_exist_ok=True)
     rows = [json.dumps({"messages": SAID[:2]})] * 30
     (tmp_path / "a.jsonl").write_text("\n".join(rows))

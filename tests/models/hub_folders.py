@@ -97,15 +97,21 @@ _GPT2 = ("GPT2", {
 })  # fmt: skip
 
 
-def make_folder(kind: str, folder: Path, **changes: object) -> Path:
-    """Save a model of the given kind, gpt2 or one of KINDS, to `folder`, and return `folder`. All
-    parameters are random, including norms and biases. `changes` replace values of the config."""
-    name, values = {**KINDS, "gpt2": _GPT2}[kind]
+def random_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
+    """Return transformers' fp32 model for `config`. All parameters are random, including norms and
+    biases."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    return model
+
+
+def make_folder(kind: str, folder: Path, **changes: object) -> Path:
+    """Save a model of the given kind, gpt2 or one of KINDS, to `folder`, and return `folder`. Its
+    parameters are random. `changes` replace values of the config."""
+    name, values = {**KINDS, "gpt2": _GPT2}[kind]
+    config = getattr(transformers, f"{name}Config")(**{**values, **changes})
+    random_model(config).save_pretrained(folder)
     return folder

@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from distributed_training.models import ModelSpec, find_model, gpt2, llama
-from tests.support import read_model, refused
+from tests.models.hub_folders import random_model
+from tests.support import edit_json, read_model, refused
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -47,14 +48,9 @@ def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
     """Build a transformers model with random parameters, including norms and biases. Save the model
     to `folder`, and return it."""
     class_name, options = OPTIONS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = random_model(getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options}))
     model.save_pretrained(folder, **saving)
-    return model
+    return model.eval()
 
 
 def ours(folder: Path, spec=None):
@@ -142,12 +138,7 @@ SPELLINGS = {
 def test_a_config_gives_the_same_model_as_in_transformers(name, tmp_path):
     config = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    reference.save_pretrained(tmp_path)
+    random_model(transformers.AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     find_model(str(tmp_path)).check_weights(tmp_path)
@@ -175,9 +166,7 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
         reference = theirs(name, folder)
         tensors = load_file(folder / "model.safetensors")
         embedding = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
-        config = json.loads((folder / "config.json").read_text())
-        config["tie_word_embeddings"] = True
-        (folder / "config.json").write_text(json.dumps(config))
+        edit_json(folder / "config.json", tie_word_embeddings=True)
         own_head = {**tensors, "lm_head.weight": torch.randn(300, 32)}
         same = {**tensors, "lm_head.weight": tensors[embedding].clone()}
         head_alone = {key: value for key, value in same.items() if key != embedding}
@@ -188,13 +177,10 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
             reference = AutoModelForCausalLM.from_pretrained(folder).eval()
             assert_near(model(IDS), reference(IDS).logits)
             assert_near(exported(model.state_dict(), folder)(IDS).logits, reference(IDS).logits)
-        config["tie_word_embeddings"] = False
-        (folder / "config.json").write_text(json.dumps(config))
+        edit_json(folder / "config.json", tie_word_embeddings=False)
+        tensors.pop("lm_head.weight", None)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with refused("lm_head.weight is missing"):
-            if "lm_head.weight" in tensors:
-                del tensors["lm_head.weight"]
-                save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             find_model(str(folder)).check_weights(folder)
 
 

@@ -15,7 +15,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
-from tests.support import CPU_MACHINE, refused
+from tests.support import CPU_MACHINE, edit_json, refused
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 99}
 LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
@@ -67,8 +67,7 @@ def test_inconsistent_adapters_are_refused(tensors, config, words, adapters):
     all_tensors = {**load_file(folder / "adapter_model.safetensors"), **tensors}
     saved_tensors = {name: tensor for name, tensor in all_tensors.items() if tensor is not None}
     save_file(saved_tensors, folder / "adapter_model.safetensors")
-    document = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**document, **config}))
+    edit_json(folder / "adapter_config.json", **config)
     with refused(*words):
         peft.read_folder(spec, folder)
 
@@ -83,9 +82,7 @@ def test_adapters_of_an_older_peft_are_refused_with_advice(adapters):
 def test_adapters_with_an_unavailable_base_are_refused(adapters):
     _, folder = adapters
     base = "/home/me/llama"
-    document = json.loads((folder / "adapter_config.json").read_text())
-    document["base_model_name_or_path"] = base
-    (folder / "adapter_config.json").write_text(json.dumps(document))
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=base)
     with refused(str(folder), repr(base)):
         base_folder(folder)
     config = build_config({"weights": str(folder)})

@@ -81,15 +81,13 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
         checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "pp"])
-@pytest.mark.parametrize("model", ["gpt2-medium", "gpt2-xl"])
-def test_suggestions_for_too_little_memory_fit(strategy, model, tmp_path):
+def test_suggestions_for_too_little_memory_fit(tmp_path):
     """The suggestion for a batch that is far too large for four 16 GiB GPUs must give a plan that
     fits."""
-    config = {"machine": SMALL, "num_processes": 4, "model": model, "batch_size": 16}
-    large = draft(tmp_path, strategy, micro_batch_size=16, **config)
+    config = {"machine": SMALL, "num_processes": 4, "model": "gpt2-xl", "batch_size": 16}
+    large = draft(tmp_path, "pp", micro_batch_size=16, **config)
     settings, choice = suggest(large, local(large))[0]
-    planned = draft(tmp_path, **{"strategy": strategy, **config, **settings})
+    planned = draft(tmp_path, **{"strategy": "pp", **config, **settings})
     check_fit(planned)
     assert estimate_memory(planned) == choice.memory
     assert not settings.keys() & {"lora_rank", "base_dtype"}

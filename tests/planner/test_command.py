@@ -1,6 +1,5 @@
 """Test the `plan` command: its table, JSON output, batch script and errors."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -8,15 +7,11 @@ import sys
 import pytest
 
 from distributed_training.cli import main
-from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import local_cluster, parse_cluster
-from distributed_training.settings.config import AUTO
+from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.files import ROOT
 from real_model_example import CONFIG
 from tests.conftest import heavy_pool, light_pool
 from tests.e2e.support import assert_refused
-from tests.planner.helpers import merged
-from tests.support import GPU_MACHINE
 
 OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 FIELDS = [
@@ -59,8 +54,8 @@ def test_plan_prints_ten_rows_eight_columns_commands_and_a_reason(monkeypatch, c
     assert len(commands) == sum(not row.startswith(" ") for row in rows)
     assert all("--model gpt2-xl --batch_size 4 --strategy " in line for line in commands)
     assert all(re.search(r" --rdzv_id=[0-9a-f]{16} ", line) for line in commands)
-    assert "Choose one of these commands, and run it on every node. Replace FIRST_HOST" in out
-    assert "The network is assumed to have 400 Gbit/s per GPU" in " ".join(out.split())
+    assert "FIRST_HOST" in out
+    assert "400 Gbit/s" in out
 
 
 @pytest.mark.parametrize("gbit", ["400", "25"])
@@ -189,17 +184,3 @@ def test_clusters_are_parsed():
         cluster = parse_cluster(text)
         found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)
         assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"), [({}, "reach 95%"), ({"gpu_name": "unknown"}, "the largest tested")]
-)
-def test_an_open_batch_and_strategy_are_chosen_with_notes(changes, reason):
-    notes = []
-    cluster = local_cluster(dataclasses.replace(GPU_MACHINE, **changes), 1, 1)
-    planned = draft_plan(merged({"model": "gpt2", "batch_size": AUTO}), cluster, notes)
-    assert planned.requested.strategy == AUTO
-    first, second = notes[:2]
-    assert first.startswith(f"batch_size is {planned.config.batch_size}, ")
-    assert reason in first
-    assert second.startswith("the planner chose strategy=dp")
