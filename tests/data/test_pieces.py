@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Builder
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from distributed_training.data import pieces
 from distributed_training.data.files import read_text
 from distributed_training.data.pieces import cut_lines, cut_text
 from distributed_training.data.tokenizer import Tokenizer
-from tests.data.test_tokenizer import save_tokenizer
+from tests.data.test_tokenizer import save_tokenizer, train_bpe
 from tests.support import refused
 
 AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u3000\u180e\u200b🙂s")
@@ -62,15 +61,9 @@ def kind(request, tmp_path_factory):
     """Return our tokenizer and the transformers tokenizer from the same folder. Their merges span
     spaces and line breaks unless the pre-tokenizer splits the text there."""
     before, can_cut = KINDS[request.param]
-    built = Builder(models.BPE(unk_token="?"))
-    built.pre_tokenizer = before
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<|end|>", "?"], initial_alphabet=alphabet
-    )
     draw = random.Random(0)
     texts = ["".join(draw.choices("ab1é字。.,'\"-_ \n\t\r s", k=200)) for _ in range(200)]
-    built.train_from_iterator(texts, trainer)
+    built = train_bpe(texts, ["<|end|>", "?"], 900, before, unk_token="?")
     folder = save_tokenizer(tmp_path_factory.mktemp("kind"), built, "<|end|>")
     ours = Tokenizer(folder)
     assert ours.can_cut == can_cut

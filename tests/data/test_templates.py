@@ -7,12 +7,11 @@ import random
 import re
 
 import pytest
-from tokenizers import Tokenizer as Builder
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from distributed_training.data.chats.render import Conversation, Renderer
 from tests.data.templates import SPECIAL_TOKENS, TEMPLATES
+from tests.data.test_tokenizer import train_bpe
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CONTENTS = [
@@ -26,14 +25,7 @@ CONTENTS = [
 def theirs():
     """Return a transformers tokenizer: a byte-level BPE without merges. Each token is a byte or a
     special token."""
-    built = Builder(models.BPE())
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet
-    )
-    built.train_from_iterator(["a"], trainer)
+    built = train_bpe(["a"], SPECIAL_TOKENS, 300)
     return PreTrainedTokenizerFast(tokenizer_object=built, **NAMES)
 
 

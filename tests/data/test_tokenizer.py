@@ -58,18 +58,27 @@ def save_tokenizer(folder, built, eos="|", **settings):
     return folder
 
 
+def train_bpe(texts, special_tokens, vocab_size, before=None, **options):
+    """Train a BPE on the bytes of `texts`. `before` is the pre-tokenizer, by default GPT-2's."""
+    built = Builder(models.BPE(**options))
+    built.pre_tokenizer = before or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    built.train_from_iterator(texts, trainer)
+    return built
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Write a tokenizer.json with a 400-token byte-level BPE that prepends a special token to each
     input. Return the folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    built = Builder(models.BPE())
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
     marks = ["<|begin|>", "<|stop|>", "<|turn|>", "<|end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, initial_alphabet=alphabet)
-    built.train_from_iterator(read_prose()[:50], trainer)
+    built = train_bpe(read_prose()[:50], marks, 400)
     built.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )
