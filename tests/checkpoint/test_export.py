@@ -103,7 +103,8 @@ def validation_loss(run_dir, folder):
 
 
 def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(tmp_path):
-    record, _ = run(tmp_path / "best", "fsdp", keep_best=True)
+    values = {"keep_best": True, "learning_rate": 0.1}
+    record, _ = run(tmp_path / "best", "fsdp", **values)
     run_dir = Path(record["run_dir"])
     trained = [entry for entry in record["evaluations"] if entry["step"] > 0]
     lowest = min(trained, key=lambda entry: entry["loss"])
@@ -114,7 +115,7 @@ def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(tmp_path)
     assert last == pytest.approx(trained[-1]["loss"], rel=1e-5)
     assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
     shutil.rmtree(run_dir / "best")  # then the next evaluation finds the best weights, though worse
-    record, _ = run(tmp_path / "best", "fsdp", keep_best=True, resume=run_dir, max_steps=7)
+    record, _ = run(tmp_path / "best", "fsdp", **values, resume=run_dir, max_steps=7)
     assert record["best"]["step"] == 7
 
 
