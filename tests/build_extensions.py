@@ -3,7 +3,7 @@
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
 This script does nothing if the folder already contains extensions for the installed torch and
-DeepSpeed. It removes the lock that a killed build leaves behind, because torch would wait for
+DeepSpeed. It removes the lock that a killed process leaves behind, because torch would wait for
 this lock forever. Only one instance may build in a folder at a time. The process pool of
 tests/pool.py loads the extensions before it forks. Otherwise, DeepSpeed's loader would start ninja
 and a compiler in each process."""
@@ -26,6 +26,8 @@ def main() -> None:
     build_key = _build_key()
     with (folder / "built").open("a+") as built:
         fcntl.flock(built, fcntl.LOCK_EX)
+        for lock in folder.glob("*/lock"):
+            lock.unlink()
         built.seek(0)
         if built.read() == build_key:
             return
@@ -33,8 +35,6 @@ def main() -> None:
             "Compiling DeepSpeed's extensions for the tests. This happens once and takes minutes.",
             file=sys.stderr,
         )
-        for lock in folder.glob("*/lock"):
-            lock.unlink()
         _load()
         built.truncate(0)
         built.write(build_key)
