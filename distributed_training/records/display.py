@@ -1,6 +1,7 @@
 """Print the header, progress and summary of a run on rank 0, and fill page templates. This module
 does not import torch."""
 
+import contextlib
 import os
 import re
 import sys
@@ -40,6 +41,13 @@ class Display:
             self._bar.write(text, file=sys.stdout)
         elif self.enabled:
             print(text, flush=True)
+
+    def say_in_handler(self, text: str) -> None:
+        """Print from a signal handler. The bar and Python's streams may be in the middle of a write
+        then, and would raise RuntimeError."""
+        if self.enabled:
+            with contextlib.suppress(OSError):  # nobody reads standard output
+                os.write(1, f"\n{text}\n".encode())
 
     def note(self, text: str) -> None:
         """Print a note that states a choice made for the user and the reason for the choice."""

@@ -215,7 +215,7 @@ class StopSignal:
         if not self.number:
             self.number = signum
             self._received_at = now
-            self._display.say(f"received {signal.Signals(signum).name}; stopping")
+            self._display.say_in_handler(f"received {signal.Signals(signum).name}; stopping")
         elif now - self._received_at > IGNORE_SIGNALS_S:
             signal.signal(signum, self.previous_handlers[signal.Signals(signum)])
             signal.raise_signal(signum)

@@ -48,7 +48,7 @@ def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     assert not {*dp[above + 1 :]} & {*floor[above + 1 :]}
 
     page = (out / "compare.html").read_text()
-    assert re.findall(r'data-name="strategy">(.*?)<', page)[:2] == ["dp", "lr-floor"]
+    assert re.findall(r'data-name="run">(.*?)<', page)[:2] == ["dp", "lr-floor"]
     assert re.findall(r'data-name="status">(.*?)<', page) == ["ok", "ok"]
     for record in records:
         assert f"{record['evaluations'][-1]['loss']:.4f}" in page

@@ -2,9 +2,11 @@ import itertools
 import math
 import os
 import signal
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -279,6 +281,17 @@ def test_best_weights_whose_export_was_interrupted_are_exported_again(
     trainer.history.best = {"step": 2, "loss": best_loss}
     trainer.run()
     assert exported_steps == steps
+
+
+def test_a_signal_that_interrupts_the_progress_bar_is_kept(monkeypatch, capfd):
+    busy = Mock(spec=[])  # like a stream that the signal interrupted, it has no usable method
+    display = Display(enabled=True)
+    monkeypatch.setattr(display, "_bar", busy)
+    monkeypatch.setattr(sys, "stdout", busy)
+    stop_signal = loop.StopSignal(display)
+    stop_signal.handle(signal.SIGTERM, None)
+    assert stop_signal.number == signal.SIGTERM
+    assert "SIGTERM" in capfd.readouterr().out
 
 
 def test_a_later_signal_goes_to_the_handler_from_before_training(monkeypatch):
