@@ -162,7 +162,7 @@ def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[i
     tokens in the generation config of the model in `base`."""
     ids = None if base is None else read_generation_config(base).get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    own_ids = [tokenizer.eos_id, tokenizer.answer_end_id] if chat else [tokenizer.eos_id]
+    own_ids = [tokenizer.eos_id, *(tokenizer.answer_end_ids if chat else ())]
     return list(dict.fromkeys([*own_ids, *ids]))
 
 

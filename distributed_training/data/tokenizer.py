@@ -435,17 +435,24 @@ class Tokenizer:
         return form == pieces.MESSAGES or (form == pieces.PROMPT and self.facts.has_template)
 
     @cached_property
-    def answer_end_id(self) -> int:
-        """Id of the token that ends an answer: the first special token after the answer, or
-        end-of-text if there is none."""
-        pair = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
+    def answer_end_ids(self) -> list[int]:
+        """Ids of the tokens that end an answer and a tool call: the first special token after an
+        answer and the last one of a call, or end-of-text if there is none. Under some templates,
+        the mark of the next turn ends both, such as GLM-4.5's <|user|> and <|observation|>."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        answer = {"role": ASSISTANT, "content": "answered"}
         system = {"role": "system", "content": "."}
-        for messages in (pair, [system, *pair]):  # Some templates require a system message.
-            with contextlib.suppress(UserError):
-                text = self.renderer.render_samples(Conversation(messages), "")[-1].text
-                ids = self.encode_texts([text.rpartition("answered")[2]])[0]
-                return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
-        return self.eos_id
+        end_ids = []
+        for index, reply in ((0, answer), (-1, {**answer, "tool_calls": [call]})):
+            pair = [{"role": "user", "content": "?"}, reply]
+            for messages in (pair, [system, *pair]):  # Some templates require a system message.
+                with contextlib.suppress(UserError):
+                    text = self.renderer.render_samples(Conversation(messages), "")[-1].text
+                    ids = self.encode_texts([text.rpartition("answered")[2]])[0]
+                    special_ids = ids[np.isin(ids, self.special_ids)].tolist() or [self.eos_id]
+                    end_ids.append(special_ids[index])
+                    break
+        return end_ids or [self.eos_id]
 
     @property
     def generation_tokens(self) -> dict[str, int]:

@@ -99,12 +99,23 @@ def test_ids_equal_transformers(folder):
         "input_ids"
     ]
     assert tokenizer.encode_chat_prompt(SAID[:3]) == question_ids
-    assert tokenizer.answer_end_id == hf_tokenizer.convert_tokens_to_ids("<|end|>")
+    assert {*tokenizer.answer_end_ids} == {hf_tokenizer.convert_tokens_to_ids("<|end|>")}
     for text in ("a<|end|>b", "", " a"):
         assert (
             tokenizer.encode_texts([text], add_special_tokens=True)[0].tolist()
             == hf_tokenizer(text)["input_ids"]
         )
+
+
+def test_marks_of_the_next_turn_end_answers_and_tool_calls(tmp_path):
+    """As under GLM-4.5's template. A model that learns to end a call must also stop there."""
+    marks = ["<|stop|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    template = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    template += "{{ message.tool_calls | tojson if message.tool_calls }}{% endfor %}"
+    template += "{{ '<|assistant|>' if add_generation_prompt }}"
+    built = train_bpe(read_prose()[:50], marks, 400)
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, built, "<|stop|>", chat_template=template))
+    assert tokenizer.answer_end_ids == tokenizer.encode_texts(["<|user|><|tool|>"])[0].tolist()
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
