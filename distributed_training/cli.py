@@ -266,6 +266,8 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
                 fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
                 raise UserError("one process has no links to measure", fix=fix)
             return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
+        if arguments.num_gpus is not None:
+            raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
         return _load("tools.doctor").main(program.output_dir)
 
     return act

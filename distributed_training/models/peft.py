@@ -103,7 +103,6 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     targets = None if parts == all_parts else ",".join(parts)
     values: dict[str, Any] = {
         "lora_rank": config.r, "lora_alpha": config.alpha, "lora_targets": targets,
-        "lora_dropout": config.lora_dropout,
     }  # fmt: skip
     if rounding := metadata.get("base_rounding"):
         values["base_dtype"], values["precision"] = rounding.split()

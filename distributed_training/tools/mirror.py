@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from distributed_training.checkpoint.resume import read_meta
@@ -22,6 +23,7 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise.process import handle_signals
 
 INTERVAL_S = 60.0  # seconds between copies to the mirror
+NUM_RETRIES = 5  # attempts to copy the model at the end
 
 
 def find_complete(run: Path) -> Path | None:
@@ -55,7 +57,8 @@ def fetch(runs: Path, mirror: Path) -> None:
 
 def push(runs: Path, mirror: Path, pattern: str | None) -> None:
     """Copy each run's newest checkpoint, and the files in its folder that match `pattern`, to the
-    mirror. Remove checkpoints from the mirror that are older than a complete one."""
+    mirror. There, keep the newest complete checkpoint and at most two newer ones, to which other
+    nodes may still copy their files."""
     for run in runs.glob("[!l.]*"):  # without the link "latest" and hidden folders
         copy = mirror / run.name
         checkpoint = newest_checkpoint(run)
@@ -68,9 +71,22 @@ def push(runs: Path, mirror: Path, pattern: str | None) -> None:
         if checkpoint is not None:
             copy_checkpoint(checkpoint, copy / CHECKPOINTS / checkpoint.name)
         complete = find_complete(copy)
-        for other in list_checkpoints(copy):
-            if complete and other < complete:
+        checkpoints = list_checkpoints(copy)
+        for other in checkpoints:
+            is_newer = complete is None or other > complete
+            if other != complete and not (is_newer and other in checkpoints[-2:]):
                 shutil.rmtree(other, ignore_errors=True)
+
+
+def _try_push(runs: Path, mirror: Path, pattern: str | None) -> bool:
+    """Call `push`. If the mirror cannot be written, print why, because the run must continue.
+    Return whether it was written."""
+    try:
+        push(runs, mirror, pattern)
+    except OSError as error:
+        print_stderr(f"note: the mirror is incomplete: {error}")
+        return False
+    return True
 
 
 def copy_checkpoint(checkpoint: Path, copy: Path) -> None:
@@ -87,20 +103,24 @@ def copy_checkpoint(checkpoint: Path, copy: Path) -> None:
 
 
 def main(node_rank: str, runs: Path, mirror: Path, command: list[str]) -> int:
-    """Run the command with a mirror of its runs. Return the exit code of the command."""
+    """Run the command with a mirror of its runs. Return the exit code of the command, or 1 if the
+    last files could not be copied."""
     runs.mkdir(parents=True, exist_ok=True)
     fetch(runs, mirror)
     is_first_node = node_rank == "0"  # the only node with the record and the model
     process = subprocess.Popen(command)
     with handle_signals({signal.SIGTERM: lambda signum, _: process.send_signal(signum)}):
         while process.poll() is None:
-            try:
-                push(runs, mirror, "*" if is_first_node else None)
-            except OSError as error:  # the run continues, and the next round repeats the copy
-                print_stderr(f"note: the mirror is incomplete: {error}")
+            # All nodes copy at the same times, so that they copy the same checkpoint.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(INTERVAL_S)
-        push(runs, mirror, "**/*" if is_first_node else None)
+                process.wait(INTERVAL_S - time.time() % INTERVAL_S)
+            _try_push(runs, mirror, "*" if is_first_node else None)
+        for _ in range(NUM_RETRIES):
+            if _try_push(runs, mirror, "**/*" if is_first_node else None):
+                break
+            time.sleep(INTERVAL_S)
+        else:
+            return 1
     return process.returncode % 256
 
 

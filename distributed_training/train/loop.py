@@ -100,7 +100,7 @@ class StepResults:
 
     @property
     def flush_is_due(self) -> bool:
-        """Whether to call `flush` after this step, according to this rank's clock."""
+        """True if this rank's clock asks for a `flush` after this step."""
         waited_s = time.monotonic() - self._flushed_at
         return self.history.step == self.first_step or waited_s >= FLUSH_EVERY_S
 

@@ -60,7 +60,7 @@ def train(
     # Machines may have different files under the same name. Machines may also have different
     # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)
-    load_extensions(plan, display)
+    build_extensions(plan, topology, display)
     startup.end("data")
     sampler = build_sampler(plan, data, topology)
     history = records.History()
@@ -160,14 +160,16 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
     )
 
 
-def load_extensions(plan: Plan, display: Display) -> None:
-    """Load the DeepSpeed extensions that the plan's strategy requires. One process per machine
-    compiles an extension that is not in torch's cache, and torch makes the others wait."""
-    for name in required_extensions(plan.strategy):
+def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
+    """Compile and load the DeepSpeed extensions that the plan's strategy requires, in one process
+    per machine, whose error would otherwise be hidden by those of processes that wait for it. All
+    ranks must call this function."""
+    for name in required_extensions(plan.strategy) if topology.local_rank == 0 else ():
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
         ALL_OPS[name].load(verbose=False)
+    dist.barrier()
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:

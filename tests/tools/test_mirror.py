@@ -86,6 +86,35 @@ def test_a_file_that_is_only_partly_in_the_mirror_is_copied_again(tmp_path):
     assert mirror.find_complete(bucket / RUN) is not None
 
 
+def test_a_mirror_that_is_never_complete_stays_small(tmp_path):
+    """Each node saves between the copies of the other, and keeps one checkpoint."""
+    bucket, nodes = make_nodes(tmp_path)
+    for step in range(10, 60, 10):
+        for rank, node in enumerate(nodes):
+            shutil.rmtree(node / RUN / CHECKPOINTS, ignore_errors=True)
+            save(node, step + 5 * rank, [rank])
+            mirror.push(node, bucket, None)
+    assert saved_steps(bucket) == [50, 55]
+
+
+@pytest.mark.parametrize("num_failures", [1, mirror.NUM_RETRIES])
+def test_the_last_copy_is_repeated(num_failures, tmp_path, monkeypatch):
+    attempts = []
+
+    def push(*arguments):
+        attempts.append(arguments)
+        if len(attempts) <= num_failures:
+            raise OSError("the bucket is gone")
+
+    monkeypatch.setattr(mirror, "push", push)
+    monkeypatch.setattr(mirror, "INTERVAL_S", 60.0)
+    monkeypatch.setattr(mirror.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(mirror.subprocess.Popen, "poll", lambda process: process.wait())
+    (tmp_path / "bucket").mkdir()
+    code = mirror.main("0", tmp_path / "runs", tmp_path / "bucket", ["true"])
+    assert (code, len(attempts)) == ((0, 2) if num_failures == 1 else (1, mirror.NUM_RETRIES))
+
+
 @pytest.mark.parametrize(
     ("code", "expected"), [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", 256 - 9)]
 )
@@ -98,6 +127,7 @@ def test_a_broken_mirror_does_not_end_the_command(code, expected, tmp_path, monk
             raise OSError("the bucket is gone")
 
     monkeypatch.setattr(mirror, "push", push)
+    monkeypatch.setattr(mirror, "INTERVAL_S", 0.05)
     (tmp_path / "bucket").mkdir()
     wait = f"import os\nwhile not os.path.exists({str(pushed)!r}): pass\n"
     command = [sys.executable, "-c", wait + code]
