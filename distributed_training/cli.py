@@ -29,7 +29,6 @@ from distributed_training.settings.request import build_config, parse_overrides,
 from distributed_training.start import launch
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import open_lasting, replace_unencodable
-from distributed_training.supervise.process import Startup
 from distributed_training.tools.dry_run import print_plan
 
 NON_KEY_OPTIONS = (
@@ -206,7 +205,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if process is None or process.rank == 0:
             print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan
-            return launch.run_here(request, process, Startup())
+            return launch.run_here(request, process)
         cluster = launch.requested_cluster(request, arguments.num_gpus)
         return launch.start(request, cluster, program.script, arguments.max_restarts)
 

@@ -174,7 +174,6 @@ _RESULTS = {
         "peak_host_bytes": 5 * 2**30,
         "by_rank": [{"peak_reserved_bytes": size * 2**30} for size in (12, 11, 10, 9)],
     },
-    "disk": {"read_bytes": 0, "write_bytes": 640_000, "num_steps": 64},
 }
 
 

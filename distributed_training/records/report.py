@@ -5,29 +5,24 @@ import argparse
 import base64
 import io
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distributed_training.records.display import fill_template, fold, short_path
+from distributed_training.records.display import fill_template, fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.results import (
-    SETTINGS,
-    TEXT_COLUMNS,
-    Comparison,
-    LayoutRow,
-    common_settings,
-    differing_keys,
-)
+from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
 from distributed_training.settings.errors import UserError, print_stderr, printable
 from distributed_training.settings.files import MARK, check_replaced, plural, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
 LINE_STYLES = ("-", "--", "-.", ":")
 Figure = Any  # matplotlib.figure.Figure, which is slow to import
-_KEYS_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
+_SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in characters
+_KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
 
 
 def render(form: str, title: str, heading: str, comparison: Comparison) -> str:
@@ -92,19 +87,18 @@ def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
 
 def compare_runs(records: Sequence[Record]) -> Comparison:
     """Return a comparison with one row per run, from oldest to newest. The name of a row contains
-    the settings in which the runs differ."""
+    the first settings in which the runs differ, of those that were requested if there are any."""
     records = sorted(records, key=lambda r: r.started_at)
-    common = common_settings(records)
-    keys = differing_keys([record.work for record in records])
-    # Prefer settings that were requested to settings that follow from them.
     requested = differing_keys([record.config_requested for record in records])
-    keys = [key for key in keys if key in requested] or keys
+    keys = [key for key in requested if key not in _KEYS_IN_NAME]
+    keys = keys or differing_keys([record.work for record in records])
     layouts = []
     for r in records:
-        texts = [f"{Path(r.run_dir).name} {r.layout_name}"]
-        texts += [f"{key} {show(r)}" for key, show in SETTINGS.items() if key not in common]
-        texts += [f"{key} {r.work.get(key)}" for key in keys if key not in _KEYS_IN_SETTINGS]
-        layouts.append(LayoutRow(name=", ".join(texts), records=[r]))
+        values = {**r.work, **r.config_requested}
+        settings = ", ".join(f"{key} {short_name(str(values.get(key)))}" for key in keys)
+        settings = textwrap.shorten(settings, _SETTINGS_WIDTH, placeholder=" ...")
+        name = f"{Path(r.run_dir).name} {r.layout_name}"
+        layouts.append(LayoutRow(name=f"{name}, {settings}" if keys else name, records=[r]))
     return Comparison(layouts=layouts)
 
 

@@ -174,15 +174,6 @@ class LayoutRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Table of strings. The first column contains the row names."""
-
-    title: str
-    about: str
-    columns: dict[str, list[str]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Layouts whose runs are compared."""
 
@@ -201,8 +192,10 @@ class Comparison:
         """Return the settings that all runs share, keyed by heading."""
         if not self.records:
             return {}
-        device = {"device": self.records[0].machine["gpu_name"] or "CPU"}
-        return common_settings(self.records) | device
+        settings = [{name: column(r) for name, column in SETTINGS.items()} for r in self.records]
+        different_names = differing_keys(settings)
+        common = {name: text for name, text in settings[0].items() if name not in different_names}
+        return common | {"device": self.records[0].machine["gpu_name"] or "CPU"}
 
     @property
     def verdict(self) -> str:
@@ -251,47 +244,37 @@ class Comparison:
                     )
         return notes
 
-    def tables(self) -> list[Table]:
-        """Return the tables that contain data."""
-        tables = [self._results(), self._predictions()]
-        return [table for table in tables if len(table.columns) > 1]
+    @property
+    def results(self) -> dict[str, list[str]]:
+        """Return the columns of the table of speed, memory and losses. Failed layouts also have a
+        row."""
+        statuses = [layout.status for layout in self.layouts]
+        return {**_build_columns(self.layouts, RESULTS), "status": statuses}
 
     @property
     def terminal_table(self) -> str:
         """Return the table of results for a terminal, without the columns that only pages show."""
-        columns = self._results().columns
+        columns = self.results
         return format_table({name: columns[name] for name in columns if name not in _PAGE_COLUMNS})
 
-    def _results(self) -> Table:
-        """Return the table of speed, memory and losses. Failed layouts also have a row."""
-        about = (
-            "Each time is the median over the steps of a run. With several seeds, cells show the "
-            "mean ± standard deviation. Memory is that of the process that uses the most: PyTorch "
-            "reserves GPU memory (without its CUDA context), and RAM includes libraries."
-        )
-        table = self._table("Results", about, self.layouts, RESULTS)
-        table.columns["status"] = [layout.status for layout in self.layouts]
-        return table
-
-    def _predictions(self) -> Table:
-        """Return the table that compares each plan's prediction with its run."""
-        about = (
-            "The peak is that of allocated memory on the fullest GPU or, without GPUs, of the RAM "
-            "of the fullest process, with libraries. Each prediction was made before its run."
-        )
+    @property
+    def predictions(self) -> dict[str, list[str]]:
+        """Return the columns of the table that compares each plan's prediction with its run."""
         layouts = self.finished if any(r.prediction for r in self.records) else []
-        return self._table("Prediction and measurement", about, layouts, PREDICTIONS)
+        return _build_columns(layouts, PREDICTIONS)
 
-    def _table(
-        self, title: str, about: str, layouts: Sequence[LayoutRow], columns: Mapping[str, Column]
-    ) -> Table:
-        """Return a table with one row per layout, without empty columns."""
-        cells = {"run": [layout.name for layout in layouts]}
-        for name, column in columns.items():
-            texts = [column(*layout.finished_records) for layout in layouts]
-            if {*texts} - {EMPTY_CELL}:
-                cells[name] = texts
-        return Table(title=title, about=about, columns=cells)
+
+def _build_columns(
+    layouts: Sequence[LayoutRow], columns: Mapping[str, Column]
+) -> dict[str, list[str]]:
+    """Return the cells of a table with one row per layout, by column. The first column contains the
+    names of the layouts, and empty columns are left out."""
+    cells = {"run": [layout.name for layout in layouts]}
+    for name, column in columns.items():
+        texts = [column(*layout.finished_records) for layout in layouts]
+        if {*texts} - {EMPTY_CELL}:
+            cells[name] = texts
+    return cells
 
 
 def summary_rows(r: Record) -> dict[str, str]:
@@ -315,14 +298,6 @@ def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values differ between the runs."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
-
-
-def common_settings(records: Sequence[Record]) -> dict[str, str]:
-    """Return the settings in SETTINGS that are equal in all runs. Each setting's name is mapped to
-    its displayed value."""
-    settings = [{name: column(r) for name, column in SETTINGS.items()} for r in records]
-    different_names = differing_keys(settings)
-    return {name: text for name, text in settings[0].items() if name not in different_names}
 
 
 def format_table(columns: Mapping[str, list[str]]) -> str:

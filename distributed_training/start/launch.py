@@ -30,7 +30,7 @@ from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import Command, current_process, run_ranks, single_process
-from distributed_training.supervise.process import Process, Startup
+from distributed_training.supervise.process import Process
 
 PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
 CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
@@ -66,7 +66,6 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
 def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -> int:
     """Plan the run, write plan.json, and execute the plan in this process or in new processes.
     Return the run's exit code."""
-    startup = Startup()
     machine = cluster.machine
     count = cluster.num_processes
     if count == 1 and machine.num_gpus > 1:
@@ -76,8 +75,7 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
         )
     plan = run_dir.reserve_run_dir(make_plan(request, cluster, read_data))
     if count == 1 and not max_restarts:
-        startup.end("plan")
-        return run_here(plan, single_process(), startup)
+        return run_here(plan, single_process())
     prepare_environment(count)
     return spawn(plan, [str(script), PLANNED_OPTION], max_restarts)
 
@@ -87,21 +85,17 @@ def run_planned_rank(run_dir: str, *code_folders: str) -> int:
     `code_folders`. The launching process passes both on the command line."""
     process = current_process()
     assert process is not None
-    startup = Startup()
     worker = import_worker()
-    startup.end("import")
     for folder in code_folders:
         allow_code(Path(folder))
-    code = worker.run(load_plan(Path(run_dir)), process, startup)
+    code = worker.run(load_plan(Path(run_dir)), process)
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 
-def run_here(plan_or_request: Plan | Request, process: Process, startup: Startup) -> int:
+def run_here(plan_or_request: Plan | Request, process: Process) -> int:
     """Import torch and run this process's part of the run. Return the exit code."""
     prepare_environment(process.local_world_size)
-    worker = import_worker()
-    startup.end("import")
-    return worker.run(plan_or_request, process, startup)
+    return import_worker().run(plan_or_request, process)
 
 
 def import_worker() -> ModuleType:

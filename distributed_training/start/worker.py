@@ -26,7 +26,6 @@ from distributed_training.supervise.process import (
     LAUNCHER_VARIABLE,
     STOP_SIGNALS,
     Process,
-    Startup,
     handle_signals,
 )
 from distributed_training.train.run import build_topology, push, train
@@ -34,7 +33,7 @@ from distributed_training.train.run import build_topology, push, train
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
 
-def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
+def run(plan: Plan | Request, process: Process) -> int:
     """Run this process's part of a run and return the exit code. If a launcher such as torchrun
     started the process, `plan` is only the request, and rank 0 plans for all ranks. All ranks must
     call this function."""
@@ -55,7 +54,6 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
             # Call prepare_device again with the plan's number of GPUs, because a torch build
             # without CUDA sees no GPU.
             prepare_device(plan.machine.num_gpus, process)
-            startup.end("plan")
         topology = build_topology(plan, process, device)
         if plan.strategy.steps_on_host:  # by default, torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
@@ -74,7 +72,7 @@ def run(plan: Plan | Request, process: Process, startup: Startup) -> int:
 
         with handle_signals(dict.fromkeys(STOP_SIGNALS, end_run)):
             try:
-                code = train(plan, topology, progress.set_activity, gather_values, startup)
+                code = train(plan, topology, progress.set_activity, gather_values)
             except BaseException as error:  # other ranks may wait in a collective forever
                 # Launchers terminate all ranks after one has failed. This is not the cause.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,10 +1,9 @@
-"""Describe a process of a run: its rank, its startup phases and its signal handlers.
+"""Describe a process of a run: its rank and its signal handlers.
 
 This module does not import torch."""
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,21 +28,6 @@ class Process:
     world_size: int
     local_rank: int
     local_world_size: int
-
-
-class Startup:
-    """Duration in seconds of each startup phase, from the creation of this object to the end of the
-    first step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._phase_start = time.monotonic()
-
-    def end(self, phase: str) -> None:
-        """Record the end of a phase and begin the next one."""
-        now = time.monotonic()
-        self.seconds[phase] = round(now - self._phase_start, 3)
-        self._phase_start = now
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +96,6 @@ class Recorder(Callback):
         }
         return {
             **vars(trainer.history),
-            "startup_s": trainer.startup.seconds,
             "performance": performance,
             "memory": memory | {"by_rank": ranks},
             "sample": trainer.sample,
@@ -198,15 +196,11 @@ class Checkpoints:
     def restore(self, trainer: Trainer, folder: Path) -> None:
         """Restore the run from a checkpoint: engine, random numbers, history, record and
         metrics."""
-        started_at = time.monotonic()
         plan = trainer.plan
         history = trainer.history
         step = saver.load_checkpoint(folder, trainer.engine, plan, trainer.topology, trainer.data)
         self.saved_step = step
         history.truncate(step)
-        history.loads.append({"step": step, "load_s": time.monotonic() - started_at})
-        # Write the record now, so that it contains this resumption even if the run is killed before
-        # the next save.
         trainer.call("on_history")
         if trainer.topology.rank == 0:
             records.truncate_metrics(plan.run_dir, step)

@@ -25,7 +25,7 @@ from distributed_training.records.display import Display, short_path
 from distributed_training.records.folder import CHECKPOINTS, checkpoint_name, list_checkpoints
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.supervise.process import STOP_SIGNALS, Startup, handle_signals
+from distributed_training.supervise.process import STOP_SIGNALS, handle_signals
 from distributed_training.train.callbacks import Callback, Checkpoints
 
 FLUSH_EVERY_S = 1.0
@@ -238,7 +238,6 @@ class Trainer:
     history: records.History = field(default_factory=records.History)
     # Function that publishes the current activity (start/progress.py)
     set_activity: Callable[[str], None] = lambda name: None
-    startup: Startup = field(default_factory=Startup)
     sample: str | None = None  # text that the trained model generated
     stop_signum: int = 0  # number of the signal that stops all ranks, or 0
 
@@ -280,7 +279,6 @@ class Trainer:
                 # Before the first step, and where the resumed run was killed before it evaluated
                 if self.evaluation_is_due:
                     self._evaluate()
-                self.startup.end("sample")
                 self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
                 self._begin_measuring()
                 while self.step < self.num_steps and not self.stop_signum:
@@ -342,8 +340,7 @@ class Trainer:
         self.results.add(row, self.engine.train_step(batch))
         self.history.step += 1
         self.call("after_step")
-        if "first_step" not in self.startup.seconds:
-            self.startup.end("first_step")
+        if self.step == self.results.first_step:
             self.checkpoints.saver.preallocate(self.engine)
 
     def _vote(self, *flags: bool) -> list[bool]:

@@ -40,17 +40,13 @@ from distributed_training.records.results import summary_rows
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
-from distributed_training.supervise.process import END_ACTIVITY, Process, Startup
+from distributed_training.supervise.process import END_ACTIVITY, Process
 from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
 
 
 def train(
-    plan: Plan,
-    topology: Topology,
-    set_activity: Callable[[str], None],
-    gather_values: agree.Gather,
-    startup: Startup,
+    plan: Plan, topology: Topology, set_activity: Callable[[str], None], gather_values: agree.Gather
 ) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
@@ -61,7 +57,6 @@ def train(
     # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)
     build_extensions(plan, topology, display)
-    startup.end("data")
     sampler = build_sampler(plan, data, topology)
     history = records.History()
     record = None
@@ -106,12 +101,10 @@ def train(
         callbacks=callbacks,
         history=history,
         set_activity=set_activity,
-        startup=startup,
     )
     if plan.checkpoint is not None:
         trainer.checkpoints.restore(trainer, plan.checkpoint)
         display.say(f"resumed from {short_path(plan.checkpoint)}")
-    startup.end("model")
     signum = trainer.run()
     set_activity(END_ACTIVITY)
     results = recorder.collect_results(trainer)

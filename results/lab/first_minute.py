@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [*arguments.command, "--output_dir", f"{folder}/runs"]
         for cache_state in ("cold", "warm"):
             lines = timed_lines(command, **caches)
-            record = json.loads(Path(folder, "runs/latest/record.json").read_bytes())
-            seconds = {**find_marks(lines), "startup_s": record["startup_s"]}
+            seconds = find_marks(lines)
             document["runs"][cache_state] = seconds
             print(cache_state, json.dumps(seconds), flush=True)
     write_json(arguments.out, document)

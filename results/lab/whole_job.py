@@ -164,7 +164,6 @@ def summarize(record: dict[str, Any]) -> dict[str, Any]:
         RAM: (memory["peak_host_bytes"] or 0) / 2**30,
         "step_time_s": record["performance"]["step_time_s"]["p50"],
         "saves": record["saves"],
-        "loads": record["loads"],
         "status": record["status"],
     }
 

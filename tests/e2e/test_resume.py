@@ -154,7 +154,6 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(
         assert f"resumed from {last}" in resumed.stdout
         record = load_record(run_dir)
         assert record["resumed_from"] == str(last)
-        assert [f"step-{row['step']:08d}" for row in record["loads"]] == [last.name]
 
 
 def test_resuming_from_any_checkpoint_gives_the_same_result(uninterrupted, tmp_path):

@@ -45,12 +45,11 @@ def over_seeds():
     return Comparison(layouts=layouts)
 
 
-def rows_of(comparison, title="Results"):
-    """Return the table with the given title as a dictionary from row names to rows. Each row is a
+def rows_of(columns):
+    """Return the table with these columns as a dictionary from row names to rows. Each row is a
     dictionary from headings to cells."""
-    (table,) = (table for table in comparison.tables() if table.title == title)
-    rows = zip(*table.columns.values(), strict=True)
-    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}
+    rows = zip(*columns.values(), strict=True)
+    return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
 
 
 def test_rows_of_a_report_are_oldest_first_and_name_what_differs():
@@ -64,15 +63,24 @@ def test_rows_of_a_report_are_oldest_first_and_name_what_differs():
     comparison = compare_runs(records)
     assert comparison.settings["batch"] == "4 x 512"
     assert "precision" not in comparison.settings
-    rows = rows_of(comparison)
-    texts = ["dp, precision bf16", "zero2, precision bf16", "zero2, precision fp32"]
-    names = [f"a-{n} {text}, seed 42" for n, text in zip((3, 4, 1), texts, strict=True)]
-    assert list(rows) == [*names, "a-2 zero2, precision bf16, seed 7"]
+    rows = rows_of(comparison.results)
+    names = ["a-3 dp, seed 42", "a-4 zero2, seed 42", "a-1 zero2, seed 42"]
+    assert list(rows) == [*names, "a-2 zero2, seed 7"]
     assert rows[names[0]]["reserved GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
     comparison = compare_runs([made_record(), other])
-    assert "data_fingerprint 0123456789abcdef" in list(rows_of(comparison))[1]
+    assert "data_fingerprint 0123456789abcdef" in list(rows_of(comparison.results))[1]
     assert "data_fingerprint" in comparison.verdict
+
+
+def test_a_row_names_few_of_the_requested_settings():
+    requested = [
+        {key: index for key in ("strategy", "lr", *"abcdefghijklmnop")} for index in (0, 1)
+    ]
+    records = [made_record(config_requested=values) for values in requested]
+    name = list(rows_of(compare_runs(records).results))[1]
+    assert name.startswith("x zero2, lr 1, a 1")
+    assert len(name) < 80
 
 
 def test_an_unfinished_run_shows_its_last_step():
@@ -86,7 +94,7 @@ def test_an_unfinished_run_shows_its_last_step():
 
 
 def test_means_and_spreads_are_taken_over_the_runs(over_seeds):
-    rows = rows_of(over_seeds)
+    rows = rows_of(over_seeds.results)
     mean, spread = statistics.fmean(SPEEDS), statistics.stdev(SPEEDS)
     assert rows["zero2"]["tokens/s"] == f"{mean:,.0f} ± {spread:,.0f}"
     assert rows["zero2"]["validation loss"] == "3.5000 ± 0.7071"
@@ -104,7 +112,7 @@ def test_means_and_spreads_are_taken_over_the_runs(over_seeds):
 
 
 def test_predictions_are_shown_next_to_measurements(over_seeds):
-    row = rows_of(over_seeds, "Prediction and measurement")["zero2"]
+    row = rows_of(over_seeds.predictions)["zero2"]
     assert list(row.values()) == [
         "zero2", "125.0 ± 0.0", "150.0", "+20%", "10.00 GiB", "9.00 GiB", "-10%", "network",
     ]  # fmt: skip
@@ -113,7 +121,7 @@ def test_predictions_are_shown_next_to_measurements(over_seeds):
 def test_without_a_gpu_memory_means_ram_per_process():
     on_cpu = seeded(0, 1.0, machine__gpu_name=None, memory__peak_allocated_bytes=None)
     comparison = Comparison(layouts=[LayoutRow(name="dp", records=[on_cpu])])
-    row = rows_of(comparison, "Prediction and measurement")["dp"]
+    row = rows_of(comparison.predictions)["dp"]
     assert (row["peak measured"], row["peak error"]) == ("5.00 GiB", "-80%")
 
 

@@ -15,14 +15,20 @@ DEFAULT = (
 )  # fmt: skip
 
 
+def read_extra(r: Record, name: str) -> Any:
+    """Return an entry that programs of the lab add to a record, or None if it is missing."""
+    return (r.model_extra or {}).get(name)
+
+
 def _disk(r: Record) -> str | None:
     """Return the number of GB read and written per step. Amounts below 0.05 GB come from logging
     and from loading libraries, and are shown as "none"."""
-    if r.disk is None:
+    disk = read_extra(r, "disk")
+    if disk is None:
         return None
-    steps = r.disk["num_steps"]
-    read = r.disk["read_bytes"] / steps / 1e9
-    written = r.disk["write_bytes"] / steps / 1e9
+    steps = disk["num_steps"]
+    read = disk["read_bytes"] / steps / 1e9
+    written = disk["write_bytes"] / steps / 1e9
     if max(read, written) < 0.05:
         return "none"
     return f"{read:.1f} GB read, {written:.1f} GB written"
@@ -49,7 +55,9 @@ _START = {
 COLUMNS = {
     **_START,
     **RESULTS,
-    "bubble": Column(lambda r: r.pipeline and (r.bubble or {}).get("idle_share"), "{:.1%}".format),
+    "bubble": Column(
+        lambda r: r.pipeline and (read_extra(r, "bubble") or {}).get("idle_share"), "{:.1%}".format
+    ),
     "ideal bubble": Column(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format),
     "disk per step": Column(_disk),
 }

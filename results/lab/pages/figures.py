@@ -15,6 +15,7 @@ from distributed_training.records.record import Record, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import GIB
+from results.lab.pages.columns import read_extra
 from results.lab.pages.timelines import draw as draw_timelines
 
 # Okabe and Ito's colors for each kind of split. Color-blind readers can distinguish them.
@@ -105,7 +106,7 @@ def bubbles(records: Path) -> Figure:
 
 def _idle(record: Record) -> tuple[float, float]:
     """Return the measured idle share and the idle share from the formula, in percent."""
-    bubble = record.bubble or {}
+    bubble = read_extra(record, "bubble") or {}
     pipeline = record.pipeline or {}
     return 100 * bubble["idle_share"], 100 * pipeline["ideal_bubble"]
 
