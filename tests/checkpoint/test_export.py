@@ -203,7 +203,7 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     assert_refused(command("export", killed, "--merge"), str(killed))
 
 
-def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
+def test_exported_adapters_are_continued_and_merged_without_a_checkpoint(run_dir, tmp_path):
     """The merged weights must equal the weights that PEFT's merge produces."""
     peft = pytest.importorskip("peft")
     import transformers
@@ -212,7 +212,13 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.05}
     values |= {"max_steps": 2, "checkpoint_every": 0, "output_dir": str(tmp_path)}
     assert_ok(train({**SMALL, **values}))
-    lora_run_dir = Path(only_record(tmp_path)["run_dir"])
+    record = only_record(tmp_path)
+    lora_run_dir = Path(record["run_dir"])
+    more = {"model": "auto", "weights": lora_run_dir / "hf", "output_dir": tmp_path / "continued"}
+    assert_ok(train({**more, "max_steps": 1}))
+    continued = only_record(tmp_path / "continued")
+    expected = pytest.approx(record["evaluations"][-1]["loss"], rel=1e-5)
+    assert (continued["config"]["lora_rank"], continued["evaluations"][0]["loss"]) == (4, expected)
     assert_ok(command("export", lora_run_dir, "--merge"))
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     merged = peft.PeftModel.from_pretrained(model, lora_run_dir / "hf").merge_and_unload()
