@@ -1,6 +1,5 @@
 """Test which files in a dataset folder belong to which split."""
 
-import gzip
 import json
 
 import datasets
@@ -16,16 +15,10 @@ from tests.support import refused
 def write(file, *texts):
     """Write text records in the format that the file's suffix indicates."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    if file.suffix == ".json":
-        lines = json.dumps([{"text": text} for text in texts])
-    if file.suffix == ".gz":
-        file.write_bytes(gzip.compress(lines.encode()))
-    elif file.suffix == ".zst":
-        with pyarrow.output_stream(str(file), compression="zstd") as stream:
-            stream.write(lines.encode())
-    else:
-        file.write_text(lines)
+    rows = [{"text": text} for text in texts]
+    lines = [json.dumps(rows)] if file.suffix == ".json" else map(json.dumps, rows)
+    with pyarrow.output_stream(str(file)) as stream:  # compresses .gz and .zst
+        stream.write("\n".join(lines).encode())
 
 
 def splits_of(folder):

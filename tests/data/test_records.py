@@ -1,17 +1,15 @@
 """Test records in all supported formats."""
 
-import json
-import re
+import shutil
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
 from distributed_training.data.chats import prepare
-from distributed_training.data.chats.align import Rendered
 from distributed_training.data.chats.records import Record
-from distributed_training.data.corpus import find_corpus
 from distributed_training.data.pieces import PROMPT, TEXT
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from tests.data.test_samples import jsonl
 from tests.support import refused
 
 CHAT = {
@@ -175,53 +173,44 @@ def test_malformed_records_are_refused(record, words):
         Record(record, "a.jsonl line 3", {}).read_conversation(Counter())
 
 
-def count_notes(file, texts):
-    """Return the counts of the records in a file if a template renders row i as `texts[i]`."""
+TEMPLATE = """{{ tools or '' }}{{ documents or '' }}{% for m in messages %}{{ m.content or '' }}
+{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}
+{% endfor %}"""
 
-    def render_samples(conversation, where):
-        return [Rendered(texts[int(where.split()[-1]) - 1], [(0, 1)])]
 
-    tokenizer = SimpleNamespace(
-        renderer=SimpleNamespace(render_samples=render_samples),
-        is_chat_form=bool,
-        facts=SimpleNamespace(has_template=True),
-        special_pattern=re.compile("(?!)"),
+@pytest.mark.parametrize(
+    ("old", "new", "omitted", "quoted"),
+    [
+        ("", "", 0, 0),
+        ("arguments }}", "arguments | tojson }}", 0, 1),
+        ("c.function.name", "'call'", 2, 0),
+        ("tools or ''", "''", 1, 0),
+        ("documents or ''", "''", 1, 0),
+        ("m.content or ''", "m.role if m.role == 'user' else m.content", 4, 0),
+    ],
+)
+def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
+    old, new, omitted, quoted, tmp_path
+):
+    """A note is printed if a template omits messages, tool calls, tools or documents, which the
+    transformers library drops silently (Megatron-Bridge#4072), if a column is not read, or if a
+    template quotes the arguments of tool calls twice. In OpenAI's format, the arguments are already
+    a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
+    call, as_text = (
+        {"function": {"name": "get_time", "arguments": x}} for x in ({"x": 1}, '{"x": 1}')
     )
-    counts = prepare.Counts()
-    source = find_corpus(str(file))["train"][0]
-    pieces = list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))
-    assert len(pieces) == len(texts)
-    return counts.notes
-
-
-@pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
-def test_a_template_that_quotes_arguments_twice_gives_a_note(quotes, count, tmp_path):
-    """A note is printed if a template quotes the arguments of tool calls twice. In OpenAI's format,
-    the arguments are already a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
-    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "text": "a"}))
-    notes = count_notes(tmp_path / "a.jsonl", [quotes('{"x": 1}')])
-    assert notes[prepare.QUOTED] == count
-    assert notes[prepare.COPIED] == 1
-    assert notes[prepare.OMITTED_BY_TEMPLATE] == 1  # the function's name is not in the text
-
-
-def test_values_omitted_by_a_template_give_notes(tmp_path):
-    """A note is printed if a template omits tool calls, tools or documents, or if a column is not
-    read. The transformers library drops such values silently (Megatron-Bridge#4072)."""
-    call = {"function": {"name": "get_time", "arguments": {"x": 1}}}
-    answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
-    document = {"title": "Long", "text": "document"}
     rows = [
-        {"messages": [USER, answer], "tools": None, "documents": None, "label": 0},
-        {"messages": [USER, answer], "tools": [call], "documents": None, "label": 0},
-        {"messages": [USER, ANSWER], "tools": None, "documents": [document], "label": 0},
+        {"messages": [USER, {**ANSWER, "tool_calls": [call]}]},
+        {"messages": [USER, {**ANSWER, "tool_calls": [as_text]}]},
+        {"messages": [USER, ANSWER], "tools": [call]},
+        {"messages": [USER, ANSWER], "documents": [{"title": "Long", "text": "document"}]},
     ]
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    # The last two texts lack the document and the answer.
-    for last, count in (("Long document: 2+2= 4", 1), ("2+2= 4", 2), ("Long document: 2+2=", 2)):
-        notes = count_notes(file, ["2+2= b", "2+2= get_time b", last])
-        assert notes[prepare.OMITTED_BY_TEMPLATE] == count
-        assert notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == 3
+    folder = shutil.copytree(EMBEDDED_DIR, tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(old, new))
+    source = jsonl(tmp_path / "rows", [{**row, "label": 0} for row in rows])["train"][0]
+    counts = prepare.Counts()
+    pieces = prepare.read_pieces(source, Tokenizer(folder), by_line=False, counts=counts)
+    assert [piece.eos for piece in pieces] == [False] * len(rows)
+    assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == omitted
+    assert counts.notes[prepare.QUOTED] == quoted
+    assert counts.notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == len(rows)
