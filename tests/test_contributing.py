@@ -1,6 +1,7 @@
 """Test that the examples in CONTRIBUTING.md work as printed."""
 
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.own_code import allow_families
 from distributed_training.settings.request import build_config
@@ -65,21 +65,19 @@ def test_example_of_a_model(folder):
     assert all((other.state_dict()[name] == state[name]).all() for name in state)
 
 
-def test_example_of_a_config_key():
+def test_example_of_a_config_key(tmp_path):
     field = EXAMPLES["distributed_training/settings/config.py"]
 
-    def run_config(field):
-        names = {**vars(config_module), "RunConfig": RunConfig}
-        exec("class More(RunConfig):\n" + textwrap.indent(textwrap.dedent(field), "    "), names)
-        return names["More"]
-
-    keys = read_keys(run_config(field))
+    file = tmp_path / "more.py"  # the help text is read from the source code
+    file.write_text("class More(RunConfig):\n" + textwrap.indent(field, "    "))
+    run_config = runpy.run_path(str(file), vars(config_module))["More"]
+    keys = read_keys(run_config)
     assert keys["label_smoothing"].work
     assert keys["label_smoothing"].aliases == ("label_smoothing_factor",)
     assert "all tokens" in keys["label_smoothing"].help
-    assert run_config(field)(label_smoothing=0.1).label_smoothing == 0.1
+    assert run_config(label_smoothing=0.1).label_smoothing == 0.1
     with pytest.raises(ValueError, match="label_smoothing"):
-        run_config(field)(label_smoothing=0.7)
+        run_config(label_smoothing=0.7)
 
 
 def test_example_of_a_measurement(folder):

@@ -14,11 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.checkpoint.trained import TrainedModel, trained_model_of_run
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.models import find_model
 from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
-from distributed_training.models.decoder import KVCache
+from distributed_training.models.decoder import COMPUTE_DTYPES, KVCache
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, Record

@@ -18,7 +18,6 @@ from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW settings that all engines share. The learning rate and weight decay come from CONFIG.
 ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the Adam moments in torch and DeepSpeed
@@ -101,30 +100,29 @@ class Engine(abc.ABC):
         """Gather all weights in CPU memory on rank 0. Return {parameter name: weight} on rank 0,
         and None on other ranks. All ranks must call this method."""
         rank = dist.get_rank()
-        parts = {
-            (part.name, part.shape, part.start, part.size): part
+        parts = [
+            part
             for part in self.state_parts()
-            if part.name.startswith("weight/") and math.prod(part.size)
-        }
-        senders: dict[tuple[Any, ...], int] = {}  # part -> first rank that holds it
-        for holder, positions in enumerate(gather(list(parts))):
-            for name, *position in positions:
-                senders.setdefault((name, *map(tuple, position)), holder)
+            if part.name.startswith("weight/") and part.written_here and math.prod(part.size)
+        ]
+        positions = [(part.name, part.shape, part.start, part.size) for part in parts]
         state: dict[str, torch.Tensor] = {}
-        for key, sender in senders.items():
-            name, shape, start, size = key
-            values = torch.empty(size)
-            if sender == rank:
-                values = parts[key].get().float().cpu().contiguous()
-            if rank == sender > 0:
-                dist.send(values, 0)
-            elif sender > rank == 0:
-                dist.recv(values, sender)
-            if rank == 0:
-                tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
-                # Under ZeRO, shards are ranges of the flattened tensor.
-                target = tensor if len(start) == len(shape) else tensor.view(-1)
-                target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
+        for sender, sent_positions in enumerate(gather(positions)):
+            for index, (name, shape, start, size) in enumerate(sent_positions):
+                values = torch.empty(size)
+                if sender == rank:
+                    values = parts[index].get().float().cpu().contiguous()
+                if rank == sender > 0:
+                    dist.send(values, 0)
+                elif sender > rank == 0:
+                    dist.recv(values, sender)
+                if rank == 0:
+                    tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
+                    # Under ZeRO, shards are ranges of the flattened tensor.
+                    target = tensor if len(start) == len(shape) else tensor.view(-1)
+                    target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = (
+                        values
+                    )
         return state if rank == 0 else None
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from distributed_training.models.attention import Documents, attend, describe_do
 from distributed_training.models.initial_weights import Slices, WeightSource, hashed_normal
 from distributed_training.models.size import ModelSize
 
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """How tensor parallelism treats a module:
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.models import ModelSpec, split_consecutive
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
+from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.quantized import dequantized_source
 from distributed_training.models.weights import all_finite, write_tensors
@@ -19,7 +20,6 @@ from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import RunError, UserError
 
 PREFIX = "base_model.model."
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Adapters:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype in which the run that trained the adapters computed."""
-        return _DTYPES[self.config.precision]
+        return COMPUTE_DTYPES[self.config.precision] or torch.float32
 
     def trained_base(self, base: WeightSource) -> WeightSource:
         """Return a source of the `base` weights on which the adapters were trained. If the base was

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed_training.plan.schedules import P2P_CHANNELS
-from distributed_training.settings.strategies import MESH_AXES, sends_all_to_all
+from distributed_training.settings.config import RunConfig
+from distributed_training.settings.strategies import MESH_AXES, named_strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,15 +89,16 @@ class Topology:
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
 
 
-def set_nccl_variables(*strategies: str) -> None:
-    """Set NCCL's environment variables for runs with these strategies. Values set by the user take
-    precedence.
+def set_nccl_variables(config: RunConfig) -> None:
+    """Set NCCL's environment variables for a run. Values set by the user take precedence.
 
-    NCCL uses only P2P_CHANNELS channels for point-to-point messages, unless a strategy sends
-    all-to-all messages. Buffers in a CUDA graph are not registered, because NCCL 2.28 may register
-    the buffer of a large message on only one side. A replayed pipeline would then hang."""
+    If the run may be a pipeline, NCCL uses only P2P_CHANNELS channels for point-to-point messages.
+    All-to-all messages, which only other strategies send, need all channels. Buffers in a CUDA
+    graph are not registered, because NCCL 2.28 may register the buffer of a large message on only
+    one side. A replayed pipeline would then hang."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    if not any(map(sends_all_to_all, strategies)):
+    strategy = named_strategy(config)
+    if strategy is None or strategy.mesh["pp"] != 1:
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 
 

@@ -3,11 +3,9 @@
 This module does not import torch."""
 
 import importlib.util
-import itertools
 import os
 import shutil
 import subprocess
-import sysconfig
 import time
 from pathlib import Path
 
@@ -130,14 +128,10 @@ def check_extensions(plan: Draft) -> None:
         fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
         fix += "apt-get install libaio-dev"
         raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
-    # A killed build leaves its lock file behind. Unless TORCH_EXTENSIONS_DIR is set, torch's cache
-    # has one folder per Python and CUDA version.
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    version = sysconfig.get_python_version().replace(".", "")
-    cache = Path.home() / ".cache" / "torch_extensions"
-    folders = [Path(root)] if root else cache.glob(f"py{version}_*")
-    for folder, name in itertools.product(folders, extensions):
-        lock = folder / name / "lock"
+    # `use_private_caches` has set this variable in every process of a run.
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR", "")
+    for name in extensions:
+        lock = Path(cache, name, "lock")
         if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
             why = "a killed build left it behind, and every build waits for it to disappear"
             raise UserError(f"{lock} is an old lock file", why, f"run: rm {lock}")

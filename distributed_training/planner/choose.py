@@ -17,7 +17,14 @@ from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import TimedOrders
 from distributed_training.planner.conflicts import check_settings
-from distributed_training.planner.layouts import OPEN_BATCH, Candidate, Settings, divide_over_mesh
+from distributed_training.planner.layouts import (
+    OPEN_BATCH,
+    Candidate,
+    Settings,
+    build_layout,
+    fill_mesh,
+    split_batch,
+)
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
@@ -138,7 +145,10 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     model = candidate.model
     strategy = candidate.strategy
     options = strategy.options(request.engine_options)
-    mesh, layout, batch = divide_over_mesh(candidate, num_processes)
+    mesh = fill_mesh(candidate, num_processes)
+    candidate = replace(candidate, mesh=mesh)
+    layout = build_layout(candidate)
+    batch = split_batch(candidate)
     resolved: Settings = batch.model_dump(include=set(OPEN_BATCH))
     if request.precision == AUTO:
         dtype_on_gpu = "bf16" if machine.compute_capability >= (8, 0) else "fp16"

@@ -12,15 +12,16 @@ from distributed_training.settings.keys import Options
 
 
 def _uses_ddp(plan: Draft) -> bool:
-    """Return whether PyTorch's DDP averages gradients if there are several processes."""
-    return plan.only_copies and plan.strategy.traits.averages_with_torch
+    """Return whether PyTorch's DDP averages gradients."""
+    return plan.uses_ddp and plan.strategy.traits.averages_with_torch
 
 
 # (keys, whether a layout uses them, the reason why another layout does not)
 CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Draft], bool], str], ...] = (
     (("fsdp_prefetch",), lambda plan: plan.uses_fsdp and plan.mesh["pp"] == 1,
      "only FSDP gathers parameters by block"),
-    (("bucket_cap_mb",), _uses_ddp, "only PyTorch's DDP has buckets of this size"),
+    (("bucket_cap_mb", "gradient_compression"), _uses_ddp,
+     "PyTorch's DDP does not average the gradients"),
     (("pipeline_schedule",), lambda plan: plan.mesh["pp"] > 1,
      "there is no pipeline with pp=1"),
     (("sequence_parallel",), lambda plan: plan.mesh["tp"] > 1,
@@ -135,8 +136,8 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
     ):  # fmt: skip
         yield config.has_bf16_weights and applies, "optimizer", other, why, fix
     yield (
-        config.gradient_compression != "none" and not _uses_ddp(plan), "gradient_compression",
-        strategy,
+        config.gradient_compression != "none" and plan.num_processes > 1 and not _uses_ddp(plan),
+        "gradient_compression", strategy,
         "this layout does not use PyTorch's DDP, whose communication hook the key selects",
         "set strategy to dp, or gradient_compression to none",
     )  # fmt: skip

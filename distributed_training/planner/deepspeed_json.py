@@ -25,8 +25,9 @@ FP16_LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hyst
 # Sections and settings that CONFIG or the layout determines or that concern messages and buffers.
 # None of them changes the results beyond rounding.
 LAYOUT_SECTIONS = {
-    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "aio",
-    "timers", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "aio", "timers", "steps_per_print", "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
 }  # fmt: skip
 LAYOUT_SETTINGS = {
     "enabled", "stages", "stage", "overlap_comm", "contiguous_gradients", "reduce_scatter",
@@ -45,6 +46,7 @@ def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
     document = copy.deepcopy(dict(plan.strategy.document))
     source = plan.strategy.source
     config_values = {
+        "train_batch_size": ("global_batch_size", batch.global_batch_size),
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
         "gradient_clipping": ("max_grad_norm", config.max_grad_norm or 0.0),
@@ -60,15 +62,9 @@ def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
             section = section.setdefault(name, {})
         if section.get(name_in_section, AUTO) not in (AUTO, value):
             what = f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives {key}="
-            what += repr(getattr(batch, key, getattr(config, key)))
+            what += repr({**dict(config), **dict(batch)}[key])
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[name_in_section] = value
-    # DeepSpeed asserts that this value fits the number of GPUs. Check the value here and drop it.
-    json_size = document.pop("train_batch_size", AUTO)
-    if json_size not in (AUTO, batch.global_batch_size):
-        what = f"{source}: train_batch_size={shown(json_size)} differs from the run's batch size, "
-        what += batch.describe()
-        raise UserError(what, fix='write "auto" in the JSON')
     # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():
         if name in ("lr", "weight_decay") or value in (AUTO, OPTIMIZER_VALUES.get(name)):

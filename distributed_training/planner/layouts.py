@@ -14,7 +14,7 @@ micro-batches:
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distributed_training.models import ModelSpec
@@ -55,15 +55,6 @@ class Candidate:
     @property
     def schedule(self) -> Schedule:
         return find_schedule(self.schedule_name, self.mesh)
-
-
-def divide_over_mesh(candidate: Candidate, world_size: int) -> tuple[dict[str, int], Layout, Batch]:
-    """Return the mesh, the layout of the model and the batch of one step. An axis of size -1 gets
-    the remaining processes. Raises UserError if the mesh does not fit the processes, or cannot
-    divide the model or the batch."""
-    mesh = fill_mesh(candidate, world_size)
-    candidate = replace(candidate, mesh=mesh)
-    return mesh, build_layout(candidate), split_batch(candidate)
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:

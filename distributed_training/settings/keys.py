@@ -66,15 +66,14 @@ def config_key(
     default: Any,
     *,
     work: bool,
-    help: str | None = None,
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a model field as a key. The help text is `help` or, if it is None, the string below
-    the field in the source code. `work` is True if two runs must have the same value to be
+    """Declare a model field as a key. Its help text is the string below the field in the source
+    code. `work` is True if two runs must have the same value to be
     comparable."""
     schema: Any = {"work": work, "group": group, "aliases": aliases}
-    return Field(default=default, description=help, json_schema_extra=schema)
+    return Field(default=default, json_schema_extra=schema)
 
 
 class Key(BaseModel):

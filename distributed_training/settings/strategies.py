@@ -47,7 +47,6 @@ class Traits:
     # Whether the model's parameters may already be on the device, and Adam moments may have fewer
     # bits
     builds_on_device: bool = False
-    sends_all_to_all: bool = False  # whether its messages need all of NCCL's channels
     # Whether DeepSpeed trains the model. A DeepSpeed configuration then replaces the mesh, and each
     # parameter of a block runs Python hooks. Weights and gradients are in the compute dtype, master
     # weights and Adam moments in fp32 (2 + 2 + 12 bytes per parameter). With other engines,
@@ -206,14 +205,6 @@ def list_strategies() -> dict[str, _StrategyFile]:
 def strategy_options(name: str) -> type[Options]:
     """Return the class whose fields are the keys that a strategy's engine adds to CONFIG."""
     return Options if name == AUTO else _find_engine(_find_strategy(name))[1]
-
-
-def sends_all_to_all(name: str) -> bool:
-    """Return whether a strategy uses all-to-all communication."""
-    if name == AUTO:
-        return False
-    strategy_file = _find_strategy(name)
-    return "cp" in (strategy_file.mesh or ()) or _find_engine(strategy_file)[0].sends_all_to_all
 
 
 def named_strategy(config: RunConfig) -> Strategy | None:

@@ -43,7 +43,7 @@ def run(plan: Plan | Request, process: Process) -> int:
     progress = Progress(*report_fds)
     device = prepare_device(num_gpus, process)
     store = open_store(process, config.rendezvous_timeout_s)
-    set_nccl_variables(config.strategy)
+    set_nccl_variables(config)
     # Usually, the launching process decides that a rank hangs.
     limit_s = 0.0 if report_fds else find_limit(config, process.world_size)
     with process_group(device, store, timeout_s=limit_s or agree.DAY_S):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from distributed_training.checkpoint.export import push_folder, write_card
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
-from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.engines.base import Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import COMPUTE_DTYPES, Decoder
 from distributed_training.models.initial_weights import InitialWeights, weights_checksum
 from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel import agree

@@ -33,7 +33,7 @@ from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import load_planned_data
-from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
 from distributed_training.start.rendezvous import agree_on_plan
@@ -81,8 +81,8 @@ def open_group() -> Iterator[Group]:
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
     """Set NCCL's environment variables for these `runs`, and return the result of
     `open_group()`."""
-    if runs:
-        set_nccl_variables(*(run.get("strategy", AUTO) for run in runs.values()))
+    for run in runs.values():
+        set_nccl_variables(build_config(run))
     return open_group()
 
 

@@ -15,19 +15,12 @@ class OPTIONS(Options):
     """CONFIG keys for local SGD and DiLoCo. The defaults select local SGD. For DiLoCo, set the
     outer learning rate to 0.7 and the outer momentum to 0.9."""
 
-    local_steps: Annotated[int, Field(ge=1, le=2**20)] = config_key(
-        8, work=True, help="Number of local steps per replica between synchronizations."
-    )
-    outer_lr: Annotated[float, Field(ge=0.001, le=10)] = config_key(
-        1.0,
-        work=True,
-        help="Learning rate of the outer step toward the replicas' mean. 1 uses the mean itself.",
-    )
-    outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = config_key(
-        0.0,
-        work=True,
-        help="Nesterov momentum of the outer step. DiLoCo uses 0.9 with outer_lr 0.7.",
-    )
+    local_steps: Annotated[int, Field(ge=1, le=2**20)] = config_key(8, work=True)
+    """Number of local steps per replica between synchronizations."""
+    outer_lr: Annotated[float, Field(ge=0.001, le=10)] = config_key(1.0, work=True)
+    """Learning rate of the outer step toward the replicas' mean. 1 uses the mean itself."""
+    outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = config_key(0.0, work=True)
+    """Nesterov momentum of the outer step. DiLoCo uses 0.9 with outer_lr 0.7."""
 
     @property
     def averages(self) -> bool:

@@ -15,25 +15,19 @@ TRAITS = Traits(
     axes=("dp_replicate",),
     packs_records=True,
     builds_on_device=True,
-    sends_all_to_all=True,
 )
 
 
 class OPTIONS(Options):
     """CONFIG keys for gradient compression. The default is PowerSGD with rank 4."""
 
-    compression: Literal["powersgd", "topk-int8"] = config_key(
-        "powersgd", work=True, help="Method that compresses gradients before they are averaged."
-    )
-    compression_rank: Annotated[int, Field(ge=1, le=2**31)] = config_key(
-        4, work=True, help="With powersgd: rank of the approximation of each gradient matrix."
-    )
-    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = config_key(
-        0.01,
-        work=True,
-        help="With topk-int8: fraction of the values that are sent "
-        "exactly. The other values are sent in 8 bits.",
-    )
+    compression: Literal["powersgd", "topk-int8"] = config_key("powersgd", work=True)
+    """Method that compresses gradients before they are averaged."""
+    compression_rank: Annotated[int, Field(ge=1, le=2**31)] = config_key(4, work=True)
+    """With powersgd: rank of the approximation of each gradient matrix."""
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = config_key(0.01, work=True)
+    """With topk-int8: fraction of the values that are sent exactly. The other values are sent in
+    8 bits."""
 
     def num_exact(self, num_values: int) -> int:
         """Return how many of `num_values` values topk-int8 sends exactly."""

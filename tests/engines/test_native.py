@@ -8,9 +8,9 @@ from torch.nn.utils import parameters_to_vector
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import native
-from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models import find_model
+from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.settings.config import with_values

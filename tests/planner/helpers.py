@@ -1,13 +1,14 @@
 """Build plans and layouts from a few CONFIG values."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed_training.models import find_model
 from distributed_training.plan.layout import Batch, Layout
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.layouts import Candidate, divide_over_mesh
+from distributed_training.planner.layouts import Candidate, build_layout, fill_mesh, split_batch
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import RunConfig
@@ -33,7 +34,8 @@ def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
     """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
     `overrides`. Raises UserError if there is no valid layout."""
     requested = candidate(*overrides, **config)
-    return LayoutResult(*divide_over_mesh(requested, world_size))
+    requested = replace(requested, mesh=fill_mesh(requested, world_size))
+    return LayoutResult(requested.mesh, build_layout(requested), split_batch(requested))
 
 
 def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:

@@ -23,6 +23,7 @@ DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
 BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
 DECIDED = {
+    "train_batch_size": ("global_batch_size", 60),
     "train_micro_batch_size_per_gpu": ("micro_batch_size", 3),
     "gradient_accumulation_steps": ("num_microbatches", 5),
     "gradient_clipping": ("max_grad_norm", 0.5),
@@ -74,13 +75,12 @@ def test_offload_folder_is_filled_in_if_the_json_says_auto(tmp_path):
 def test_equal_values_are_accepted_and_missing_sections_are_added(tmp_path):
     document = deepspeed_json(
         **{path: value for path, (_, value) in DECIDED.items()},
-        train_batch_size=60,
         optimizer={"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8}},
         scheduler={},
     )
     filled = fill(tmp_path, document)
     assert filled == fill(tmp_path, deepspeed_json())
-    assert not {"train_batch_size", "optimizer", "scheduler"} & set(filled)
+    assert not {"optimizer", "scheduler"} & set(filled)
     bare = fill(tmp_path, {"zero_optimization": {"stage": 2}}, precision="fp16")
     assert (bare["fp16"], bare["bf16"]) == (
         {**FP16_LOSS_SCALING, "enabled": True},

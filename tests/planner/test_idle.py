@@ -15,6 +15,7 @@ CASES = [
     ("fsdp_prefetch=2", {"strategy": "fsdp"}, {"strategy": "pp"}),
     ("fsdp_prefetch=2", {"strategy": "cp"}, {"strategy": "tp"}),
     ("bucket_cap_mb=25", {}, {"strategy": "zero3"}),
+    ("gradient_compression=none", {}, {"strategy": "fsdp"}),
     ("pipeline_schedule=gpipe", {"strategy": "pp"}, {}),
     ("sequence_parallel=False", {"strategy": "tp"}, {}),
     ("offload_dir=/tmp/offload", {"strategy": "infinity"}, {}),
@@ -38,6 +39,14 @@ def test_a_key_has_an_effect_or_gives_a_note(override, used, idle):
     assert notes_of(used, override) == []
     assert notes_of(idle, override) == [override.partition("=")[0]]
     assert notes_of(idle) == []
+
+
+def test_compression_and_buckets_have_no_effect_in_one_process():
+    notes = []
+    config = {"strategy": "fsdp", "gradient_compression": "bf16", "bucket_cap_mb": 25.0}
+    draft_plan(merged(config), local_cluster(CPU_MACHINE, 1, 1), notes)
+    idle = {note.partition("=")[0] for note in notes if "has no effect" in note}
+    assert idle == {"gradient_compression", "bucket_cap_mb"}
 
 
 def test_every_key_is_tested():

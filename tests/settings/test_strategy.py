@@ -127,8 +127,7 @@ TRAITS = Traits(build="MyEngine", axes=("dp_replicate",))
 
 class OPTIONS(Options):
     local_steps: int = config_key(4, work=True)
-    """in one place"""
-    rate: float = config_key(1.0, work=True, help="or in another")
+    """read from the source code"""
 
 
 class MyEngine:
@@ -144,7 +143,7 @@ def test_a_strategy_folder_may_contain_an_engine(folders):
     assert (strategy.engine, strategy.traits.build) == ("engine.py", f"{file}:MyEngine")
     assert strategy.traits.axes == ("dp_replicate",)
     helps = {name: key.help for name, key in read_keys(strategy_options("own")).items()}
-    assert helps == {"local_steps": "in one place", "rate": "or in another"}
+    assert helps == {"local_steps": "read from the source code"}
     engine = strategy.load_engine()
     assert engine.__name__ == "MyEngine"
     assert engine is strategy.load_engine(), "the file is run once"
