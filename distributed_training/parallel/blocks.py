@@ -58,6 +58,7 @@ class _SelectivePolicy:
         self.lora_ranks = lora_ranks
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum
+        self.follows_exchange = False  # whether cp's all-to-all preceded, and no product since
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         must_save = self._must_save(op, args)
@@ -70,12 +71,19 @@ class _SelectivePolicy:
         if name.startswith("_c10d_functional."):
             self.latest_is_sum = "reduce" in name
             return False
-        if op in ATTENTION_OPS or name in QUANTIZED_MATMULS:
+        if name == "distributed_training.all_to_all.default":
+            self.follows_exchange = True
+            return False
+        if op in ATTENTION_OPS:
             return True
-        if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        is_quantized = name in QUANTIZED_MATMULS
+        if not is_quantized and op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return False
+        if self.follows_exchange:
+            self.follows_exchange = False
             return False
         # The products with A are as small as they are slow to compute again.
-        return args[-1].shape[0] not in self.lora_ranks
+        return is_quantized or args[-1].shape[0] not in self.lora_ranks
 
 
 def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:

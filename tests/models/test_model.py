@@ -9,6 +9,7 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.models.initial_weights import hashed_normal
+from distributed_training.parallel import context  # noqa: F401  # registers all_to_all
 from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import RunConfig
@@ -153,6 +154,21 @@ def test_selective_checkpointing_saves_all_reduces_and_repeats_all_gathers():
         "reduce_scatter_tensor": "MUST_SAVE",
         "all_reduce": "MUST_SAVE",
     }
+
+
+def test_selective_checkpointing_repeats_the_product_after_an_all_to_all():
+    model = random_model()
+    apply_checkpointing(model, "selective")
+    saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
+    x = torch.ones(4, 2)
+    ops = (
+        torch.ops.aten.mm,
+        torch.ops.distributed_training.all_to_all,
+        torch.ops.aten.mm,
+        torch.ops.aten.mm,
+    )
+    decided = [saves(None, op.default, x, x).name for op in ops]
+    assert decided == ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SAVE"]
 
 
 def test_dropout_acts_in_training_only():

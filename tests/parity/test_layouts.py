@@ -100,7 +100,7 @@ CASES = {
         "padded/tp4-by-tokens": {**mesh(tp=4), **micro_batches(4)},
         "packed/copies2-cp2": {**mesh(dp_replicate=2, cp=2), **micro_batches(2), **FULL},
         # The model has two key/value heads, which is fewer than the ranks along cp.
-        "lora/cp4": {**mesh(cp=4), **micro_batches(2)},
+        "lora/cp4": {**mesh(cp=4), **micro_batches(2), **SELECTIVE},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
         "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
         "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
@@ -143,6 +143,7 @@ TRACED = {
         "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
+        "lora/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         "untied/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         # Only in this family do the blocks receive the embeddings unchanged.
         "tied/tp2-traced": {**mesh(tp=2), **micro_batches(1), **COMPILED},

@@ -44,10 +44,13 @@ def exchange_cost(timing: Timing) -> Cost:
 
 
 def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of repeating the all-to-alls with selective checkpointing. With full
-    checkpointing, the cost of the whole forward pass includes them."""
-    mode = timing.config.activation_checkpointing
-    return (exchange_cost(timing),) if mode == "selective" else ()
+    """Return the cost of repeating the all-to-alls and the product with attention's output under
+    selective checkpointing. With full checkpointing, the cost of the whole forward pass includes
+    them."""
+    if timing.config.activation_checkpointing != "selective":
+        return ()
+    rows, columns = timing.size.block_matrices[1]
+    return exchange_cost(timing), timing.gemm_cost(timing.tokens, columns, rows)
 
 
 def exchanged_bytes(rank: PipelineRank) -> float:
@@ -57,9 +60,18 @@ def exchanged_bytes(rank: PipelineRank) -> float:
     return rank.tokens * rank.dtype_bytes * (output + qkv - rank.size.block_matrices[0][0])
 
 
+def kept_bytes(rank: PipelineRank) -> float:
+    """Return by how many bytes cp changes what a block keeps. Selective checkpointing does not keep
+    the product with attention's output."""
+    if rank.recomputes:
+        is_selective = rank.config.activation_checkpointing == "selective"
+        return -rank.hidden_bytes if is_selective else 0
+    return exchanged_bytes(rank)
+
+
 CP = Mechanism(
     is_used=lambda plan: plan.mesh["cp"] > 1,
-    activation_bytes=lambda rank: 0 if rank.recomputes else exchanged_bytes(rank),
+    activation_bytes=kept_bytes,
     backward_bytes=lambda rank: exchanged_bytes(rank) if rank.recomputes else 0,
     layer_traffic=cp_traffic,
     block_costs=lambda timing: np.outer((1, 1, 0), exchange_cost(timing)),
