@@ -232,9 +232,5 @@ def load_rank_local_parts(engine: Engine, saved: TensorFiles, topology: Topology
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
     """Seed the random number generators that dropout uses. `step` is the step from which the run
     resumes, or 0 for a new run."""
-    # Ranks with the same activations must draw the same dropout masks. Without sequence
-    # parallelism, all ranks of a tensor-parallel group have the same activations, except in
-    # attention.
-    num_equal = 1 if plan.config.sequence_parallel else topology.tp
     first_seed = plan.config.seed + 1000 + step * topology.world_size
-    torch.manual_seed(first_seed + topology.rank // num_equal)
+    torch.manual_seed(first_seed + topology.rank)

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.tensor import call_with_rank_dropout
 from distributed_training.settings.config import RunConfig
 
 
@@ -55,7 +54,6 @@ def apply_lora(
         b = torch.zeros(len(positions), config.lora_rank)
         b = initial_values.get(f"{name}.adapter.b", b)
         a, b = (x.to(model.compute_dtype or x.dtype).float().to(device) for x in (a, b))
-        mask_rank = None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
             by_columns = weight.placements[0].is_shard(1)
@@ -69,9 +67,7 @@ def apply_lora(
             a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
             b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
             tp_partial_names.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
-            if by_columns and config.lora_dropout and not config.sequence_parallel:
-                mask_rank = mesh.get_local_rank()
-        linear.adapter = Adapter(a, b, config, mask_rank)
+        linear.adapter = Adapter(a, b, config)
         if len(positions) < num_rows * len(rows):
             linear.adapter.positions = positions.to(device)
             linear.adapter.num_blocks = num_rows * len(rows)
@@ -95,19 +91,14 @@ class Adapter(nn.Module):
     positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
     num_blocks = 0  # out times k
 
-    def __init__(
-        self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
-    ) -> None:
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: RunConfig) -> None:
         """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
-        [rows with adapters, lora_rank]. Set `mask_rank` to this rank's position along tp if the
-        ranks have the same random state but different columns of the input. Each rank then draws a
-        different dropout mask."""
+        [rows with adapters, lora_rank]."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
-        self.mask_rank = mask_rank
         self.register_buffer("positions", None, persistent=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -119,11 +110,8 @@ class Adapter(nn.Module):
                 Partial() if placement.is_replicate() else placement for placement in x.placements
             ]
             inputs = x.to_local(grad_placements=placements)
-        if self.mask_rank is None:
-            inputs = self._apply_dropout(inputs)
-        else:
-            inputs = call_with_rank_dropout(self._apply_dropout, self.mask_rank, inputs)
-        delta = F.linear(*self.factors(inputs))
+        dropped = F.dropout(inputs, self.dropout, self.training)
+        delta = F.linear(*self.factors(dropped))
         if isinstance(y, DTensor):
             delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
         return y + delta
@@ -137,6 +125,3 @@ class Adapter(nn.Module):
             blocks = b.new_zeros(self.num_blocks, b.shape[1])
             b = blocks.index_copy(0, self.positions, b).view(-1, hidden.shape[-1])
         return hidden, b
-
-    def _apply_dropout(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x, self.dropout, self.training)

@@ -61,11 +61,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
-    if model.dropout and not sequence_parallel:
-        for block in model.blocks.values():  # each head has its own dropout mask
-            block.attention = partial(
-                call_with_rank_dropout, block.attention, mesh.get_local_rank()
-            )
     return {
         f"{name}.{parameter}"
         for name, role in roles.items()
@@ -252,16 +247,3 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 vocab_parallel_cross_entropy = _VocabParallelCrossEntropy.apply
-
-
-def call_with_rank_dropout(
-    function: Any, rank: int, x: torch.Tensor, *arguments: Any
-) -> torch.Tensor:
-    """Call `function` with x and with dropout masks that depend on `rank`, because each rank has
-    different heads or columns. The seed of the masks is `rank` plus a number from torch's default
-    generator. Recomputation restores this generator and therefore draws the same masks."""
-    seed = int(torch.randint(2**62, ()))
-    devices = [x.device] if x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed + rank)
-        return function(x, *arguments)

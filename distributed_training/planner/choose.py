@@ -279,11 +279,6 @@ def _compile_obstacle(plan: Draft) -> str:
     strategy_setting = f"strategy={config.strategy!r}"
     if strategy.fetches_parameters:
         return f"{strategy_setting}, which fetches parameters while a block runs"
-    if plan.mesh["tp"] > 1 and _uses_dropout(config) and not config.sequence_parallel:
-        return (
-            "dropout under tp with sequence_parallel=False, which changes the state of random "
-            "generators inside a block"
-        )
     if config.compile != "whole":
         return ""
     if plan.num_processes > 1:

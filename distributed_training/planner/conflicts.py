@@ -79,6 +79,12 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         "micro-batch, and sequence_parallel gives every rank the same number of them",
         f"set max_length to {config.max_length // tp * tp or tp} or sequence_parallel to False",
     )  # fmt: skip
+    for key in ("dropout", "lora_dropout"):
+        yield (
+            getattr(config, key) > 0 and tp > 1 and not config.sequence_parallel, key,
+            f"{tp=} and sequence_parallel=False", "the ranks would need equal masks, except in attention",
+            f"set sequence_parallel to True or {key} to 0",
+        )  # fmt: skip
     yield (
         config.precision == "fp16" and not machine.num_gpus, "precision", gpu,
         "fp16 needs a GPU", "set precision to fp32",

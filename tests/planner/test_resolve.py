@@ -139,6 +139,14 @@ def test_unavailable_files_and_dtypes_are_refused(machine, values, messages):
         decide(machine, **{"model": "gpt2", **values})
 
 
+@pytest.mark.parametrize("values", [{"dropout": 0.1}, {"lora_rank": 2, "lora_dropout": 0.1}])
+def test_dropout_needs_sequence_parallelism_under_tp(values):
+    (key, _) = [*values.items()][-1]
+    assert getattr(decide(CPU_MACHINE, **values, **TINY, **TP)[0].config, key) == 0.1
+    with refused(f"{key}=0.1", "tp=2", "sequence_parallel=False"):
+        decide(CPU_MACHINE, **values, **TINY, **TP, sequence_parallel=False)
+
+
 def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
     for here, has_note in ((8, False), (2, True), (6, True)):
         plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
@@ -160,7 +168,6 @@ TWO = {"world_size": 2}
     ("key", "requested", "values", "obstacle"),
     [
         ("compile", True, {"strategy": "infinity"}, "strategy='infinity'"),
-        ("compile", True, {"dropout": 0.1, "sequence_parallel": False, **TP}, "dropout under tp"),
         ("compile", "whole", {"strategy": "dp", **TWO}, "2 processes, which communicate"),
         ("compile", "whole", {"strategy": "zero1"}, "strategy='zero1', which runs hooks between"),
         ("compile", "whole", {"strategy": "dp", "activation_checkpointing": "full"}, "activation_"),
