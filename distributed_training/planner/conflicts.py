@@ -82,7 +82,8 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
     for key in ("dropout", "lora_dropout"):
         yield (
             getattr(config, key) > 0 and tp > 1 and not config.sequence_parallel, key,
-            f"{tp=} and sequence_parallel=False", "the ranks would need equal masks, except in attention",
+            f"{tp=} and sequence_parallel=False",
+            "the ranks would need equal masks, except in attention",
             f"set sequence_parallel to True or {key} to 0",
         )  # fmt: skip
     yield (
