@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.agree import gather
 from distributed_training.predict.costs.block import BACKWARD_ATTENTION
 from distributed_training.records.record import provenance, write_json
-from distributed_training.tools.links import Group, open_group, time_group
+from distributed_training.tools.links import Group, open_group
 
 NUM_ELEMENTS = 2**28  # elements that GELU reads; AdamW updates a quarter as many
 MODELS = ("gpt2-medium", "gpt2-xl")
@@ -93,13 +95,23 @@ def time_launches(group: Group) -> dict[str, float]:
     }
 
 
+def time_all_gathers(group: Group) -> list[dict[str, Any]]:
+    """Return the time in seconds to all-gather tensors of up to 256 MiB, on the slowest rank. All
+    ranks must call this function."""
+    members = group.process.world_size
+    entries = []
+    for num_bytes in (4**power for power in range(7, 15)):
+        shard = torch.zeros(num_bytes // 4 // members, device=group.device)
+        call = partial(dist.all_gather_into_tensor, shard.repeat(members), shard)
+        seconds = max(gather(group.time_call(call)))
+        entries.append({"members": members, "bytes": num_bytes, "seconds": {"all_gather": seconds}})
+    return entries
+
+
 def calibrate(group: Group) -> dict[str, Any]:
     """Measure the speed of this GPU and of communication in the group. Return the results, or
     {} on ranks that measure only communication. All ranks must call this function."""
-    collectives = []
-    if group.process.world_size > 1:
-        sizes = [4**power for power in range(7, 15)]  # up to 256 MiB
-        collectives = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
+    collectives = time_all_gathers(group) if group.process.world_size > 1 else []
     if group.process.rank > 0:  # only rank 0 measures; the others wait at the end of the group
         return {}
     group = replace(group, synchronized=False)

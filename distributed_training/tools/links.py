@@ -1,13 +1,12 @@
-"""Measure communication between processes. `doctor --nodes` measures single links,
-`plan --calibrate` collectives, and results/lab/links.py both."""
+"""Measure the links between processes, for `doctor --nodes`. `plan --calibrate` and the programs in
+results/lab/ measure in the groups of this module."""
 
 import contextlib
 import itertools
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,50 +59,22 @@ def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
         yield Group(process=process, device=device, budget_s=budget_s)
 
 
-def time_group(
-    group: Group,
-    members: Any,
-    sizes: Iterable[int],
-    operations: Iterable[str],
-    ranks: Sequence[int] | None = None,
-) -> list[dict[str, Any]]:
-    """Time operations over a process group. `sizes` contains the sizes of the whole tensor in
-    bytes. Return one entry per size, with the time of each operation in seconds on the slowest
-    process.
+def time_send(group: Group, ends: Sequence[int], num_bytes: int, members: Any = None) -> float:
+    """Return the time in seconds to send a tensor of `num_bytes` from one of the ranks `ends` to
+    the other, on the slowest process. `members` is the process group that connects them. All ranks
+    must call this function."""
+    tensor = torch.zeros(num_bytes // 4, device=group.device)
+    first, second = ends
 
-    `members` is a torch process group. If it is None, all processes are members. `ranks` defaults
-    to the ranks of the group. The send operation uses the first two of `ranks`. All ranks must call
-    this function."""
-    ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
+    def ping_pong() -> None:
+        if dist.get_rank() == first:
+            dist.send(tensor, second, group=members)
+            dist.recv(tensor, second, group=members)
+        elif dist.get_rank() == second:
+            dist.recv(tensor, first, group=members)
+            dist.send(tensor, first, group=members)
 
-    def ping_pong(tensor: torch.Tensor) -> None:
-        if dist.get_rank() == ranks[0]:
-            dist.send(tensor, ranks[1], group=members)
-            dist.recv(tensor, ranks[1], group=members)
-        elif dist.get_rank() == ranks[1]:
-            dist.recv(tensor, ranks[0], group=members)
-            dist.send(tensor, ranks[0], group=members)
-
-    entries = []
-    for num_bytes in sizes:
-        tensor = torch.zeros(num_bytes // 4, device=group.device)
-        shard = torch.zeros(num_bytes // 4 // len(ranks), device=group.device)
-        divisible = tensor[: shard.numel() * len(ranks)]
-        output = torch.zeros_like(divisible)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, tensor, group=members),
-            "all_gather": partial(dist.all_gather_into_tensor, divisible, shard, group=members),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, divisible, group=members),
-            "broadcast": partial(dist.broadcast, tensor, ranks[0], group=members),
-            "all_to_all": partial(dist.all_to_all_single, output, divisible, group=members),
-            "send": partial(ping_pong, tensor),
-        }
-        by_rank = gather({name: group.time_call(calls[name]) for name in operations})
-        seconds = {name: max(rank_seconds[name] for rank_seconds in by_rank) for name in operations}
-        if "send" in seconds:
-            seconds["send"] /= 2  # `ping_pong` sends the tensor twice
-        entries.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
-    return entries
+    return max(gather(group.time_call(ping_pong))) / 2  # the tensor is sent twice
 
 
 def check_nodes() -> int:
@@ -115,10 +86,8 @@ def check_nodes() -> int:
         hosts = gather(platform.node())
         small, large = SIZES[group.device.type]
         for ends in itertools.pairwise(range(group.process.world_size)):
-            entries = time_group(group, None, (small, large) * ROUNDS, ("send",), ends)
             latency, seconds = (
-                min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
-                for size in (small, large)
+                min(time_send(group, ends, size) for _ in range(ROUNDS)) for size in (small, large)
             )
             gbit_per_s = 8 * large / seconds / 1e9
             first, second = (f"{rank} ({hosts[rank]})" for rank in ends)

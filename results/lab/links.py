@@ -11,22 +11,25 @@ writes FOLDER/links.json.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import checkout
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from distributed_training.parallel.agree import gather
 from distributed_training.plan.layout import format_axes
 from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
-from distributed_training.tools.links import BUDGET_S, open_group, time_group
+from distributed_training.tools.links import BUDGET_S, Group, open_group, time_send
 
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 
@@ -46,6 +49,30 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
     latency_s, s_per_byte = map(float, coefficients)
     error = math.sqrt(np.square(coefficients @ columns - 1).mean())
     return latency_s, 1 / s_per_byte if s_per_byte else math.inf, error
+
+
+def time_group(group: Group, members: Any, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Time all operations over the torch process group `members`, or over all ranks if it is None.
+    `sizes` contains the sizes of the whole tensor in bytes. Return one entry per size, with the
+    time of each operation in seconds on the slowest process. All ranks must call this function."""
+    ranks = dist.get_process_group_ranks(members or dist.group.WORLD)
+    entries = []
+    for num_bytes in sizes:
+        tensor = torch.zeros(num_bytes // 4, device=group.device)
+        shard = torch.zeros(num_bytes // 4 // len(ranks), device=group.device)
+        divisible = tensor[: shard.numel() * len(ranks)]
+        output = torch.zeros_like(divisible)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(dist.all_reduce, tensor, group=members),
+            "all_gather": partial(dist.all_gather_into_tensor, divisible, shard, group=members),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, divisible, group=members),
+            "broadcast": partial(dist.broadcast, tensor, ranks[0], group=members),
+            "all_to_all": partial(dist.all_to_all_single, output, divisible, group=members),
+        }
+        seconds = {name: max(gather(group.time_call(call))) for name, call in calls.items()}
+        seconds["send"] = time_send(group, ranks[:2], num_bytes, members)
+        entries.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
+    return entries
 
 
 def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -124,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         largest = (options.largest or LARGEST_MIB[device.type]) * 2**20
         sizes = [4**power for power in range(5, 30) if 4**power <= largest]
         for axis, axis_members in members.items():
-            entries = time_group(group, axis_members, sizes, RING_TURNS)
+            entries = time_group(group, axis_members, sizes)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
     if process.rank > 0:
         return 0
