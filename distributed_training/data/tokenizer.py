@@ -75,7 +75,6 @@ class Tokenizer:
     def __init__(self, folder: Path, model: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self._model = dict(model or {})
-        self._facts: Facts | None = None
 
     @cached_property
     def _class_keys(self) -> dict[str, str]:
@@ -87,15 +86,7 @@ class Tokenizer:
 
     def restore_facts(self, facts: dict[str, Any]) -> None:
         """Use facts that were stored in the token cache instead of loading the tokenizer."""
-        self._facts = Facts(**facts)
-
-    @property
-    def facts(self) -> Facts:
-        """Properties of the tokenizer. The tokenizer is loaded unless `restore_facts` was
-        called."""
-        if self._facts is None:
-            self._facts = self._find_facts()
-        return self._facts
+        self.facts = Facts(**facts)
 
     @property
     def eos_id(self) -> int:
@@ -206,9 +197,10 @@ class Tokenizer:
         texts = [_PROBE, f" {_PROBE}", f"{special} a"]
         return [ids.tolist() for ids in self.encode_texts(texts, add_special_tokens=True)]
 
-    def _find_facts(self) -> Facts:
-        """Load the tokenizer and return its facts. Raises UserError if the tokenizer has no
-        vocabulary or no end-of-text token."""
+    @cached_property
+    def facts(self) -> Facts:
+        """Properties of the tokenizer. The tokenizer is loaded unless `restore_facts` was called.
+        Raises UserError if the tokenizer has no vocabulary or no end-of-text token."""
         hf_tokenizer = self._hf_tokenizer
         vocabulary = self.vocabulary
         eos_id = hf_tokenizer.eos_token_id

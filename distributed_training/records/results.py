@@ -4,6 +4,7 @@ settings."""
 
 import platform
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,8 +234,8 @@ class Comparison:
         for layout in self.layouts:
             for r in layout.records:
                 if r.error:
-                    end = " ..." if len(r.error) > _LONGEST_ERROR else ""
-                    notes.append(f"{layout.name} {r.status}: {r.error[:_LONGEST_ERROR]}{end}")
+                    error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
+                    notes.append(f"{layout.name} {r.status}: {error}")
             for r in layout.records:
                 if best := best_if_overfitted(r):
                     result = "overfitted" if best["step"] else "did not learn"

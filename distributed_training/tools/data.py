@@ -17,6 +17,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records.display import Display
 from distributed_training.settings.config import Request, RunConfig, with_values
+from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import named_strategy
@@ -103,22 +104,18 @@ def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str
 
 
 def _rows(counts: dict[str, Any], config: RunConfig) -> dict[str, str]:
-    samples = report.describe_split(counts)
     if counts["form"] == RUNNING:
-        noun = "document" if counts["records"] == 1 else "documents"
-        text = f"{counts['records']:,} {noun} with {counts['num_tokens']:,} tokens"
-        rows = {"text": text, "samples": f"{samples}, of {config.max_length:,} tokens"}
+        documents = plural(counts["records"], "document")
+        rows = {"text": f"{documents} with {counts['num_tokens']:,} tokens"}
     else:
-        left_out = [f"{count:,} ({reason})" for reason, count in counts["left_out"].items()]
         lengths = [f"{name} {count:,}" for name, count in counts["tokens"].items()]
         rows = {
             "records": f"{counts['records']:,} read, {counts['used']:,} used",
-            "left out": ", ".join(left_out) or "none",
-            "samples": f"{samples}, {counts['cut']:,} truncated to {config.max_length:,} tokens",
             "tokens per record": ", ".join(lengths),
         }
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
     return rows | {
+        "samples": f"{report.describe_split(counts)}, of up to {config.max_length:,} tokens",
         "in the loss": f"{100 * counts['loss_share']:.1f}% of the tokens",
         "padding": f"{100 * (1 - counts['real_share']):.1f}% of the positions",
         "tokenizer": f"{counts['tokenizer_name']} ({counts['tokenizer']})",

@@ -168,7 +168,7 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
 def test_ids_above_16_bits_are_stored_correctly(tokenizer, tmp_path, monkeypatch):
     ids = [np.full(40, 69_999, np.int32)]
     facts = replace(tokenizer.facts, num_tokens=70_000)
-    monkeypatch.setattr(tokenizer, "_facts", facts)
+    monkeypatch.setattr(tokenizer, "facts", facts)
     monkeypatch.setattr(Tokenizer, "encode_texts", lambda self, texts, **options: ids * len(texts))
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
