@@ -22,8 +22,7 @@ from distributed_training.data.chats.prepare import (
 )
 from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
-from distributed_training.data.report import first_samples, summarize
-from distributed_training.data.samples import read_samples
+from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.request import build_config
 from tests.data.test_records import ANSWER, CHAT, USER
@@ -198,47 +197,41 @@ def test_invalid_tokenizer_settings_are_refused(settings, words, folder, tmp_pat
         assert Tokenizer(tmp_path).facts
 
 
+def count_texts(tmp_path, texts, tokenizer, *, can_pack=True, **config):
+    """Return the counts of a dataset of text records."""
+    corpus = jsonl(tmp_path / "rows", [{"text": text} for text in texts])
+    built = build_config({"dataset": "made", **config})
+    folder = tokenize(corpus, tokenizer, built, tmp_path / "cache")
+    return summarize(folder, built, can_pack=can_pack)
+
+
 def test_texts_without_a_token_are_counted(tmp_path):
     """Text that consists of letters missing from the vocabulary has no IDs. Records with such text
     are skipped and counted."""
-    save_tokenizer(tmp_path, Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[])))
-    assert AutoTokenizer.from_pretrained(tmp_path)("zz").input_ids == []
-    texts = ["ab", "zz", "a", "|", *["b"] * 40]
-    corpus = jsonl(tmp_path / "rows", [{"text": text} for text in texts])
-    config = build_config({"dataset": "made", "pack": False})
-    folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
-    counts = summarize(folder, config, can_pack=True)
+    built = Builder(models.BPE(vocab={"|": 0, "a": 1, "b": 2}, merges=[]))
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, built))
+    counts = count_texts(tmp_path, ["ab", "zz", "a", "|", *["b"] * 40], tokenizer, pack=False)
     assert (counts["records"], counts["used"], counts["samples"]) == (44, 42, 42)
     assert counts["left_out"] == {"fewer than two tokens": 2}
-    _, _, (samples,) = read_samples(folder, config, can_pack=True)
-    ids = [row.tolist() for row, _ in first_samples(samples, 2)]
-    assert ids == [[1, 2, 0], [1, 0]]
 
 
 @pytest.mark.parametrize(("can_pack", "expected"), [(True, (120, 0)), (False, (40, 40))])
-def test_text_records_are_truncated_only_if_they_cannot_be_packed(can_pack, expected, tmp_path):
+def test_text_records_are_truncated_only_if_they_cannot_be_packed(
+    can_pack, expected, tokenizer, tmp_path
+):
     """A record that is three blocks long gives three samples if records can be packed. Otherwise,
     only its first block is used."""
     text = "the value of a list is a name " * 3
-    corpus = jsonl(tmp_path / "rows", [{"text": text}] * 40)
-    tokenizer = Tokenizer(EMBEDDED_DIR)
-    length = len(tokenizer.encode_texts([text])[0])
-    config = build_config({"dataset": "made", "max_length": -(-length // 3)})
-    folder = tokenize(corpus, tokenizer, config, tmp_path / "cache")
-    counts = summarize(folder, config, can_pack=can_pack)
+    length = -(-len(tokenizer.encode_texts([text])[0]) // 3)
+    counts = count_texts(tmp_path, [text] * 40, tokenizer, can_pack=can_pack, max_length=length)
     assert (counts["samples"], counts["cut"]) == expected
-    _, _, (samples,) = read_samples(folder, config, can_pack=can_pack)
-    assert len(list(first_samples(samples, 200))) == counts["samples"]
 
 
 def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
-    vocabulary = {"|": 0, "a": 1, "?": 2}
-    built = Builder(models.WordLevel(vocabulary, unk_token="?"))
-    save_tokenizer(tmp_path, built, unk_token="?")
-    corpus = jsonl(tmp_path / "rows", [{"text": text} for text in ["a", "zz", "a|a", "a"]])
-    config = build_config({"dataset": "made", "pack": False})
-    folder = tokenize(corpus, Tokenizer(tmp_path), config, tmp_path / "cache")
-    assert summarize(folder, config, can_pack=True)["notes"] == {UNKNOWN: 1, SPECIAL: 1}
+    built = Builder(models.WordLevel({"|": 0, "a": 1, "?": 2}, unk_token="?"))
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, built, unk_token="?"))
+    counts = count_texts(tmp_path, ["a", "zz", "a|a", "a"], tokenizer, pack=False)
+    assert counts["notes"] == {UNKNOWN: 1, SPECIAL: 1}
 
 
 def test_answers_near_characters_without_a_token_are_refused(tmp_path):

@@ -14,6 +14,9 @@ _SHAPE = {
     "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 _HEADS = {"head_dim": 8}
+_MIXED = {
+    **_SHAPE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 _SHAPE_WITHOUT_KV_HEADS = {
     key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"
 }
@@ -24,10 +27,7 @@ KINDS: dict[str, tuple[str, dict]] = {
         **_SHAPE, **_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 12,
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
     }),
-    "gemma3_text": ("Gemma3Text", {
-        **_SHAPE, **_HEADS, "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
+    "gemma3_text": ("Gemma3Text", {**_MIXED, **_HEADS}),
     "phi": ("Phi", {**_SHAPE, "partial_rotary_factor": 0.5}),
     "phi3": ("Phi3", {**_SHAPE, "original_max_position_embeddings": 96}),
     "olmo": ("Olmo", {**_SHAPE, "clip_qkv": 2.0}),
@@ -51,16 +51,10 @@ KINDS: dict[str, tuple[str, dict]] = {
         "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0,
     }),
     "cohere": ("Cohere", {**_SHAPE, "logit_scale": 0.25, "use_qk_norm": True}),
-    "cohere2": ("Cohere2", {
-        **_SHAPE, **_HEADS, "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
+    "cohere2": ("Cohere2", {**_MIXED, **_HEADS}),
     "mistral-window": ("Mistral", {**_SHAPE, "sliding_window": 16}),
     "glm4": ("Glm4", {**_SHAPE, **_HEADS}),
-    "exaone4": ("Exaone4", {
-        **_SHAPE, **_HEADS, "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
+    "exaone4": ("Exaone4", {**_MIXED, **_HEADS}),
     "bloom": ("Bloom", {
         "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4,
         "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
@@ -79,9 +73,7 @@ KINDS: dict[str, tuple[str, dict]] = {
     "mpt": ("Mpt", {
         "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96,
     }),
-    "granite_swa": ("GraniteSWA", {  # has attention sinks
-        **_SHAPE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
-    }),
+    "granite_swa": ("GraniteSWA", _MIXED),  # has attention sinks
     "biogpt": ("BioGpt", _SHAPE_WITHOUT_KV_HEADS),  # names its dropout options dropout_prob
     "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
     # tests/parity/test_lora.py also uses these.

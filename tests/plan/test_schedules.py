@@ -29,11 +29,9 @@ FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.is_searche
 
 def test_each_schedule_accepts_certain_numbers_of_micro_batches():
     """Check which numbers of micro-batches, from 1 to 12, each schedule accepts on 4 processes."""
-    expected = {name: list(range(1, 13)) for name in SCHEDULES}
-    expected["1f1b"] = list(range(4, 13))
-    expected["interleaved"] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+    refused = {"1f1b": {1, 2, 3}, "interleaved": {9, 11}}
     for name, schedule in SCHEDULES.items():
-        assert [m for m in range(1, 13) if schedule.accepts(4, m)] == expected[name]
+        assert {m for m in range(1, 13) if not schedule.accepts(4, m)} == refused.get(name, set())
     assert SCHEDULES["1f1b"].accepted_counts(4, 12) == [4, 6, 12]
 
 

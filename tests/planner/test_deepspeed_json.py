@@ -138,14 +138,6 @@ def test_other_loss_scale_settings_count_only_with_fp16(tmp_path):
     assert changes == {"fp16.loss_scale": 128, "fp16.hysteresis": 2}
 
 
-def test_sizes_set_to_auto_are_deepspeeds_defaults(tmp_path):
-    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
-    given = deepspeed_json("zero3", **{f"zero_optimization.{name}": "auto" for name in names})
-    zero = fill(tmp_path, given, "zero3")["zero_optimization"]
-    assert zero["stage"] == 3
-    assert not zero.keys() & {*names}
-
-
 @pytest.mark.parametrize(
     ("zero", "strategy"),
     [

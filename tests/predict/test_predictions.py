@@ -126,11 +126,9 @@ def ranked(cluster, **config):
     return sorted(choices, key=lambda choice: choice.sort_key)
 
 
-def test_rankings_for_one_gpu_and_for_a_thousand():
-    """On one GPU, dp is the best strategy. Over links of 31.5 GB/s, gathering the weights of
-    gpt2-xl costs more than a pipeline's bubble."""
-    best = ranked("H200", batch_size=8)[0]
-    assert (best.plan.strategy.name, best.fits) == ("dp", True)
+def test_rankings_for_slow_links_and_for_a_thousand_gpus():
+    """Over links of 31.5 GB/s, gathering the weights of gpt2-xl costs more than a pipeline's
+    bubble."""
     assert ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)[0].plan.mesh["pp"] > 1
     choices = ranked("128x8xH100", model="gpt2-xl")
     assert len(choices) > 100

@@ -39,7 +39,6 @@ def test_script_and_run_config_agree():
     defaults = RunConfig().to_key_values()
     for name, value in CONFIG.items():
         assert (type(value), value) == (type(defaults[name]), defaults[name]), name
-    assert build_config(CONFIG).to_key_values() == RunConfig().to_key_values()
 
 
 def another_value(key):
