@@ -22,8 +22,8 @@ else:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # CUDA builds of torch install Triton, matplotlib installs Pillow, pydantic installs the matching
-# pydantic-core, and DeepSpeed installs py-cpuinfo.
-TRANSITIVE = {"triton", "pillow", "pydantic-core", "py-cpuinfo"}
+# pydantic-core, DeepSpeed installs py-cpuinfo, and ipykernel's IPython installs pexpect.
+TRANSITIVE = {"triton", "pillow", "pydantic-core", "py-cpuinfo", "pexpect"}
 
 
 def requirements(lines: Iterable[str]) -> list[Requirement]:

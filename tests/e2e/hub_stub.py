@@ -1,7 +1,7 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
 With the stub, the libraries huggingface_hub and datasets can list a dataset, download a file, and
-upload a model with the token TOKEN. If `is_mute` is set, the stub never answers."""
+upload a model with the token TOKEN."""
 
 import base64
 import contextlib
@@ -27,19 +27,17 @@ class Hub:
     content."""
 
     files: dict[str, bytes]
-    is_mute: bool
     endpoint: str = ""
     pushed: dict[str, bytes] = field(default_factory=dict)
     cards: list[str] = field(default_factory=list)  # model cards sent to validate-yaml
     visibilities: list[str] = field(default_factory=list)  # of the created repositories
     requests: list[str] = field(default_factory=list)  # "METHOD path" of each request, in order
-    closing: threading.Event = field(default_factory=threading.Event)
 
 
 @contextlib.contextmanager
-def serve(files: dict[str, bytes], is_mute: bool = False) -> Iterator[Hub]:
+def serve(files: dict[str, bytes]) -> Iterator[Hub]:
     """Start a stub that serves `files` until the `with` block ends."""
-    hub = Hub(files, is_mute)
+    hub = Hub(files)
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
@@ -48,7 +46,6 @@ def serve(files: dict[str, bytes], is_mute: bool = False) -> Iterator[Hub]:
         try:
             yield hub
         finally:
-            hub.closing.set()
             server.shutdown()
 
 
@@ -67,10 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.hub
         path = self.path.lstrip("/").replace(f"/resolve/{COMMIT}/", "/resolve/main/")
         hub.requests.append(f"{self.command} {self.path}")
-        if hub.is_mute:
-            hub.closing.wait(120)
-            self.close_connection = True
-        elif path.startswith("api/datasets/"):
+        if path.startswith("api/datasets/"):
             self._send_dataset_info(path.removeprefix("api/"))
         elif path.startswith("api/models/"):
             self._send_about_model(path.removeprefix("api/models/").partition("?")[0])

@@ -157,10 +157,10 @@ def wait_for(
         time.sleep(0.02)
 
 
-def remaining_processes(text: str, *, patience_s: float = 60) -> list[str]:
-    """Wait up to `patience_s` seconds for processes with `text` in their command line to end.
+def remaining_processes(text: str) -> list[str]:
+    """Wait up to 60 seconds for processes with `text` in their command line to end.
     Return the command lines of the remaining processes."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + 60
     while True:
         others = (
             process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid()

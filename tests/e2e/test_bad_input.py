@@ -17,9 +17,6 @@ COMMAND_LINES = {
     "output_dir is a file": (
         "--set output_dir={tmp}/file.txt", ["output_dir=", "file.txt"],
     ),
-    "dataset neither here nor on the Hub": (
-        "--set dataset=me/none --dry-run", ["'me/none'", "Hub"],
-    ),
     "push to no name": (
         "--push a/b/c --dry-run", ["push='a/b/c'", "user/name"],
     ),

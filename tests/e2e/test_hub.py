@@ -3,6 +3,7 @@ never answers, or is no longer running."""
 
 import io
 import json
+import socket
 import time
 
 import pyarrow.parquet
@@ -121,10 +122,11 @@ def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # 
     assert not any("safetensors" in asked or "onnx" in asked for asked in hub.requests)
 
 
-def test_auto_falls_back_within_seconds_with_a_note(wikitext, run):
+def test_auto_falls_back_within_seconds_with_a_note(run):
     begin = time.monotonic()
-    with serve(wikitext, is_mute=True) as hub:
-        result = run(hub.endpoint, {"dataset": "auto"}, "--dry-run", "--explain")
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # never accepts a connection
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        result = run(endpoint, {"dataset": "auto"}, "--dry-run", "--explain")
     assert time.monotonic() - begin < AUTO_LIMIT_S
     assert_decided(result, dataset="'embedded'")
     assert "note: WikiText-2" in result.stdout

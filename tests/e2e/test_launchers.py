@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, only_record, run_command, script, settings, train
-from tests.e2e.support import assert_refused, launcher_command, metrics, remaining_processes
+from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
+from tests.e2e.support import launcher_command, metrics, remaining_processes
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
@@ -80,15 +80,3 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     for row, expected in zip(ours, theirs, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4), f"step {row['step']}"
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-
-
-def test_srun_without_a_launcher_prints_the_command_to_use(tmp_path):
-    values = {**SMALL, "output_dir": tmp_path / "runs"}
-    task = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")
-    first, second = (script(values, **task, **rank) for rank in ranks)
-    assert_refused(first, "srun", "MASTER_ADDR", "configs/train.slurm")
-    assert (second.returncode, second.stderr) == (2, "")
-    # An sbatch job script, which is one process and not an srun step, has these variables.
-    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
-    assert train(values, "--dry-run", **batch).returncode == 0

@@ -2,20 +2,13 @@
 as data. The commands train, stop with Ctrl-C, continue, print the report and generate text. No
 library may print a line."""
 
-import fcntl
+import io
 import json
-import os
-import pty
 import re
-import select
 import shlex
-import struct
-import subprocess
-import termios
-import time
 from pathlib import Path
 
-import pytest
+import pexpect
 
 from tests.conftest import ROOT, assert_ok, clean_environment, heavy_pool, only_record
 from tests.e2e.support import clone, find_command, run_folders
@@ -27,41 +20,22 @@ COLUMNS = 80
 LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Traceback|OMP_NUM")
 
 
-class Terminal:
-    """A command that runs in an 80-column terminal. `text` is the command's output so far."""
+def open_terminal(folder: Path, command: list[str]) -> pexpect.spawn:
+    """Start a command in an 80-column terminal. `logfile_read` collects the command's output."""
+    environment = clean_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONPATH="")
+    terminal = pexpect.spawn(
+        command[0], command[1:], cwd=folder, env=environment, dimensions=(24, COLUMNS),
+        encoding="utf-8", timeout=400,
+    )  # fmt: skip
+    terminal.logfile_read = io.StringIO()
+    return terminal
 
-    def __init__(self, folder: Path, command: list[str]) -> None:
-        keyboard, screen = pty.openpty()
-        fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen)
-        controlling = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
-        environment = clean_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONPATH="")
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, preexec_fn=controlling, start_new_session=True,
-            **streams,
-        )  # fmt: skip
-        os.close(screen)
-        self.keyboard, self.text = keyboard, ""
 
-    def read_until(self, pattern: str, limit_s: float = 120) -> None:
-        """Wait until the output matches `pattern`. If `pattern` is empty, wait until the output
-        ends."""
-        end = time.monotonic() + limit_s
-        while not (pattern and re.search(pattern, self.text)):
-            ready, _, _ = select.select([self.keyboard], [], [], max(0, end - time.monotonic()))
-            if not ready:
-                self.process.kill()
-                pytest.fail(f"{pattern!r} not shown within {limit_s} s:\n{self.text}")
-            try:
-                self.text += os.read(self.keyboard, 65536).decode()
-            except OSError:  # the process has closed the terminal
-                return
-
-    def end(self) -> int:
-        """Read the remaining output and return the exit code."""
-        self.read_until("", limit_s=400)
-        os.close(self.keyboard)
-        return self.process.wait(timeout=60)
+def end(terminal: pexpect.spawn) -> tuple[int, str]:
+    """Wait for the command. Return its exit code and its whole output."""
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    return terminal.exitstatus, terminal.logfile_read.getvalue()
 
 
 def lines_of(text: str) -> list[str]:
@@ -79,10 +53,9 @@ def assert_readable(text: str) -> None:
 
 def type_in(folder: Path, command: list[str]) -> str:
     """Run a command, check that it succeeds, and return its output."""
-    terminal = Terminal(folder, command)
-    code = terminal.end()
-    assert code == 0, terminal.text
-    return terminal.text
+    code, text = end(open_terminal(folder, command))
+    assert code == 0, text
+    return text
 
 
 def test_from_a_text_to_answers(tmp_path):
@@ -90,14 +63,15 @@ def test_from_a_text_to_answers(tmp_path):
     repository = clone(tmp_path / "repository")
     (repository / "notes.txt").write_text(small_text().read_text()[:8_000])
     first = find_command(GUIDE, "python real_model_example.py --dataset notes.txt")
-    terminal = Terminal(repository, first)
-    terminal.read_until(r" [1-9]\d*/\d+")
-    before = len(terminal.text)
-    os.write(terminal.keyboard, b"\x03")
-    assert terminal.end() == 130
-    assert_readable(terminal.text)
+    terminal = open_terminal(repository, first)
+    terminal.expect(r" [1-9]\d*/\d+")
+    before = len(terminal.logfile_read.getvalue())
+    terminal.sendintr()
+    code, text = end(terminal)
+    assert code == 130
+    assert_readable(text)
     # Ignore the terminal's echo, and lines about a step or an epoch that was in progress.
-    said = [line for line in lines_of(terminal.text[before:]) if line.strip() not in ("", "^C")]
+    said = [line for line in lines_of(text[before:]) if line.strip() not in ("", "^C")]
     after = [line for line in said if "epoch" not in line and "perplexity" not in line]
     assert len(after) <= 5, after
     assert any("saved" in line for line in after)

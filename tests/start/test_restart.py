@@ -93,33 +93,29 @@ def saved_plan(tmp_path):
     return plan
 
 
-@pytest.mark.parametrize("count", [4, 2, 8])
-def test_resuming_a_named_run_keeps_its_work(count, saved_plan):
+@pytest.mark.parametrize("repeated", [[], ["batch_size=2"]], ids=str)
+@pytest.mark.parametrize(("count", "batch"), [(4, (2, 1)), (2, (2, 2)), (8, (1, 1))])
+def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan):
+    """A printed command repeats the options of the first run. With a different number of
+    processes, the repeated batch size must not change the global batch."""
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
     notes = []
-    config = inherit_settings(merged(shipped, f"resume={saved_plan.run_dir}"), count, notes)
+    arguments = (f"resume={saved_plan.run_dir}", *repeated)
+    config = inherit_settings(merged(shipped, *arguments), count, notes)
     plan = build_plan(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
-    assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
+    assert (config.batch_size, config.grad_accum_steps) == batch
     for text in ("strategy='local_sgd'", "model='gpt2-tiny'", "seed=7", "keep_checkpoints=9"):
         assert text in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
 
 
-def test_a_resume_command_may_repeat_the_batch_size(saved_plan):
-    """A printed command repeats the options of the first run. With a different number of
-    processes, the repeated batch size must not change the global batch."""
-    arguments = (f"resume={saved_plan.run_dir}", "batch_size=2")
-    for count, batch_size, grad_accum_steps in ((8, 1, 1), (2, 2, 2), (4, 2, 1)):
-        notes = []
-        config = inherit_settings(merged({}, *arguments), count, notes)
-        assert (config.batch_size, config.grad_accum_steps) == (batch_size, grad_accum_steps)
-        assert ("the global batch stays 8" in notes[-1]) is (count != 4)
-    plan = build_plan(merged({}, *arguments), 8)
+def test_a_typed_batch_size_is_kept(saved_plan):
+    resume = f"resume={saved_plan.run_dir}"
+    assert inherit_settings(merged({}, resume, "batch_size=4"), 8, []).batch_size == 4
+    plan = build_plan(merged({}, resume, "batch_size=2"), 8)
     assert (plan.config.batch_size, plan.requested.batch_size) == (1, 2)  # for the next resume
-    other = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "batch_size=4"), 8, [])
-    assert other.batch_size == 4
 
 
 def with_setting(plan, key, value):
