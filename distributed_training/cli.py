@@ -37,7 +37,6 @@ NON_KEY_OPTIONS = (
 )  # fmt: skip
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
 PLANNED_MACHINES = ("cluster", "gpu")
-DRY_RUN_OPTIONS = ("--dry-run", "--dry_run")
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
 Act = Callable[[argparse.Namespace], int]
 
@@ -93,7 +92,8 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
     restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts_help)
     add(
-        *DRY_RUN_OPTIONS,
+        "--dry-run",
+        "--dry_run",
         action="store_true",
         help="check the run and print its settings without training",
     )
@@ -190,18 +190,12 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
-        # The printed launch command does not repeat these words.
-        omitted_words = {*DRY_RUN_OPTIONS, "--explain"}
         if not arguments.dry_run:
             refuse_planned_machines(arguments)
-        for option in PLANNED_MACHINES:
-            value = getattr(arguments, option)
-            omitted_words |= {f"--{option}", f"--{option}={value}", value}
-        launch_arguments = [word for word in program.argv if word not in omitted_words]
         request = configure(arguments, program, arguments.overrides)
         process = launch.launched_process(arguments.num_gpus)
         if arguments.dry_run:
-            return print_plan(request, process, program.script, launch_arguments, arguments)
+            return print_plan(request, process, program.script, arguments)
         if process is None or process.rank == 0:
             print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan

@@ -105,7 +105,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank_process(0, 1, local_world_size=1))
 
-    def run_worker(given, process, _):
+    def run_worker(given, process):
         return "planned" if isinstance(given, Plan) else "launched", given, process
 
     monkeypatch.setattr("distributed_training.start.worker.run", run_worker)

@@ -164,7 +164,6 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
         "git_commit": git_commit(),
         "versions": versions(),
         "hostname": platform.node(),
-        "pid": os.getpid(),
     }
     record = RunRecord(run_dir, {**about, **values})
     record.update()

@@ -24,6 +24,7 @@ from distributed_training.settings.errors import printable
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
+from distributed_training.tools.jobs import build_options
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
 UNKNOWN = "the number of steps is unknown until the data is tokenized (the data command does this)"
@@ -39,15 +40,11 @@ def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
 
 
 def print_plan(
-    config: Request,
-    process: Process | None,
-    script: Path,
-    arguments: list[str],
-    options: argparse.Namespace,
+    config: Request, process: Process | None, script: Path, options: argparse.Namespace
 ) -> int:
-    """Print a plan and the command that starts the run with these `arguments`. Return the exit
-    code. The plan is for the cluster given by --cluster or, without --cluster, for the processes
-    that the launcher started. Without a launcher, the plan is for this machine."""
+    """Print a plan and the command that starts the run. Return the exit code. The plan is for the
+    cluster given by --cluster or, without --cluster, for the processes that the launcher started.
+    Without a launcher, the plan is for this machine."""
     if process is not None and process.rank > 0:
         return 0
     launched = None
@@ -58,7 +55,7 @@ def print_plan(
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(plan, os.path.relpath(script), arguments)
+    command = launch_command(plan, os.path.relpath(script), build_options(plan, options))
     command = "(the current command, without --dry-run)" if process else command
     print(describe_plan(plan, command, explain=options.explain))
     return 0
@@ -77,7 +74,7 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
         rendezvous.append(f"--rdzv_endpoint={FIRST_HOST}:29500")
         rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
         launcher = ["torchrun", *rendezvous, timeout, f"--nproc_per_node={processes_here}", script]
-    elif processes_here > 1 and "--num_gpus" not in arguments:
+    elif processes_here > 1:
         launcher += ["--num_gpus", str(processes_here)]
     return shlex.join([*launcher, *arguments])
 

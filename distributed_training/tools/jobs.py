@@ -28,8 +28,8 @@ SKYPILOT_GPUS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100"}
 
 
 def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
-    """Return the options with which the script produces this plan: the preset, the typed keys, the
-    keys that the planner set as if they were typed, and the layout."""
+    """Return the options with which the script starts this plan: the preset, the typed keys, the
+    keys that the planner set as if they were typed, the layout, and restarts."""
     set_by = plan.requested.set_by
     requested = plan.requested.to_key_values().items()
     values = parse_overrides(arguments.overrides) | {
@@ -38,6 +38,8 @@ def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
     values |= {"strategy": plan.strategy.name} | layout_settings(plan)
     options = ["--preset", arguments.preset] if arguments.preset else []
     options += [f"--{name}" for name in ("force", "strict") if getattr(arguments, name)]
+    if arguments.max_restarts:
+        options += ["--max_restarts", str(arguments.max_restarts)]
     for name, value in values.items():
         text = str(value)
         # argparse reads values that begin with a dash as options, except for negative numbers.

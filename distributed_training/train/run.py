@@ -230,7 +230,6 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "schedule": config.pipeline_schedule,
         "num_microbatches": plan.batch.num_microbatches,
         "blocks_per_stage": list(plan.layout.blocks_per_stage),
-        "stage_ranks": list(plan.layout.ranks),
         "ideal_bubble": ideal_bubble(config.pipeline_schedule, pp, plan.batch.num_microbatches),
     }
     return {

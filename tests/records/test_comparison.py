@@ -87,7 +87,7 @@ def test_an_unfinished_run_shows_its_last_step():
     def status(**changes):
         return LayoutRow(name="dp", records=[made_record(**changes)]).status
 
-    here = {"status": "running", "hostname": platform.node(), "pid": None, "step": 3}
+    here = {"status": "running", "hostname": platform.node(), "step": 3}
     assert status(status="interrupted", step=12) == "interrupted 12/64"
     assert status(**here) == "killed 3/64"
     assert status(**{**here, "hostname": "elsewhere"}) == "running 3/64"

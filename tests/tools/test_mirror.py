@@ -159,4 +159,4 @@ def test_a_stopped_job_continues_on_an_empty_machine(tmp_path):
     assert run_dir == stopped
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 61))
     assert (run_dir / "hf" / "config.json").is_file()
-    assert json.loads((run_dir / RECORD_FILE).read_text())["loads"][0]["step"] > 0
+    assert json.loads((run_dir / RECORD_FILE).read_text())["resumed_from"] is not None
