@@ -13,7 +13,6 @@ class Case(NamedTuple):
     before: str  # text that the model writes before an answer's content
     after: str  # text that the model writes after an answer's content
     last: str = ""  # text that follows only the last answer
-    system: bool = True  # whether a system message is accepted
     strips: bool = False  # whether whitespace is stripped from contents
     differs_in_history: bool = False  # whether later turns change how an answer is rendered
     next_turn: str = ""  # token that begins the next turn; nothing else ends an answer
@@ -115,24 +114,6 @@ DEEPSEEK_R1 = pairs(
     "{{ '<|Assistant|>' ~ message.content.split('</think>')[-1] ~ '<|end_of_sentence|>' }}",
     system="{{ message.content }}", ask="{{ '<|Assistant|><think>\n' }}",
 )  # fmt: skip
-OLMO_2 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% if not loop.last or m.role != 'assistant' %}"
-    "{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|assistant|>\n' }}{% endif %}"
-)
-FALCON = (
-    "{% for m in messages %}"
-    "{{ ('' if loop.first else '\n\n') ~ m.role | capitalize ~ ': ' ~ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
-)
-BRACKETED = pairs(
-    "{{ '### Instruction:\n' ~ message.content ~ '\n\n' }}",
-    "{{ '### Response:\n' ~ message.content ~ eos_token ~ '\n\n' }}",
-    system="{{ message.content ~ '\n\n' }}", first="", ask="{{ '### Response:\n' }}",
-)  # fmt: skip
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' ~ m.content }}"
@@ -142,17 +123,6 @@ HARMONY = (
 )
 NEMOTRON = turns("<extra_id_1>ROLE\n", "\n", name="message.role | capitalize",
                 ask="<extra_id_1>Assistant\n")  # fmt: skip
-SMOLLM_3 = (
-    "{{ '<|im_start|>system\n## Metadata\n\n' }}{% if messages[0].role == 'system' %}"
-    "{{ messages[0].content }}{% set rest = messages[1:] %}{% else %}"
-    "{% set rest = messages %}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% for m in rest %}{% if m.role == 'assistant' %}"
-    "{% generation %}{{ '<|im_start|>assistant\n' ~ m.content ~ '<|im_end|>\n' }}"
-    "{% endgeneration %}"
-    "{% else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MARKED = CHATML.replace(
     "{{ message.content }}<|im_end|>\n",
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
@@ -166,9 +136,6 @@ IM = ("", "<|im_end|>\n")
 TEMPLATES = {
     "llama-2": Case(LLAMA_2, " ", " </s>", strips=True),
     "llama-3.1": Case(LLAMA_31, "", "<|eot_id|>", strips=True),
-    "mistral-0.1": Case(ALTERNATE + pairs("[INST] {{ message.content }} [/INST]",
-                        "{{ message.content ~ eos_token }}", system="{{ raise_exception('no') }}"),
-                        "", "</s>", system=False),
     "mistral-0.2": Case(MISTRAL_02, " ", "</s>", differs_in_history=True),
     "qwen-2": Case(CHATML, *IM),
     "qwen-3": Case(QWEN_3, THINK, "<|im_end|>\n", differs_in_history=True),
@@ -176,12 +143,8 @@ TEMPLATES = {
     "gemma-3": Case(GEMMA_3, "", "<end_of_turn>\n", strips=True),
     "deepseek-2": Case(DEEPSEEK_2, " ", "</s>"),
     "deepseek-r1": Case(DEEPSEEK_R1, "", "<|end_of_sentence|>"),
-    "olmo-2": Case(OLMO_2, "", "</s>"),
-    "falcon": Case(FALCON, " ", "</s>"),
-    "alpaca": Case(BRACKETED, "", "</s>\n\n"),
     "gpt-oss": Case(HARMONY, "<|channel|>final<|message|>", "<|return|>", differs_in_history=True),
     "nemotron": Case(NEMOTRON, "", "\n"),
-    "smollm-3": Case(SMOLLM_3, "<|im_start|>assistant\n", "<|im_end|>\n"),
     "chatml-marked": Case(MARKED, "", "<|im_end|>"),
     "thinking-begun": Case(GREETING, "", "<|im_end|>\n"),
     "glm-4": Case(OPEN_TURNS, "", "", next_turn="<|user|>"),

@@ -5,12 +5,10 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from distributed_training.models import find_model, peft
 from distributed_training.models.adapters import base_folder
-from distributed_training.models.weights import write_tensors
 from distributed_training.planner.choose import choose_model
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
@@ -100,14 +98,3 @@ def test_unreadable_adapter_files_are_refused(damage, adapters):
         file.write_bytes(content[:100])
     with refused(str(file)):
         peft.read_folder(spec, folder)
-
-
-def test_exports_are_reproducible(tmp_path):
-    metadata = {f"key {number}": str(number) for number in range(20)}
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    for name in ("one", "two"):
-        write_tensors(tmp_path / name, tensors, tensors.values(), metadata)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    with safe_open(tmp_path / "one", "pt") as opened:
-        assert opened.metadata() == metadata
-    assert torch.equal(load_file(tmp_path / "one")["a"], tensors["a"])
