@@ -293,7 +293,7 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Evaluate a model on a dataset: loss, perplexity, bits per byte. With --tasks, run lm-eval."""
+    """Evaluate a model on a dataset: loss, perplexity, bits per byte."""
     add = parser.add_argument
     run_help = "folder of a run, such as runs/latest, or folder or Hub name of another model"
     add("run", help=run_help)
@@ -310,8 +310,6 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     )
     add("--max_length", metavar="N", type=at_least(1), help=length_help)
     add("--last", action="store_true", help=LAST_HELP)
-    tasks_help = "run these lm-eval tasks, such as arc_easy,hellaswag. lm-eval must be installed"
-    add("--tasks", metavar="NAMES", help=tasks_help)
     return lambda a: _load("tools.models").evaluate(a)
 
 

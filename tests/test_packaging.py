@@ -62,7 +62,7 @@ def find_imported_packages(*patterns: str) -> set[str]:
     [
         (
             ("distributed_training/**/*.py", "real_model_example.py"),
-            [*EXTRAS["tracking"], *EXTRAS["tasks"], *EXTRAS["low-bit"]],
+            [*EXTRAS["tracking"], *EXTRAS["low-bit"]],
         ),
         (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), EXTRAS["dev"]),
     ],

@@ -1,7 +1,6 @@
 """Use the model from a finished run: generate, evaluate, export and push."""
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -27,7 +26,7 @@ from distributed_training.models.adapters import base_folder, base_name, is_adap
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
+from distributed_training.plan.plan import PLAN_FILE, load_plan
 from distributed_training.planner.data import choose_dataset, choose_tokenizer, load_planned_data
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
@@ -165,24 +164,14 @@ def _decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss, perplexity and bits per byte of a model on a dataset, or on the validation
-    samples of the model's run. Then print lm-eval's results for the requested tasks. Return the
-    exit code."""
+    samples of the model's run. Return the exit code."""
     run = resolve_user_path(arguments.run).resolve()
     run = run.parent if run.name in (LAST, BEST, MERGED) else run  # `run` may be one of its exports
     plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
-    weights_name = choose_weights(arguments)
-    if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-eval", fix="run: pip install 'lm-eval[hf]'")
-    if arguments.dataset is not None or plan is not None:
-        _evaluate(arguments, plan, weights_name)
-    elif not arguments.tasks:
+    if arguments.dataset is None and plan is None:
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")
-    return _evaluate_tasks(arguments.run, weights_name, arguments.tasks) if arguments.tasks else 0
-
-
-def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: str) -> None:
-    trained, tokenizer, _ = find_trained(arguments.run, weights_name)
+    trained, tokenizer, _ = find_trained(arguments.run, choose_weights(arguments))
     size = trained.spec.size
     length = min(MAX_LENGTH, size.num_positions)
     config = plan.config if plan else build_config({"model": arguments.run, "max_length": length})
@@ -218,6 +207,7 @@ def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: st
         "samples": f"{len(samples):,} of up to {config.max_length} tokens",
     }
     display.table(rows)
+    return 0
 
 
 def _load_samples(
@@ -260,26 +250,6 @@ def measure(
         total += model(*to_device(device, *samples.batch(indices)))
     num_targets = int(samples.num_targets.sum())
     return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_per_token))
-
-
-def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
-    """Evaluate a model with lm-eval on the tasks in `names`, and print the results. Return the exit
-    code. For a description of `name` and `weights_name`, see `find_weights`."""
-    import lm_eval
-    from lm_eval.utils import make_table
-
-    spec, folder = find_weights(name, weights_name)
-    base = base_folder(folder)
-    arguments = {"pretrained": str(base), "tokenizer": str(find_tokenizer(folder, spec))}
-    if base != folder:
-        arguments["peft"] = str(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tasks = [task.strip() for task in names.split(",")]
-    results = lm_eval.simple_evaluate(
-        model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
-    )
-    print(make_table(results))
-    return 0
 
 
 def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
