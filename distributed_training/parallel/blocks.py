@@ -52,13 +52,17 @@ class _SelectivePolicy:
     With tensor parallelism, the output of a matrix multiplication can be one term of a sum over
     ranks. A compiled block saves the sum instead of the term, so the backward pass does not
     communicate again. Saving the sum is 8% faster for Llama-3.2-1B on two H200s. An uncompiled
-    block would save both and still communicate again, so it saves only the term."""
+    block would save both and still communicate again, so it saves only the term.
+
+    With context parallelism, attention's output is received again, because its exchange is not
+    saved. The matrix that follows is then also applied again, so that cp needs no more memory than
+    tp although FSDP gathers whole blocks. This takes 1% to 2% of a step."""
 
     def __init__(self, lora_ranks: set[int], compiled: bool) -> None:
         self.lora_ranks = lora_ranks
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum
-        self.follows_exchange = False  # whether cp's all-to-all preceded, and no product since
+        self.follows_exchange = False  # whether no product has followed the latest all-to-all
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         must_save = self._must_save(op, args)

@@ -74,8 +74,9 @@ def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
 def choose_writer(parameter: torch.Tensor, number: int, topology: Topology, disk: range) -> int:
     """Return which of the ranks in `disk` writes this rank's shard of the stage's parameter
     `number`. The ranks that hold the same shard take turns."""
-    fixed_axes = {"pp", "cp"}  # FSDP also shards over cp
+    fixed_axes = {"pp"}
     if isinstance(parameter, DTensor):
+        fixed_axes.add("cp")  # FSDP also shards over cp
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         fixed_axes |= {axis for axis, placement in axes if not placement.is_replicate()}
     sizes = topology.axes

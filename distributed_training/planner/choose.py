@@ -166,7 +166,11 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         parent = Path(config.offload_dir or output_dir / ".offload").absolute()
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
-    only_copies = mesh["dp_replicate"] == num_processes
+    # If no dp_shard is named (strategy dp with cp), the ranks along cp have copies, too.
+    num_copies = mesh["dp_replicate"]
+    if "dp_shard" not in strategy.named_axes:
+        num_copies *= mesh["cp"]
+    only_copies = num_copies == num_processes
     averages_gradients = not strategy.traits.takes_json and batch.num_replicas * mesh["cp"] > 1
     draft = Draft(
         requested=request,

@@ -92,7 +92,9 @@ def rank(
         strategy = plan.strategy
         engine = strategy.name if strategy.traits.takes_json else strategy.engine
         schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
-        key = (engine, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
+        key = (
+            engine, *plan.mesh.values(), plan.only_copies, schedule, plan.batch.num_microbatches,
+        )  # fmt: skip
         if key not in choices:
             if choice := predictor.predict(plan):
                 choices[key] = choice

@@ -53,10 +53,11 @@ class PipelineRank:
         self.size = size
         self.strategy = plan.strategy
         self.zero = plan.strategy.zero
-        # FSDP shards over dp_shard and cp together
-        self.shards = plan.mesh["dp_shard"] * plan.mesh["cp"]
-        self.mesh = {**plan.mesh, "dp_shard": self.shards}
         self.cp = plan.mesh["cp"]
+        # DDP averages over dp_replicate and cp together, and FSDP shards over dp_shard and cp.
+        axis = "dp_replicate" if plan.only_copies else "dp_shard"
+        self.mesh = {**plan.mesh, axis: plan.mesh[axis] * self.cp}
+        self.shards = self.mesh["dp_shard"]
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
         self.num_microbatches = plan.batch.num_microbatches

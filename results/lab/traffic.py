@@ -95,9 +95,12 @@ class Traffic(TorchDispatchMode):
         size = _num_bytes(args[index]) * (len(members) if is_shard else 1)
         if size <= SMALL_BYTES:
             return
-        # FSDP shards over dp_shard and cp together. Only attention uses all-to-alls over cp.
-        uses_cp = kind == "all_to_all" and self.topology.cp > 1
-        key = f"{'cp' if uses_cp else self._axis(members)} {kind}"
+        axis = self._axis(members)
+        if self.topology.cp > 1:
+            # FSDP shards over dp_shard and cp together, and DDP averages over dp_replicate and cp.
+            # Only attention uses all-to-alls.
+            axis = {"all_to_all": "cp", "all_reduce": "dp_replicate"}.get(kind, axis)
+        key = f"{axis} {kind}"
         sent = sent_bytes(kind, size, len(members))
         self.counted.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
 

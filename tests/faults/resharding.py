@@ -50,6 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"hybrid x {count}": {"strategy": "hybrid", **micro_batches(2)} for count in (2, 4)},
     "hsdp x 4": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(1)},
     **{f"cp x {count}": {**mesh(cp=count), **micro_batches(2)} for count in (2, 4)},
+    "dp-cp x 4": {"strategy": "dp", "cp": 2, **micro_batches(1)},
     "3d-shard-cp x 4": {**mesh(dp_shard=2, cp=2), **micro_batches(1)},
     "3d-tp-pp x 4": {**mesh(tp=2, pp=2), **micro_batches(4), **_1F1B},
     "3d-shard-tp x 4": {**mesh(dp_shard=2, tp=2), **micro_batches(1)},

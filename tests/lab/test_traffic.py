@@ -51,6 +51,7 @@ def test_counted_bytes_equal_the_formulas():
     SGD sends a quarter as many bytes per step as dp."""
     cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
     cases = {"cp": cp, "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL}}
+    cases["dp, cp"] = {**cp, "strategy": "dp", "cp": 2}
     found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:

@@ -78,6 +78,7 @@ CASES = {
         "tied/hybrid": {**HYBRID, **micro_batches(4)},
         "padded/cp2": {**mesh(cp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
         "tied/cp2": {"strategy": "cp", **micro_batches(4)},
+        "packed/dp-cp2": {"strategy": "dp", "cp": 2, **micro_batches(2)},
         "untied/fsdp": {"strategy": "fsdp", **micro_batches(1)},
         "untied/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
         "untied/hybrid": {**HYBRID, **micro_batches(4)},
@@ -93,6 +94,7 @@ CASES = {
         "packed/copies2-cp2": {**mesh(dp_replicate=2, cp=2), **micro_batches(2), **FULL},
         # The model has two key/value heads, which is fewer than the ranks along cp.
         "lora/cp4": {**mesh(cp=4), **micro_batches(2), **SELECTIVE},
+        "lora/dp-cp2": {"strategy": "dp", "cp": 2, **micro_batches(2)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
         "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
         "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
@@ -135,6 +137,7 @@ TRACED = {
         "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
+        "tied/dp-cp2-traced": {"strategy": "dp", "cp": 2, **micro_batches(2), **COMPILED, **FULL},
         "lora/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         "untied/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         # Only in this family do the blocks receive the embeddings unchanged.

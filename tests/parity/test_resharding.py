@@ -16,6 +16,8 @@ PAIRS = [
     ("hybrid x 2", "3d-shard-pp-zb-v x 4"),
     ("3d-shard-tp x 4", "offload x 2"),
     ("dp x 2", "cp x 4"),
+    ("cp x 2", "dp-cp x 4"),
+    ("dp-cp x 4", "fsdp x 2"),
     ("3d-shard-cp x 4", "tp x 2"),
     ("local_sgd x 2", "local_sgd x 4"),
 ]

@@ -75,6 +75,7 @@ def test_bytes_of_optimizer_state_and_checkpoint():
     sharded."""
     for values, optimizer, copied in (
         ({"strategy": "dp"}, 8, 12 / 4),
+        ({"strategy": "dp", "cp": 2}, 8, 12 / 4),
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),
         ({"strategy": "local_sgd", "outer_lr": 0.7}, 12, 12 / 4 + 16),
         ({"strategy": "local_sgd", "outer_lr": 0.7, "outer_momentum": 0.9}, 16, 12 / 4 + 20),
@@ -101,5 +102,7 @@ def test_another_algorithm_is_ranked_only_when_asked_for():
     assert {plan.mesh["dp_replicate"] for plan in own} == {8}
     compressed = ranked(AUTO, gradient_compression="bf16")
     assert {choice.plan.mesh["dp_replicate"] for choice in compressed} == {8}
+    split = [choice.plan for choice in ranked(AUTO, cp=2) if choice.plan.mesh["dp_replicate"] == 4]
+    assert {plan.only_copies for plan in split} == {True, False}  # the same mesh under dp and cp
     skips = ranked(AUTO, on_nonfinite="skip")
     assert {choice.plan.strategy.engine for choice in skips} == {"native"}
