@@ -207,27 +207,24 @@ class TensorFiles:
     def read(self, part: Part) -> torch.Tensor:
         """Return the values of a part on the CPU, in the shape `part.size`.
 
-        If the files store exactly this part, or store the tensor only as boxes, only the required
-        bytes are read. Otherwise, the rows that contain the part are read in full. Raises
-        ValueError if the tensor is missing, is incomplete or has a different shape."""
-        stored_parts = self.stored_parts.get(part.name, [])
+        If the files store exactly this part, only the required bytes are read. Otherwise, the rows
+        that contain the part are read in full. Raises ValueError if the tensor is missing, is
+        incomplete or has a different shape."""
         start = part.start
         size = part.size
-        for stored_part in stored_parts:
+        for stored_part in self.stored_parts.get(part.name, []):
             if stored_part.shape != part.shape:
                 expected = f"{list(stored_part.shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
             if stored_part.start == start and stored_part.size == size:
                 return stored_part.get()
+        # Whole rows are both boxes and ranges.
         is_box = len(start) == len(part.shape)
-        if is_box and all(len(stored_part.start) == len(start) for stored_part in stored_parts):
-            return self._read_box(part, size, start)
-        # Otherwise, read whole rows, which are both boxes and ranges.
         row_shape = part.shape[1:]
         width = 1 if is_box else math.prod(row_shape)
         first = start[0] // width
         last = -(-(start[0] + size[0]) // width) if all(size) else first
-        rows = self._read_box(part, (last - first, *row_shape), (first, *(0 for _ in row_shape)))
+        rows = self._read_rows(part, first, last)
         if is_box:
             columns = [slice(i, i + n) for i, n in zip(start[1:], size[1:], strict=True)]
             index = (slice(None), *columns)
@@ -241,18 +238,18 @@ class TensorFiles:
             build_part(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape))
         )
 
-    def _read_box(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
-        """Return a box of the part's tensor. The box must consist of whole rows if the files store
-        ranges of the flattened tensor."""
-        box = torch.empty(size, dtype=part.dtype)
-        is_filled = torch.zeros(size, dtype=torch.bool)  # parts of several nodes may overlap
+    def _read_rows(self, part: Part, first: int, last: int) -> torch.Tensor:
+        """Return the rows `first` to `last - 1` of the part's tensor."""
+        row_shape = part.shape[1:]
+        rows = torch.empty((last - first, *row_shape), dtype=part.dtype)
+        is_filled = torch.zeros(rows.shape, dtype=torch.bool)  # parts of several nodes may overlap
         for stored_part in self.stored_parts.get(part.name, []):
-            if len(stored_part.start) == len(start):
-                _copy_overlap(stored_part, box, is_filled, start)
+            if len(stored_part.start) == len(part.shape):
+                _copy_overlap(stored_part, rows, is_filled, (first, *(0 for _ in row_shape)))
             else:
-                first = start[0] * math.prod(part.shape[1:])
-                _copy_overlap(stored_part, box.view(-1), is_filled.view(-1), (first,))
+                start = (first * math.prod(row_shape),)
+                _copy_overlap(stored_part, rows.view(-1), is_filled.view(-1), start)
         if not is_filled.all():
-            counts = f"{int(is_filled.sum())} of {box.numel()}"
+            counts = f"{int(is_filled.sum())} of {rows.numel()}"
             raise ValueError(f"only {counts} values of {part.name} were found")
-        return box
+        return rows

@@ -271,10 +271,6 @@ def _decide_switch(
     return value
 
 
-def _uses_dropout(config: RunConfig) -> bool:
-    return max(config.dropout, config.lora_dropout) > 0
-
-
 def _compile_obstacle(plan: Draft) -> str:
     """Return the reason why compiled blocks would fail or give wrong results, or "" if there is no
     such reason."""
@@ -324,7 +320,7 @@ def _graph_obstacle(plan: Draft) -> str:
         return "optimizer='adamw-8bit', which needs the host to skip an update"
     if config.gradient_compression != "none":
         return "gradient_compression, which runs hooks on the host"
-    if _uses_dropout(config) and (plan.mesh["tp"] > 1 or recomputes):
+    if max(config.dropout, config.lora_dropout) > 0 and (plan.mesh["tp"] > 1 or recomputes):
         return "dropout under tp or activation checkpointing, which sets random generators"
     return "a CPU" if plan.machine.num_gpus == 0 else ""
 

@@ -283,10 +283,8 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
-    """Return a copy of `config` with changed values. Return `config` itself if no value changes.
-    Raises UserError for a value that its key does not accept."""
-    if all(getattr(config, name) == value for name, value in changes.items()):
-        return config
+    """Return a copy of `config` with changed values. Raises UserError for a value that its key does
+    not accept."""
     return validate(type(config), {**dict(config), **changes})
 
 

@@ -126,7 +126,7 @@ def map_by_key(
 ) -> dict[str, Any]:
     """Map the main name of each key in the (name, value) `pairs` to its value. Raises UserError for
     an unknown name, or for two names of the same key."""
-    key_names = _key_names_by_alias(keys.values())
+    key_names = names_by_alias(keys.values())
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in pairs:
@@ -148,13 +148,14 @@ def advise_on_name(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -
     element of `others`. Return None if no name is similar."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(word.lower().replace("-", "_"))
-    names = _key_names_by_alias(keys) | {name: name for name in others}
+    names = names_by_alias(keys) | {name: name for name in others}
     # A name that differs more would mislead the user.
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
     return advice or (f"did you mean {names[close[0]]}?" if close else None)
 
 
-def _key_names_by_alias(keys: Iterable[Key]) -> dict[str, str]:
+def names_by_alias(keys: Iterable[Key]) -> dict[str, str]:
+    """Map each name and alias of the keys to the name of its key."""
     return {name: key.name for key in keys for name in (key.name, *key.aliases)}
 
 

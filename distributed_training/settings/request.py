@@ -11,7 +11,7 @@ from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, KEYS, Request, validate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.keys import map_by_key, read_keys
+from distributed_training.settings.keys import map_by_key, names_by_alias, read_keys
 from distributed_training.settings.strategies import list_strategies, strategy_options
 
 PRESETS_DIR = files.ROOT / "configs" / "presets"
@@ -79,7 +79,7 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
 
 def resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with each alias replaced by the name of its key."""
-    names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
+    names = names_by_alias(KEYS.values())
     return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
 
 

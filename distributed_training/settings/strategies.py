@@ -53,13 +53,6 @@ class Traits:
     # everything is in fp32 (4 + 4 + 8).
     takes_json: bool = False
 
-    def load(self) -> Any:
-        """Import torch and return the engine's class."""
-        module, _, name = self.build.rpartition(":")
-        if module.endswith(".py"):
-            return getattr(own_code.load_code(Path(module), f"the engine {module}"), name)
-        return getattr(importlib.import_module(module), name)
-
 
 ENGINES: dict[str, Traits] = {
     "native": Traits(
@@ -152,7 +145,10 @@ class Strategy:
     def load_engine(self) -> Any:
         """Import and return the engine's class. The class is looked up by the strategy's name,
         because `traits.build` in a plan.json could name any code."""
-        return _find_engine(_find_strategy(self.name))[0].load()
+        module, _, name = _find_engine(_find_strategy(self.name))[0].build.rpartition(":")
+        if module.endswith(".py"):
+            return getattr(own_code.load_code(Path(module), f"the engine {module}"), name)
+        return getattr(importlib.import_module(module), name)
 
     def options(self, values: Mapping[str, Any]) -> Any:
         """Return an instance of the engine's options with these values."""
