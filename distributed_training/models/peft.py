@@ -86,10 +86,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
             metadata = weight_file.metadata() or {}
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        pickled = file.with_suffix(".bin")
-        fix = "download them again"
-        if pickled.is_file():
-            fix = f"load {pickled} with PEFT and save it again"
+        fix = f"download them again, or load {folder} with PEFT and save it again"
         raise UserError(f"adapters {file} cannot be read", why, fix) from None
     all_parts = [name for parts in spec.size.adapted_parts(None).values() for name in parts]
     parts = [

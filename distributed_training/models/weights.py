@@ -10,7 +10,6 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -165,14 +164,11 @@ def _open_bin(file: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return torch's name for the most common dtype of the weights in a folder. Raises UserError if
-    this dtype is not a supported floating-point dtype."""
-    sizes = Counter[str]()
-    for tensor in open_weights(folder).values():
-        sizes[tensor.dtype] += math.prod(tensor.shape)
-    ((dtype, _),) = sizes.most_common(1)
-    if dtype not in TORCH_DTYPES:
-        why = f"most of the weights are {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
+    """Return torch's name for the dtype of the largest tensor in a folder of weights. Raises
+    UserError if this dtype is not a supported floating-point dtype."""
+    largest = max(open_weights(folder).values(), key=lambda tensor: math.prod(tensor.shape))
+    if (dtype := largest.dtype) not in TORCH_DTYPES:
+        why = f"the largest tensor is {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
         raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
     return TORCH_DTYPES[dtype]
 

@@ -57,10 +57,10 @@ class History(BaseModel):
         loss and its step as text. Otherwise, or if `count` is 0, return ""."""
         losses = [row["loss"] for row in self.evaluations]
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
-        if not count or len(losses) <= count or min(losses[-count:]) < min(losses[:-count]):
+        best = losses.index(min(losses))
+        if not count or len(losses) - best <= count:
             return ""
-        lowest = min(losses)
-        return f"{lowest:.4f} at step {self.evaluations[losses.index(lowest)]['step']}"
+        return f"{losses[best]:.4f} at step {self.evaluations[best]['step']}"
 
     def truncate(self, step: int) -> None:
         """Drop all results that were recorded after `step`."""

@@ -46,8 +46,6 @@ def launched_process(num_gpus: str | None) -> Process | None:
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
         fix = "remove it from accelerate's settings, and add --deepspeed_config FILE"
         raise UserError("accelerate's deepspeed_config_file is not used", fix=fix)
-    if process.rank == 0 and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        print_stderr("note: accelerate only starts the processes. CONFIG replaces its settings")
     if num_gpus not in (None, "all", str(process.world_size)):
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")

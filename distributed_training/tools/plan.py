@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,9 @@ def run(
     if arguments.explain or arguments.all:
         listed = choices if arguments.all else fitting[:MAX_SHOWN]
         labels = {id(choice): label for label, choice in picks}
-        print(f"\n{table(listed, labels)}\n")
+        rows = [_row(choice, labels.get(id(choice), "")) for choice in listed]
+        table = format_table({name: [row[name] for row in rows] for name in rows[0]})
+        print(f"\n{table}\n")
         if len(fitting) > len(listed):
             print("--all lists all layouts.")
         gbit = None
@@ -160,12 +162,13 @@ def run(
             gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
         print_folded(legend(cluster, gbit).splitlines())
     print()
-    if job_file is None and cluster.num_processes > cluster.processes_per_node:
-        print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
-    for label, choice in picks if job_file is None else ():
-        options = build_options(choice.plan, arguments)
-        print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
-    if job_file is not None:
+    if job_file is None:
+        if cluster.num_processes > cluster.processes_per_node:
+            print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
+        for label, choice in picks:
+            options = build_options(choice.plan, arguments)
+            print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
+    else:
         options = build_options(first.plan, arguments)
         machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
@@ -234,14 +237,8 @@ def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Predic
     return [("first", first), ("fastest", fastest)]
 
 
-def table(choices: Sequence[Prediction], labels: Mapping[int, str]) -> str:
-    """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
-    column "pick"."""
-    rows = [_row(choice, labels.get(id(choice), "")) for choice in choices]
-    return format_table({name: [row[name] for row in rows] for name in rows[0]})
-
-
 def _row(choice: Prediction, label: str) -> dict[str, str]:
+    """Return the row of a layout in the table, with `label` in the column "pick"."""
     speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bottleneck"), "-")
     if choice.step is not None:
         likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
