@@ -17,7 +17,7 @@ NO_GPU = "#!/bin/sh\nexit 9\n"
 
 def installed(tmp_path, nvidia_smi, index):
     """Run a copy of setup_env.sh with a fake nvidia-smi and the given index for CPU builds. Return
-    the arguments of `uv pip install`, and the messages of setup_env.sh."""
+    the arguments of `uv pip install`."""
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
     programs, uv_log = tmp_path / "bin", tmp_path / "uv.log"
@@ -35,7 +35,7 @@ def installed(tmp_path, nvidia_smi, index):
     )  # fmt: skip
     assert done.returncode == 2, "setup_env.sh must fail, because the fake uv installs nothing"
     (line,) = [line for line in Path(uv_log).read_text().splitlines() if "pip install" in line]
-    return line, done.stderr
+    return line
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,5 @@ def test_cpu_build_is_installed_without_a_gpu_if_its_index_is_reachable(
 ):
     with serve({}) as hub:  # a package index that answers
         address = f"{hub.endpoint if is_index_reachable else 'http://127.0.0.1:1'}/whl/cpu"
-        line, said = installed(tmp_path, nvidia_smi, address)
+        line = installed(tmp_path, nvidia_smi, address)
     assert (f"--extra-index-url {address}" in line) == uses_cpu_build
-    assert ("so the CPU build" in said) == uses_cpu_build

@@ -7,6 +7,7 @@ import shlex
 
 from tests.conftest import assert_ok, run_command
 from tests.e2e.support import clone, find_command, metrics
+from tests.test_contributing import EXAMPLES
 
 DOCUMENT = "CONTRIBUTING.md"
 FLOOR = 1e-3  # as in the document
@@ -16,19 +17,12 @@ SHORT = shlex.split(
 )
 
 
-def write_examples(repository, strategy: str) -> None:
-    """Write the files of one example strategy exactly as CONTRIBUTING.md prints them."""
-    text = (repository / DOCUMENT).read_text()
-    files = dict(re.findall(rf"^```\w+ (\S+{strategy}/\S+)\n(.*?)^```$", text, re.M | re.S))
-    assert sorted(name.rpartition("/")[2] for name in files) == ["config.json", "engine.py"]
-    for name, content in files.items():
-        (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).write_text(content)
-
-
 def test_from_a_strategy_folder_to_a_comparison_page(tmp_path):
     repository = clone(tmp_path / "repository")
-    write_examples(repository, "lr_floor")
+    for name in ("config.json", "engine.py"):  # as CONTRIBUTING.md prints them
+        file = f"strategies/14_lr_floor/{name}"
+        (repository / file).parent.mkdir(exist_ok=True)
+        (repository / file).write_text(EXAMPLES[file])
     command = find_command(DOCUMENT, "python real_model_example.py compare")
     assert command[-2:] == ["--lr_floor", "1e-3"]
     result = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")

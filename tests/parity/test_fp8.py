@@ -38,39 +38,34 @@ LAYOUTS = {
 E4M3 = torch.float8_e4m3fn
 
 
-def with_fp8(function: Any, arguments: dict[str, Any]) -> Any:
-    """Call a function of `cases` on a CPU that counts as a GPU with fp8."""
+def allow_fp8() -> None:
+    """Let the CPU count as a GPU with fp8 until the end of this process, which the pool forked."""
     detect = rendezvous.detect_machine
     rendezvous.detect_machine = lambda: dataclasses.replace(detect(), compute_capability=(9, 0))
-    try:
-        return function(arguments)
-    finally:
-        rendezvous.detect_machine = detect
 
 
 def train(arguments: dict[str, Any]) -> Any:
-    return with_fp8(cases.train, arguments)
+    allow_fp8()
+    return cases.train(arguments)
 
 
 def train_traced(arguments: dict[str, Any]) -> Any:
-    return with_fp8(cases.train_without_inductor, arguments)
+    allow_fp8()
+    return cases.train_without_inductor(arguments)
 
 
 def resume(arguments: dict[str, Any]) -> Any:
-    return with_fp8(cases.resume, arguments)
+    allow_fp8()
+    return cases.resume(arguments)
 
 
 def train_dequantized(arguments: dict[str, Any]) -> Any:
     """Train like `train`, but multiply by the dequantized matrices. Activations and gradients are
     not quantized."""
-    multiply = fp8.multiply
     fp8.multiply = lambda x, codes, scales, *_: F.linear(
         x, codes.view(E4M3).float() * scales[:, None]
     )
-    try:
-        return train(arguments)
-    finally:
-        fp8.multiply = multiply
+    return train(arguments)
 
 
 def rounded(x, dim):
