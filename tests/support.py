@@ -65,7 +65,7 @@ def small_text() -> Path:
         " ".join(draw.choices(words, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
         for _ in range(3000)
     )
-    return _write_once(file, ".\n".join(lines) + ".\n")
+    return write_once(file, ".\n".join(lines) + ".\n")
 
 
 @functools.cache
@@ -80,10 +80,11 @@ def small_records() -> Path:
         prompt = " ".join(draw.choices(words, k=draw.choice((1, 2, 3, 5, 8))))
         answer = " ".join(draw.choices(words, k=draw.choice((1, 1, 2, 4, 9, 40))))
         rows.append(json.dumps({"prompt": f"{prompt}?", "completion": f" {answer}"}) + "\n")
-    return _write_once(file, "".join(rows))
+    return write_once(file, "".join(rows))
 
 
-def _write_once(file: Path, text: str) -> Path:
+def write_once(file: Path, text: str) -> Path:
+    """Write a file that tests in other processes may be reading, and return its path."""
     if not file.exists() or file.read_text() != text:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             new.write(text)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import real_model_example
 from distributed_training.checkpoint.export import (
@@ -159,10 +160,9 @@ def test_generate_answers_a_prompt_and_lines_of_input(run_dir, monkeypatch, caps
 def test_generated_text_equals_transformers(run_dir):
     """With temperature 0, `generate` prints the text that transformers generates from the exported
     folder."""
-    transformers = pytest.importorskip("transformers")
     folder = run_dir / "hf"
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("import os", return_tensors="pt").input_ids
     hf_ids = model.generate(ids, max_new_tokens=20, do_sample=False)
     generated = command(
@@ -205,9 +205,6 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
 
 def test_exported_adapters_are_continued_and_merged_without_a_checkpoint(run_dir, tmp_path):
     """The merged weights must equal the weights that PEFT's merge produces."""
-    peft = pytest.importorskip("peft")
-    import transformers
-
     base = run_dir / "hf"
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.05}
     values |= {"max_steps": 2, "checkpoint_every": 0, "output_dir": str(tmp_path)}
@@ -220,11 +217,9 @@ def test_exported_adapters_are_continued_and_merged_without_a_checkpoint(run_dir
     expected = pytest.approx(record["evaluations"][-1]["loss"], rel=1e-5)
     assert (continued["config"]["lora_rank"], continued["evaluations"][0]["loss"]) == (4, expected)
     assert_ok(command("export", lora_run_dir, "--merge"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    merged = peft.PeftModel.from_pretrained(model, lora_run_dir / "hf").merge_and_unload()
-    merged_state = transformers.AutoModelForCausalLM.from_pretrained(
-        lora_run_dir / "merged"
-    ).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(base)
+    merged = PeftModel.from_pretrained(model, lora_run_dir / "hf").merge_and_unload()
+    merged_state = AutoModelForCausalLM.from_pretrained(lora_run_dir / "merged").state_dict()
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(merged_state[name], weight, rtol=1e-5, atol=1e-6)
     assert_refused(

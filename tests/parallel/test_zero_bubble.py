@@ -1,5 +1,5 @@
 """Test that split and unsplit backward passes give the same gradients and need the same number of
-FLOPs. Also test that rounding weights once per step gives the same gradients as a bf16 model."""
+FLOPs, also with weights that are rounded once per step."""
 
 import copy
 import functools

@@ -14,7 +14,7 @@ import torch
 from distributed_training.settings.strategies import MESH_AXES
 from tests.conftest import clean_environment, heavy_pool
 from tests.pool import ROOT, Pool
-from tests.support import small_text
+from tests.support import small_text, write_once
 
 BASE = {
     "model": "gpt2-tiny",
@@ -87,10 +87,10 @@ def small_infinity(**zero: int) -> dict[str, str]:
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
     suffix = "-".join(map(str, (os.getuid(), *zero.values())))
     file = Path(tempfile.gettempdir()) / f"small-infinity-of-tests-{suffix}.json"
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-        json.dump(deepspeed, temporary)
-    os.replace(temporary.name, file)  # atomic, so that concurrent readers see the whole file
-    return {"strategy": "infinity", "deepspeed_config": str(file)}
+    return {
+        "strategy": "infinity",
+        "deepspeed_config": str(write_once(file, json.dumps(deepspeed))),
+    }
 
 
 def reference(

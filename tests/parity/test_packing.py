@@ -94,16 +94,3 @@ def test_packed_records_equal_separate_records(count, name, results):
     found = results(count)[name]
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(found, alone)
-
-
-def test_local_sgd_with_packed_records_equals_separate_records():
-    """Local SGD on two processes gives different results from training on one process, so both runs
-    use two processes."""
-    case = {
-        "local": {**MODELS["gpt2"], "strategy": "local_sgd", **micro_batches(1), "local_steps": 2}
-    }
-    packed, alone = (
-        run_cases(case, 2, function=what, steps=4)["local"] for what in ("train", "train_unpacked")
-    )
-    assert packed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    assert_equal_runs(packed, alone)
