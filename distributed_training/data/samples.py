@@ -181,9 +181,9 @@ def cut_samples(
 ) -> Data:
     """Cut the tokens in a cache folder into the samples that a run uses.
 
-    `can_pack` is True if the model and the engine can keep packed records separate. Raises
-    UserError if `pack` is True but records cannot be packed. Also raises UserError if there are no
-    training samples or no validation samples."""
+    `can_pack` is True if the model can keep packed records separate. Raises UserError if `pack` is
+    True but records cannot be packed. Also raises UserError if there are no training samples or no
+    validation samples."""
     form, packs, splits = read_samples(
         folder, config, can_pack=can_pack, padding_id=tokenizer.eos_id
     )
@@ -234,8 +234,8 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
     Raises UserError if `pack` is True but records cannot be packed."""
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
-        what = f"pack=True does not work with strategy={config.strategy!r} and this model"
-        why = "either the strategy or the model cannot keep packed records separate"
+        what = f"pack=True does not work with model={config.model!r}"
+        why = "the model cannot keep packed records separate"
         raise UserError(what, why, "set pack to auto")
     return packs
 

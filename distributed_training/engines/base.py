@@ -128,8 +128,7 @@ class Engine(abc.ABC):
     def close(self) -> None:
         """Drop all attributes, including the model and the optimizer, so that nothing refers to the
         process group."""
-        for name in list(vars(self)):
-            delattr(self, name)
+        vars(self).clear()
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) 
 
 
 def _build_data(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
-    can_pack = draft.strategy.traits.packs_records and draft.size.packs
+    can_pack = draft.size.packs
     data = cut_samples(folder, tokenizer, draft.config, can_pack=can_pack)
     counts = report.summarize(folder, draft.config, can_pack=can_pack)
     return replace(data, counts={**counts, "unread": unread})
@@ -194,12 +194,9 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
     if num_samples < config.num_samples and draft.requested.is_set("num_samples"):
         notes.append(f"the dataset has only {plural(num_samples, 'training sample')}")
     if not data.packs and config.pack == AUTO:
-        limiting_part = (
-            f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
-        )
         notes.append(
             "records are padded instead of packed, because "
-            f"{limiting_part} cannot keep packed records apart"
+            f"{draft.model.label} cannot keep packed records apart"
         )
     if not data.error:
         notes += report.describe(data.counts, config.max_length)

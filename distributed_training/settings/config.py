@@ -79,7 +79,7 @@ class RunConfig(Options):
     pack: bool | Auto = data_key(AUTO)
     """True: fill blocks of max_length tokens with running text, or with records that cannot attend
     to each other. False: each sample is one line or record, padded to max_length. auto: True for
-    running text, and for records if the engine and the model can keep them apart."""
+    running text, and for records if the model can keep them apart."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data_key(42)
     """Seed for the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.

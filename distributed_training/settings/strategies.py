@@ -40,7 +40,6 @@ class Traits:
     axes: tuple[str, ...] = MESH_AXES  # mesh axes that may be larger than 1
     schedules: tuple[str, ...] = ("1f1b",)  # pipeline schedules; the first is the default
     package: str | None = None  # package that the engine requires in addition to torch
-    packs_records: bool = False  # whether it passes the boundaries of packed records to the model
     # Whether PyTorch's DDP and FSDP settings apply, a step can be launched as one CUDA graph, and
     # on_nonfinite=skip is possible
     averages_with_torch: bool = False
@@ -58,7 +57,6 @@ ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
         schedules=PIPELINE_SCHEDULES,
-        packs_records=True,
         averages_with_torch=True,
         builds_on_device=True,
     ),
@@ -66,7 +64,6 @@ ENGINES: dict[str, Traits] = {
         build="distributed_training.engines.deepspeed:DeepSpeedEngine",
         axes=("dp_shard",),
         package="deepspeed",
-        packs_records=True,
         takes_json=True,
     ),
 }

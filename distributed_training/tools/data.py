@@ -20,7 +20,6 @@ from distributed_training.settings.config import Request, RunConfig, with_values
 from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
-from distributed_training.settings.strategies import named_strategy
 
 # Control characters, which could manipulate a terminal
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -40,7 +39,6 @@ def run(
     Return the exit code."""
     notes = list[str]()
     config = configure(arguments.overrides)
-    strategy = named_strategy(config)
     config, spec = choose_model(config, detect_machine(), notes)
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
@@ -50,7 +48,7 @@ def run(
     folder = tokenize(
         corpus, tokenizer, config, token_cache_dir(), embedding_rows=spec.size.vocab_size
     )
-    can_pack = spec.size.packs and (strategy is None or strategy.traits.packs_records)
+    can_pack = spec.size.packs
     counts = report.summarize(folder, config, can_pack=can_pack)
     form, packs, (samples, *_) = read_samples(folder, config, can_pack=can_pack)
     packed = samples.packed() if packs and form != RUNNING else samples

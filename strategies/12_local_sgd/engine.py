@@ -8,7 +8,7 @@ from pydantic import Field
 from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.strategies import Traits
 
-TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_records=True)
+TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",))
 
 
 class OPTIONS(Options):

@@ -10,12 +10,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.strategies import Traits
 
-TRAITS = Traits(
-    build="compressed.py:Compressed",
-    axes=("dp_replicate",),
-    packs_records=True,
-    builds_on_device=True,
-)
+TRAITS = Traits(build="compressed.py:Compressed", axes=("dp_replicate",), builds_on_device=True)
 
 
 class OPTIONS(Options):

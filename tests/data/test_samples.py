@@ -227,7 +227,7 @@ def test_concurrent_runs_build_one_cache(tokenizer, tmp_path, monkeypatch):
     assert len(cache_folders(tmp_path)) == 1
 
 
-def test_records_are_packed_unless_the_engine_cannot_separate_them(tokenizer, tmp_path):
+def test_records_are_packed_unless_the_model_cannot_separate_them(tokenizer, tmp_path):
     corpus = jsonl(tmp_path, QUESTIONS)
     settings = build_config({"dataset": "made", "max_length": 64, "eval_samples": -1})
     folder = cache.tokenize(corpus, tokenizer, settings, tmp_path / "cache")
@@ -239,5 +239,5 @@ def test_records_are_packed_unless_the_engine_cannot_separate_them(tokenizer, tm
     every = np.arange(len(packed.train))
     assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())
     forced = with_values(settings, pack=True)
-    with refused("pack=True", "strategy="):
+    with refused("pack=True", "model="):
         cut_samples(folder, tokenizer, forced, can_pack=False)

@@ -17,7 +17,7 @@ ENGINE = """
 from distributed_training.engines.native import NativeEngine
 from distributed_training.settings.strategies import Traits
 
-TRAITS = Traits(build="Forgetful", axes=("tp",), packs_records=True)
+TRAITS = Traits(build="Forgetful", axes=("tp",))
 
 
 class Forgetful(NativeEngine):
