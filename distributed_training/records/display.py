@@ -76,10 +76,9 @@ class Display:
         lines = [f"  # {purpose}\n  {printable(command)}" for purpose, command in commands.items()]
         self.say("\n".join(["Next, for example:", *lines]))
 
-    def start(self, num_done: int, total: int, compiles: bool) -> None:
+    def start(self, num_done: int, total: int) -> None:
+        """Begin to show progress."""
         self._total = total
-        if compiles:
-            self.say("Compiling. The first step takes a while ...")
         if self.enabled and sys.stderr.isatty():
             bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(
@@ -328,11 +327,15 @@ def _precision(r: Record) -> str:
     return text
 
 
-def best_if_overfitted(r: Record) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss if the run overfitted. Otherwise, return None. A
+def describe_overfitting(r: Record) -> str:
+    """Describe the last and the lowest validation loss of a run that overfitted, or return "". A
     run has overfitted if its last loss is more than 1% higher than its lowest loss."""
     finite_rows = [row for row in r.evaluations if row["loss"] is not None]
     if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
-        return None
-    best = min(finite_rows, key=itemgetter("loss"))
-    return best if finite_rows[-1]["loss"] > 1.01 * best["loss"] else None
+        return ""
+    best, last = min(finite_rows, key=itemgetter("loss")), finite_rows[-1]
+    if last["loss"] <= 1.01 * best["loss"]:
+        return ""
+    result = "overfitted" if best["step"] else "did not learn"
+    text = f"{result}: its validation loss was {best['loss']:.3f} after step {best['step']}"
+    return f"{text} and {last['loss']:.3f} at the end"

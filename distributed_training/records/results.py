@@ -14,8 +14,8 @@ from tabulate import tabulate
 
 from distributed_training.records.display import (
     amount_of,
-    best_if_overfitted,
     bottleneck_name,
+    describe_overfitting,
     format_bytes,
     format_perplexity,
     short_name,
@@ -237,12 +237,8 @@ class Comparison:
                     error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
                     notes.append(f"{layout.name} {r.status}: {error}")
             for r in layout.records:
-                if best := best_if_overfitted(r):
-                    result = "overfitted" if best["step"] else "did not learn"
-                    notes.append(
-                        f"{layout.name} {result}: its validation loss was {best['loss']:.3f} after "
-                        f"step {best['step']} and {r.evaluations[-1]['loss']:.3f} at the end."
-                    )
+                if text := describe_overfitting(r):
+                    notes.append(f"{layout.name} {text}.")
         return notes
 
     @property
@@ -284,12 +280,10 @@ def summary_rows(r: Record) -> dict[str, str]:
     if len(r.evaluations) > 1:
         rows["perplexity before"] = format_perplexity(r.evaluations[0]["perplexity"])
     rows |= {name: text for name, column in RESULTS.items() if (text := column(r)) != EMPTY_CELL}
-    if (best := best_if_overfitted(r)) and best["step"]:
-        text = f"the perplexity was lower, {format_perplexity(best['perplexity'])}, after "
-        text += f"{plural(best['step'], 'step')}. "
-        advice = "To keep that model, add --keep_best True."
-        kept = f"{BEST}/ contains that model, and generate and eval use it."
-        rows["overfitted"] = text + (kept if r.best else advice)
+    if text := describe_overfitting(r):
+        advice = "To keep the best model, add --keep_best True."
+        kept = f"{BEST}/ contains the best model, and generate and eval use it."
+        rows["result"] = f"{text}. {kept if r.best else advice}"
     if r.skipped_steps:
         rows["skipped"] = f"{plural(len(r.skipped_steps), 'step')} with non-finite gradients"
     return rows | {"record": f"{short_path(r.run_dir)}/record.json"}

@@ -279,7 +279,7 @@ class Trainer:
                 # Before the first step, and where the resumed run was killed before it evaluated
                 if self.evaluation_is_due:
                     self._evaluate()
-                self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
+                self.display.start(self.step, self.num_steps)
                 self._begin_measuring()
                 while self.step < self.num_steps and not self.stop_signum:
                     try:

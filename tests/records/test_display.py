@@ -47,13 +47,13 @@ DIVERGED = [
 def test_summary_of_an_overfitted_run_says_when_it_was_best():
     losses = {0: 7.0, 20: 3.0, 40: 3.2}
     rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
-    text = summary_rows(made_record(evaluations=rows))["overfitted"]
-    assert "27.00, after 20 steps" in text
+    text = summary_rows(made_record(evaluations=rows))["result"]
+    assert "3.000 after step 20" in text
     assert "--keep_best" in text
-    assert "best/" in summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
-    assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
+    assert "best/" in summary_rows(made_record(evaluations=rows, best=rows[1]))["result"]
+    assert "result" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
     untrained = [{**rows[1], "step": 0}, rows[2]]
-    assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
+    assert "overfitted" not in summary_rows(made_record(evaluations=untrained))["result"]
 
 
 def test_summary_shows_only_measured_values():
@@ -86,12 +86,11 @@ def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monk
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     display = Display(enabled=True)
-    display.start(0, 100, compiles=True)
+    display.start(0, 100)
     for rows, now_s in (([1], 100.0), ([2], 101.0), ([1, 2, 3], 106.0), ([100], 107.0)):  # noqa: B007
         display.progress([row(step) for step in rows], 1)
     display.stop()
-    compiling, *lines = capsys.readouterr().out.splitlines()
-    assert compiling.startswith("Compiling")
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     assert lines[0].endswith("0.5 s")
     assert lines[1].endswith("2,468 tok/s  0:48 left")
