@@ -34,8 +34,9 @@ def open_terminal(folder: Path, command: list[str]) -> pexpect.spawn:
 def end(terminal: pexpect.spawn) -> tuple[int, str]:
     """Wait for the command. Return its exit code and its whole output."""
     terminal.expect(pexpect.EOF)
-    terminal.close()
-    return terminal.exitstatus, terminal.logfile_read.getvalue()
+    code = terminal.wait()
+    terminal.close()  # after the wait, because closing sends SIGHUP to a running command
+    return code, terminal.logfile_read.getvalue()
 
 
 def lines_of(text: str) -> list[str]:
