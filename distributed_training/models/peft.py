@@ -180,7 +180,7 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
         if key == "lora_targets":
             matches = adapted_parts(typed) == adapted_parts(value)
         else:
-            matches = typed in (value, getattr(adapters, key, None))
+            matches = typed == value
         if config.is_set(key) and not matches:
             what = f"{key}={typed!r} does not match the adapters in {folder}"
             fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"

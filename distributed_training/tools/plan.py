@@ -148,7 +148,7 @@ def run(
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
     if not (arguments.explain or arguments.all):
         lines.append("To see other layouts and their bottlenecks, add --explain.")
-    print_folded(lines)
+    print("\n".join(map(fold, lines)))
     if arguments.explain or arguments.all:
         listed = choices if arguments.all else fitting[:MAX_SHOWN]
         labels = {id(choice): label for label, choice in picks}
@@ -160,7 +160,7 @@ def run(
         gbit = None
         if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
             gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
-        print_folded(legend(cluster, gbit).splitlines())
+        print("\n".join(map(fold, legend(cluster, gbit).splitlines())))
     print()
     if job_file is None:
         if cluster.num_processes > cluster.processes_per_node:
@@ -314,12 +314,6 @@ def describe_picks(picks: Sequence[tuple[str, Prediction]], amount: Amount | str
         gain = first.step.seconds / fastest.step.seconds - 1
         lines.append(f"The fastest layout is {_layout_and_mode(fastest)}, by {gain:.0%}.")
     return lines
-
-
-def print_folded(lines: Sequence[str]) -> None:
-    """Print lines, wrapped to the width of a terminal."""
-    for line in lines:
-        print(fold(line))
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
