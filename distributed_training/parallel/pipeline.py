@@ -20,14 +20,11 @@ from distributed_training.parallel.private_pipelining import PlannedSchedule, Tw
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 
-SCHEDULE_CLASSES: dict[str, Any] = {  # schedule -> torch's schedule class, or a subclass of one
+SCHEDULE_CLASSES: dict[str, Any] = {  # schedule -> torch's schedule class
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
-    "zb-h1": PlannedSchedule,  # torch's InterleavedZeroBubble needs m to be a multiple of p
-    "zb-v": PlannedSchedule,  # torch's order, with messages sorted by their expected times
-    "zb-auto": PlannedSchedule,
-}
+}  # The others use PlannedSchedule. For zb-h1, torch's class needs m to be a multiple of p.
 
 
 class Pipeline:
@@ -40,20 +37,17 @@ class Pipeline:
         """Build the schedule. `stages` maps stage indices to this rank's stages. `group` contains
         the ranks of this pipeline. All ranks of the run must build their pipelines together."""
         config = plan.config
-        stage_ranks = plan.layout.ranks  # pipeline rank of each stage
-        device = topology.device
         self.stages = stages
-        self.stage_ranks = stage_ranks
+        self.stage_ranks = plan.layout.ranks  # pipeline rank of each stage
         self.group = group
-        self.device = device
+        self.device = device = topology.device
         self.tp_parts = plan.tp_parts
-        any_stage = next(iter(stages.values()))
-        self.size = any_stage.size
+        self.size = plan.size
         # True if the first and the last stage each have a trainable copy of the tied embedding
         self.has_tied_embedding = self.size.tied and not config.lora_rank
-        self.dtype = any_stage.compute_dtype or torch.float32
+        self.dtype = next(iter(stages.values())).compute_dtype or torch.float32
         self.first_stage = stages.get(0)
-        self.last_stage = stages.get(len(stage_ranks) - 1)
+        self.last_stage = stages.get(len(self.stage_ranks) - 1)
         self._scale = torch.ones((), device=device)
         second_group = topology.new_pipeline_group()
         # At the first message between two ranks, NCCL connects them and blocks both, so connect
@@ -70,13 +64,17 @@ class Pipeline:
         for index, stage in stages.items():
             dw_builder = None
             if plan.schedule.splits_backward:
-                dw_builder = WeightGradients(stage, device, self.tp_parts).build_dw_runner
+                dw_builder = WeightGradients(stage, self.tp_parts).build_dw_runner
             example_input = ids if stage.is_first else hidden
             example_output = loss if stage.is_last else hidden
-            arguments: Any = (stage, index, len(stage_ranks), device, example_input, example_output)
-            pipeline_stages.append(TwoGroupStage(*arguments, group=group, dw_builder=dw_builder))
+            pipeline_stages.append(
+                TwoGroupStage(
+                    stage, index, len(self.stage_ranks), device, example_input, example_output,
+                    group=group, dw_builder=dw_builder,
+                )
+            )  # fmt: skip
             pipeline_stages[-1].second_group = second_group
-        schedule_class = SCHEDULE_CLASSES[config.pipeline_schedule]
+        schedule_class = SCHEDULE_CLASSES.get(config.pipeline_schedule, PlannedSchedule)
         options = {"plan": plan} if schedule_class is PlannedSchedule else {}
         self.schedule = schedule_class(
             pipeline_stages[0]
@@ -178,9 +176,8 @@ def _exchange(
 class RoundedWeights:
     """Trainable parameters of a module, rounded to a 16-bit dtype once per step, as in FSDP.
 
-    In the `with` block, the module uses the rounded copies, and autograd accumulates their
-    gradients in fp32. At the end of the block, the fp32 parameters receive these gradients. The
-    copies stay allocated, at 2 bytes per parameter."""
+    In the `with` block, the module uses the rounded copies. Each gradient of a copy is added to the
+    gradient of its fp32 parameter. The copies stay allocated, at 2 bytes per parameter."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.owners = [
@@ -190,9 +187,10 @@ class RoundedWeights:
             if parameter.requires_grad
         ]
         self.parameters = [getattr(owner, name) for owner, name in self.owners]
-        self.copies = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
-        for copy in self.copies:
-            copy.grad_dtype = torch.float32  # dtype in which .grad is accumulated
+        self.copies: list[Any] = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            copy.fp32_parameter = parameter
+            copy.register_post_accumulate_grad_hook(_move_gradient)
 
     @torch.no_grad()
     def __enter__(self) -> None:
@@ -200,13 +198,24 @@ class RoundedWeights:
             [local_part(copy) for copy in self.copies],
             [local_part(parameter) for parameter in self.parameters],
         )
-        self._swap(self.parameters, self.copies)
+        self._set(self.copies)
 
     def __exit__(self, *_error: object) -> None:
-        self._swap(self.copies, self.parameters)
+        self._set(self.parameters)
 
-    def _swap(self, before: list[nn.Parameter], after: list[nn.Parameter]) -> None:
-        for (owner, name), old, new in zip(self.owners, before, after, strict=True):
-            new.grad = old.grad
-            old.grad = None
-            setattr(owner, name, new)
+    def _set(self, parameters: list[nn.Parameter]) -> None:
+        for (owner, name), parameter in zip(self.owners, parameters, strict=True):
+            setattr(owner, name, parameter)
+
+
+def _move_gradient(copy: Any) -> None:
+    """Add the gradient of a rounded copy to the gradient of its fp32 parameter. If autograd added
+    in fp32 (`grad_dtype`), it would first convert the gradient, which takes about as long."""
+    if copy.grad is None:  # compiled code returns no gradient for a matrix whose product has a tap
+        return
+    parameter = copy.fp32_parameter
+    if parameter.grad is None:
+        parameter.grad = copy.grad.float()
+    else:
+        parameter.grad += copy.grad
+    copy.grad = None

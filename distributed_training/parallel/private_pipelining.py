@@ -20,8 +20,10 @@ class TwoGroupStage(PipelineStage):
     second_group: dist.ProcessGroup
 
     def _assign_group(self, pair: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        group = self.second_group if pair % 2 else self.group
-        return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
+        if pair % 2:
+            for op in ops:
+                op.group = self.second_group
+        return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._assign_group(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
@@ -82,20 +84,17 @@ def _sort_messages(
     """Return the actions with the messages sorted by the time at which they are expected to be
     ready. Each message is placed before the first operation that is expected to end after that
     time."""
-    messages = []
+    end = 0.0  # of the latest operation
+    keys: list[tuple[Any, ...]] = []
     for action in actions:
-        if action.computation_type in _PRODUCERS:
-            operation, stage_offset = _PRODUCERS[action.computation_type]
-            producer = (operation, action.stage_index - stage_offset, action.microbatch_index)
-            messages.append((spans[producer][1], producer, action))
-    messages.sort(key=lambda message: message[:2], reverse=True)
-    ordered = []
-    for action in actions:
-        if action.computation_type in _OPERATION_NAMES:
-            name = _OPERATION_NAMES[action.computation_type]
-            begin, end = spans[name, action.stage_index, action.microbatch_index]
-            while messages and (messages[-1][0] < end or messages[-1][0] <= begin):
-                ordered.append(messages.pop()[2])
-        if action.computation_type not in _PRODUCERS:
-            ordered.append(action)
-    return ordered + [message[2] for message in reversed(messages)]
+        kind, stage, number = action.computation_type, action.stage_index, action.microbatch_index
+        if kind in _PRODUCERS:
+            operation, stage_offset = _PRODUCERS[kind]
+            producer = (operation, stage - stage_offset, number)
+            keys.append((spans[producer][1], *producer))
+            continue
+        if kind in _OPERATION_NAMES:
+            end = spans[_OPERATION_NAMES[kind], stage, number][1]
+        keys.append((end,))
+    order = sorted(range(len(actions)), key=keys.__getitem__)
+    return [actions[index] for index in order]

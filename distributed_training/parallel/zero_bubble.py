@@ -5,8 +5,10 @@ The first part computes the gradients that the previous stage waits for. The sec
 the gradients of the blocks' matrices. Autograd cannot stop in the middle of a compiled block, so
 the matrices are hidden from autograd. Each matrix multiplication x W^T has a tap, which is an extra
 input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x from
-the saved x and dY. Together, the two parts compute the same gradients as a whole backward
-pass."""
+the saved x and dY. Together, the two parts compute the same gradients as a whole backward pass.
+
+The embedding's gradient is also computed outside autograd, because autograd would build a gradient
+of the whole table [V, D] for each micro-batch."""
 
 import functools
 from collections.abc import Callable
@@ -19,22 +21,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.parallel.gradients import local_part
 
-PendingMatmuls = list[
-    tuple[Linear, torch.Tensor, torch.Tensor]
-]  # (layer, x [.., in], dY [.., out])
-
 
 class WeightGradients:
     """Weight gradients of the matrices in one stage's blocks, computed outside autograd."""
 
-    def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
+    def __init__(self, stage: Decoder, tp_parts: tuple[int, int]) -> None:
         """Add taps to the stage's blocks. `tp_parts` contains the numbers of parts into which
         sequence parallelism splits a block's input (see Plan). Inside the block, the inputs of the
         Linears are not split."""
         self.tp_parts = tp_parts
-        self.pending: PendingMatmuls = []
-        dtype = stage.compute_dtype or torch.float32
-        self.tap_source = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        # Taps that have a gradient, each with the attribute `matmul`: (layer, x [.., in])
+        self.pending: list[Any] = []
         for block in stage.blocks.values():
             linears: list[Any] = [
                 module
@@ -48,13 +45,16 @@ class WeightGradients:
                 linear.tap = linear.saved_input = None
                 linear.matmul_override = _matmul_with_tap
             block.forward = functools.partial(self._forward, linears, block.forward)
+        if stage.is_first:
+            embedding: Any = stage.token_embedding
+            embedding.forward = functools.partial(_look_up, embedding)
 
     def build_dw_runner(self) -> Callable[[], None]:
         """Return a function that computes the weight gradients of all backward passes since the
         last call of this method."""
-        matmuls = self.pending
-        self.pending = []
-        return functools.partial(_add_weight_gradients, matmuls)
+        taps = self.pending.copy()
+        self.pending.clear()
+        return functools.partial(_add_weight_gradients, taps)
 
     def _forward(
         self,
@@ -66,19 +66,15 @@ class WeightGradients:
         if not torch.is_grad_enabled():
             return forward(x, **options)
         samples, tokens = self.tp_parts
-        batch_shape = (x.shape[0] * samples, x.shape[1] * tokens)
-        shapes = [(*batch_shape, local_part(linear.weight).shape[0]) for linear in linears]
-        inputs: list[torch.Tensor] = []
-
-        def save_gradients(gradients: tuple[torch.Tensor, ...]) -> None:
-            self.pending += zip(linears, inputs, gradients, strict=True)
-
-        taps = _CreateTaps.apply(self.tap_source, shapes, save_gradients)
-        for linear, tap in zip(linears, taps, strict=True):
-            linear.tap = tap
+        for linear in linears:
+            rows = local_part(linear.weight).shape[0]
+            # A number that is expanded to the shape of the output, and never read
+            tap = x.new_empty(()).expand(x.shape[0] * samples, x.shape[1] * tokens, rows)
+            linear.tap = tap.requires_grad_()
         out = forward(x, **options)
         for linear in linears:
-            inputs.append(linear.saved_input)
+            linear.tap.matmul = linear, linear.saved_input
+            linear.tap.register_post_accumulate_grad_hook(self.pending.append)
             linear.tap = linear.saved_input = None
         return out
 
@@ -115,31 +111,39 @@ class _AttachTap(torch.autograd.Function):
         return gradient, gradient
 
 
-class _CreateTaps(torch.autograd.Function):
-    """Autograd function that creates taps with the given `shapes`. The taps use no memory. In the
-    backward pass, `save_gradients` receives the gradients of the taps."""
+@torch.compiler.disable  # compiled code could not register the hook
+def _look_up(embedding: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of token ids, [B, T] -> [B, T, D]. The backward pass adds the gradient
+    to the rows of these tokens in the weight's `.grad`."""
+    weight = embedding.weight
+    # tp shards the weight by vocabulary, and LoRA freezes it.
+    if isinstance(weight, DTensor) or not weight.requires_grad:
+        return F.embedding(ids, weight)
 
-    @staticmethod
-    def forward(ctx, tap_source, shapes, save_gradients):  # type: ignore[no-untyped-def]
-        ctx.save_gradients = save_gradients
-        return tuple(tap_source.expand(shape) for shape in shapes)
+    def add_rows(gradient: torch.Tensor) -> None:
+        rows = gradient.flatten(0, -2).float()
+        _fp32_gradient(weight).index_add_(0, ids.flatten(), rows)
 
-    @staticmethod
-    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        # Drop the reference, because the losses keep this node alive until the end of the step.
-        save_gradients = ctx.save_gradients
-        ctx.save_gradients = None
-        save_gradients(gradients)
-        return None, None, None
+    hidden = F.embedding(ids, weight.detach()).requires_grad_()
+    hidden.register_hook(add_rows)
+    return hidden
 
 
 @torch.no_grad()
-def _add_weight_gradients(matmuls: PendingMatmuls) -> None:
-    """Add this rank's shards of the weight gradients to the weights' `.grad`, in fp32 as in
-    FSDP."""
-    for linear, x, dy in matmuls:
-        weight: Any = linear.weight
-        if weight.grad is None:
-            weight.grad_dtype = torch.float32
-            weight.grad = torch.zeros_like(weight, dtype=torch.float32)
-        local_part(weight.grad).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
+def _add_weight_gradients(taps: list[Any]) -> None:
+    """Add this rank's shards of the weight gradients to the weights' `.grad`."""
+    for tap in taps:
+        linear, x = tap.matmul
+        _fp32_gradient(linear.weight).add_(tap.grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        # The losses keep the taps alive until the end of the step.
+        tap.grad = tap.matmul = None
+
+
+def _fp32_gradient(weight: Any) -> torch.Tensor:
+    """Return this rank's shard of the weight's `.grad`, which is in fp32 as in FSDP. If there is
+    no gradient yet, set it to 0. Rounded weights share the gradient of the fp32 weights."""
+    weight = getattr(weight, "fp32_parameter", weight)
+    if weight.grad is None:
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+    return local_part(weight.grad)

@@ -17,7 +17,6 @@ from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
 
-CPU = torch.device("cpu")
 MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/grouped")}
 TOKENS = 2 * 16  # per micro-batch
 
@@ -38,36 +37,34 @@ def micro_batches(count):
 
 
 def run_split_backward(model, batches):
-    """Run the first parts of all backward passes, and then all second parts."""
-    weights, second_parts = WeightGradients(model, CPU, (1, 1)), []
-    for inputs, targets in batches:
-        model(inputs, targets).backward()
+    """Run all forward passes, the first parts of all backward passes, and all second parts."""
+    weights, second_parts = WeightGradients(model, (1, 1)), []
+    for loss in [model(*batch) for batch in batches]:
+        loss.backward()
         second_parts.append(weights.build_dw_runner())
     for second_part in second_parts:
         second_part()
 
 
-def run_whole_backward(model, batches):
-    for inputs, targets in batches:
-        model(inputs, targets).backward()
-
-
 @pytest.mark.parametrize("name", [*MODELS, "bf16"])
 def test_split_and_unsplit_backward_give_equal_gradients(name):
-    """Split and unsplit backward passes give bitwise equal gradients. With bf16, weights are
-    rounded once per step and gradients are fp32."""
+    """With bf16, weights are rounded once per step and gradients are fp32."""
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
     expected, dtype = copy.deepcopy(model), model.compute_dtype or torch.float32
     with RoundedWeights(expected, dtype):
-        run_whole_backward(expected, batches)
+        for batch in batches:
+            expected(*batch).backward()
     with RoundedWeights(model, dtype):
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         run_split_backward(model, batches)
-    for (key, parameter), expected_parameter in zip(
+    # The embedding is used at both ends, and the two terms of its gradient are added in different
+    # orders and dtypes. In a pipeline, each stage has only one of the terms.
+    for (key, parameter), whole in zip(
         model.named_parameters(), expected.parameters(), strict=True
     ):
         assert parameter.grad.dtype == torch.float32
-        assert torch.equal(parameter.grad, expected_parameter.grad), key
+        tolerance = 4 * torch.finfo(dtype).eps if key == "token_embedding.weight" else 0.0
+        assert (parameter.grad - whole.grad).abs().max() <= tolerance * whole.grad.max(), key
 
 
 def test_blocks_share_one_compiled_graph(monkeypatch):
@@ -92,9 +89,8 @@ def test_split_and_unsplit_backward_need_equally_many_flops():
 
     model, (batch,) = build("gpt2"), micro_batches(1)
     whole_flops = count_flops(model(*batch).backward)
-    weights = WeightGradients(model, CPU, (1, 1))
+    weights = WeightGradients(model, (1, 1))
     forward_flops = count_flops(lambda: model(*batch))
-    weights.build_dw_runner()
     loss = model(*batch)
     first_flops = count_flops(loss.backward)
     second_flops = count_flops(weights.build_dw_runner())
@@ -108,14 +104,14 @@ def test_a_saved_loss_does_not_keep_activations_alive():
     """Losses must not keep activations alive, because a schedule keeps all micro-batches' losses
     until the end of the step."""
     model, (batch,) = build("gpt2"), micro_batches(1)
-    weights = WeightGradients(model, CPU, (1, 1))
+    weights = WeightGradients(model, (1, 1))
     loss = model(*batch)
     loss.backward()
-    inputs = [weakref.ref(x) for _, x, _ in weights.pending]
+    inputs = [weakref.ref(tap.matmul[1]) for tap in weights.pending]
     assert len(inputs) == 4 * model.size.num_layers
     weights.build_dw_runner()()
     assert all(x() is None for x in inputs)
-    assert loss.grad_fn is not None
+    assert loss.grad_fn
 
 
 def test_an_error_leaves_the_fp32_parameters_in_place():
