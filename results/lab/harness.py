@@ -36,6 +36,7 @@ from distributed_training.planner.data import load_planned_data
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
+from distributed_training.settings.strategies import MESH_AXES
 from distributed_training.start.rendezvous import agree_on_plan
 from distributed_training.tools import links
 from distributed_training.train.run import build_engine, build_sampler, build_topology
@@ -81,8 +82,9 @@ def open_group() -> Iterator[Group]:
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
     """Set NCCL's environment variables for these `runs`, and return the result of
     `open_group()`."""
-    for run in runs.values():
-        set_nccl_variables(build_config(run))
+    for run in runs.values():  # plans may have keys that are not CONFIG's
+        mesh_keys = {key: run[key] for key in ("strategy", *MESH_AXES) if key in run}
+        set_nccl_variables(build_config(mesh_keys))
     return open_group()
 
 
