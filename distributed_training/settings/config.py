@@ -135,7 +135,7 @@ class RunConfig(Options):
     trains on its own share of the batch."""
     cp: Axis = layout_key(None)
     """Number of GPUs over which the tokens of every sample are split (context parallelism). The
-    model state is also sharded over these GPUs, except with strategy dp."""
+    model state is also sharded over these GPUs, unless the strategy does not name dp_shard."""
     tp: Axis = layout_key(None)
     """Number of GPUs over which every layer is sharded (tensor parallelism)."""
     pp: Axis = layout_key(None)
