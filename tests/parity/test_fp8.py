@@ -87,7 +87,8 @@ def test_products_equal_products_of_rounded_matrices():
     expected = rounded(x.detach().view(10, 64), 1) @ w.T
     torch.testing.assert_close(y.view(10, 96), expected)
     expected = rounded(dy.view(10, 96) * row_scales, 1) @ (w / row_scales[:, None])
-    torch.testing.assert_close(x.grad.view(10, 64), expected, rtol=1e-4, atol=0)
+    atol = 1e-5 * expected.abs().max().item()  # the order of sums depends on the threads
+    torch.testing.assert_close(x.grad.view(10, 64), expected, rtol=1e-4, atol=atol)
 
 
 def test_exported_weights_are_the_trained_weights():
