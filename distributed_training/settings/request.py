@@ -59,7 +59,8 @@ def build_config(
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
     values["engine_options"] = validate(options_class, engine_values).model_dump()
     if isinstance(values.get("dataset"), list):
-        values["dataset"] = shlex.join(map(os.path.expanduser, values["dataset"]))
+        names = map(str, values["dataset"])
+        values["dataset"] = shlex.join(map(os.path.expanduser, names))
     values |= {"set_by": set_by, "preset": preset, "force": force, "strict": strict}
     return validate(Request, values)
 

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -187,6 +187,7 @@ set_texts = st.text(max_size=30) | st.builds(
 
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(keys, values, max_size=5), st.lists(set_texts, max_size=3), st.booleans())
+@example({"dataset": [None]}, [], False)
 def test_any_config_and_any_text_give_a_config_or_a_clear_error(config, texts, typed):
     """The result must be either a complete RunConfig or a one-line error."""
     try:
