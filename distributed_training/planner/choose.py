@@ -166,7 +166,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         parent = Path(config.offload_dir or output_dir / ".offload").absolute()
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
-    # If no dp_shard is named (strategy dp with cp), the ranks along cp have copies, too.
+    # Strategies that do not name dp_shard, such as dp, replicate the state along cp.
     num_copies = mesh["dp_replicate"]
     if "dp_shard" not in strategy.named_axes:
         num_copies *= mesh["cp"]

@@ -333,7 +333,8 @@ def describe_overfitting(r: Record) -> str:
     finite_rows = [row for row in r.evaluations if row["loss"] is not None]
     if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return ""
-    best, last = min(finite_rows, key=itemgetter("loss")), finite_rows[-1]
+    best = min(finite_rows, key=itemgetter("loss"))
+    last = finite_rows[-1]
     if last["loss"] <= 1.01 * best["loss"]:
         return ""
     result = "overfitted" if best["step"] else "did not learn"
