@@ -15,24 +15,12 @@ Scales are rounded to the compute dtype before the codes are computed."""
 from collections.abc import Callable
 
 import torch
-import torch.nn as nn
 
-from distributed_training.models.decoder import Linear
+from distributed_training.models import quantized
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
 ReduceMax = Callable[[torch.Tensor], torch.Tensor] | None
-
-
-class QuantizedLinear(Linear):
-    """Linear layer with a frozen matrix in fp8."""
-
-    scales: nn.Parameter
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = multiply(x, self.weight, self.scales)
-        bias = self.cast_bias(x.dtype)
-        return y if bias is None else y + bias
 
 
 class _Multiply(torch.autograd.Function):
@@ -52,6 +40,12 @@ class _Multiply(torch.autograd.Function):
 
 
 multiply = _Multiply.apply
+
+
+class QuantizedLinear(quantized.QuantizedLinear):
+    """Linear layer with a frozen matrix in fp8."""
+
+    multiply = staticmethod(multiply)
 
 
 def product(

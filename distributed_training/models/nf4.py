@@ -1,76 +1,66 @@
-"""Store frozen matrices in 4-bit NF4 with one scale per 64 values (QLoRA, arXiv 2305.14314), using
-bitsandbytes.
+"""Store frozen matrices in 4-bit NF4 with one scale per 64 values, using bitsandbytes.
 
-Viewed as bytes, codes have the shape [rows, columns / 2]. Viewed as fp32 numbers, scales have the
-shape [rows, columns / 64]."""
+QLoRA (arXiv 2305.14314) also quantizes the scales to 8 bits, in blocks that span rows. Here, the
+square root of a scale is an integer from 0 to 255 times a step, which is the row's own, because
+FSDP shards rows. Thanks to the root, small scales next to large ones are more precise.
+
+Viewed as bytes, codes have the shape [rows, columns / 2]. A row of scales contains the step as an
+fp32 number, columns / 64 integers, and padding to a multiple of 4 bytes."""
 
 from typing import Any
 
 import bitsandbytes  # noqa: F401, registers its operations
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import Linear
+from distributed_training.models import quantized
 
 BLOCK_SIZE = 64
-
-
-class QuantizedLinear(Linear):
-    """Linear layer with a frozen matrix in NF4. At each use, the matrix is dequantized to the dtype
-    of the input."""
-
-    scales: nn.Parameter
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = nf4_matmul(x, self.weight, self.scales, self.in_features)
-        bias = self.cast_bias(x.dtype)
-        return y if bias is None else y + bias
 
 
 # torch.compile must not see inside these two operations. Otherwise, it would share the dequantized
 # matrix between the forward and backward passes, and thus keep all dequantized matrices in memory
 # until the backward pass.
 @torch.library.custom_op("distributed_training::nf4_matmul", mutates_args=())
-def nf4_matmul(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
-) -> torch.Tensor:
-    """Return `x W^T`, [..., columns] -> [..., rows]. Only codes and scales are kept for the
+def nf4_matmul(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `x W^T`, [.., columns] -> [.., rows]. Only codes and scales are kept for the
     backward pass."""
-    return F.linear(x, dequantize(codes, scales, columns, x.dtype))
+    return F.linear(x, dequantize_matrix(codes, scales))
 
 
 @torch.library.custom_op("distributed_training::nf4_matmul_backward", mutates_args=())
 def nf4_matmul_backward(
-    gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
+    gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of x, [..., rows] -> [..., columns]."""
-    return gradient @ dequantize(codes, scales, columns, gradient.dtype)
+    """Return the gradient of x, [.., rows] -> [.., columns]."""
+    return gradient @ dequantize_matrix(codes, scales)
 
 
 @nf4_matmul.register_fake
-def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.Tensor:
+def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], len(codes))
 
 
 @nf4_matmul_backward.register_fake
-def _(
-    gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
-) -> torch.Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], columns)
+def _(gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], _num_columns(codes))
 
 
 def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, codes, scales, ctx.columns = inputs
-    ctx.save_for_backward(codes, scales)
+    ctx.save_for_backward(*inputs[1:])
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    codes, scales = ctx.saved_tensors
-    return nf4_matmul_backward(gradient, codes, scales, ctx.columns), None, None, None
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return nf4_matmul_backward(gradient, *ctx.saved_tensors), None, None
 
 
 nf4_matmul.register_autograd(_backward, setup_context=_keep_codes)
+
+
+class QuantizedLinear(quantized.QuantizedLinear):
+    """Linear layer with a frozen matrix in NF4, which is dequantized at each use."""
+
+    multiply = staticmethod(nf4_matmul)
 
 
 def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,20 +69,26 @@ def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     operations: Any = torch.ops.bitsandbytes
     codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK_SIZE, "nf4", torch.uint8)
     rows = len(values)
-    return codes.view(rows, -1).view(values.dtype), scales.view(rows, -1).view(values.dtype)
+    roots = scales.view(rows, -1).sqrt()
+    steps = roots.amax(1, keepdim=True) / 255
+    # In a row of zeros, the step is 0, and the integers do not matter.
+    integers = F.pad((roots / steps).round().to(torch.uint8), (0, -roots.shape[1] % 4))
+    packed = torch.cat([steps.view(torch.uint8), integers], 1)
+    return codes.view(rows, -1).view(values.dtype), packed.view(values.dtype)
 
 
 def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the matrix that `quantize_matrix` rounded, in its dtype."""
-    return dequantize(codes, scales, 2 * codes.itemsize * codes.shape[1], codes.dtype)
-
-
-def dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the dequantized matrix [rows, columns] in `dtype`."""
     operations: Any = torch.ops.bitsandbytes
+    columns = _num_columns(codes)
+    packed = scales.view(torch.uint8)
+    integers = packed[:, 4 : 4 + columns // BLOCK_SIZE]
+    largest = (integers * packed[:, :4].view(torch.float32)).square().flatten()
     return operations.dequantize_4bit(  # type: ignore[no-any-return]
-        codes.view(torch.uint8).view(-1, 1), scales.view(torch.float32).view(-1), BLOCK_SIZE, "nf4",
-        [len(codes), columns], dtype,
+        codes.view(torch.uint8).view(-1, 1), largest, BLOCK_SIZE, "nf4", [len(codes), columns],
+        codes.dtype,
     )  # fmt: skip
+
+
+def _num_columns(codes: torch.Tensor) -> int:
+    return 2 * codes.itemsize * codes.shape[1]

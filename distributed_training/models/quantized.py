@@ -6,15 +6,28 @@ viewed as numbers in the compute dtype, so that FSDP's casts do not change their
 row per row of the matrix, so FSDP can shard them by rows."""
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from distributed_training.models.decoder import Decoder, is_block_matrix
+from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.size import ModelSize
 from distributed_training.settings.errors import UserError
+
+
+class QuantizedLinear(Linear):
+    """Linear layer with a frozen quantized matrix W."""
+
+    scales: nn.Parameter
+    multiply: Callable[..., torch.Tensor]  # (x, codes, scales) -> x W^T
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.multiply(x, self.weight, self.scales)
+        bias = self.cast_bias(x.dtype)
+        return y if bias is None else y + bias
 
 
 def _load_format(base_dtype: str) -> Any:

@@ -79,7 +79,7 @@ class _GatedMLP(torch.autograd.Function):
         elif is_fp8:
             out = fp8.product(act, *stored)
         else:
-            out = torch.ops.distributed_training.nf4_matmul(act, *stored, act.shape[-1])
+            out = torch.ops.distributed_training.nf4_matmul(act, *stored)
         return out, F.linear(act, a)
 
     @staticmethod
@@ -90,8 +90,7 @@ class _GatedMLP(torch.autograd.Function):
         elif ctx.is_fp8:
             d_act = fp8.input_gradient(d_out, *stored)
         else:
-            columns = a.shape[1]
-            d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored, columns)
+            d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored)
         d_y, act = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
         d_a = d_last_hidden.flatten(0, -2).t() @ act.flatten(0, -2)
         d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)

@@ -61,9 +61,9 @@ def _fuses_mlp(rank: PipelineRank) -> bool:
 
 def base_bytes(rank: PipelineRank) -> int:
     """Return the size in bytes of the base model's parameters, in the compute dtype or quantized.
-    NF4 uses 4 bits per value and one fp32 scale per 64 values. fp8 uses 8 bits per value, and the
-    scales of its rows are not counted."""
-    bits = {"nf4": 4.5, "fp8": 8.0}.get(rank.config.base_dtype or "", 8.0 * rank.dtype_bytes)
+    NF4 uses 4 bits per value and one 8-bit scale per 64 values. fp8 uses 8 bits per value. In both,
+    the numbers that belong to a whole row are not counted."""
+    bits = {"nf4": 4.125, "fp8": 8.0}.get(rank.config.base_dtype or "", 8.0 * rank.dtype_bytes)
     saved = (rank.dtype_bytes - bits / 8) * _num_block_values(rank)
     return rank.dtype_bytes * rank.parameters - round(rank.num_blocks * saved)
 
@@ -102,7 +102,7 @@ def dequantized_matrix_bytes(rank: PipelineRank) -> float:
 def dequantize_costs(timing: Timing) -> PassCosts:
     """Return the costs of dequantizing a block: reading NF4 values and writing the matrices."""
     return np.outer(
-        (1, 1, 0), timing.memory_cost((9 / 16 + timing.dtype_bytes) * _num_block_values(timing))
+        (1, 1, 0), timing.memory_cost((33 / 64 + timing.dtype_bytes) * _num_block_values(timing))
     )
 
 
