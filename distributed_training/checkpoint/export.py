@@ -21,10 +21,9 @@ from distributed_training.models.decoder import COMPUTE_DTYPES, KVCache
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, Record
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import plural, publish
 
-LENGTH_MULTIPLE = 64  # inputs are padded to a multiple of this many tokens
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -66,11 +65,8 @@ def generate_ids(
         if len(ids) > context:
             past = None
         model_ids = ids[past.length :] if past else ids[-context:]
-        # Padding limits the number of distinct lengths, so kernels are selected only a few times.
-        padding = 0 if past else min(-len(model_ids) % LENGTH_MULTIPLE, context - len(model_ids))
         with sdpa_kernel(ATTENTION_BACKENDS):
-            padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
-            last_logits = compute_logits(padded, past)[0, len(model_ids) - 1].float().cpu()
+            last_logits = compute_logits(torch.tensor([model_ids]), past)[0, -1].float().cpu()
         num_candidates = min(top_k if temperature else 1, len(last_logits))
         top_logits, candidates = torch.topk(last_logits, num_candidates)
         if not top_logits[0].isfinite():
@@ -217,8 +213,7 @@ def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
         operations = [CommitOperationAdd(*file) for file in files.items()]
         api.create_commit(repo_id, operations, commit_message="Trained model")
     except Exception as error:  # the exception type depends on the library's HTTP client
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         command = f"python real_model_example.py push {short_path(folder)} {repo_id}"
         fix = f"check the token's write access (hf auth login), then run: {command}"
-        raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
+        raise UserError(f"{short_path(folder)} was not pushed", describe(error), fix) from None
     return url
