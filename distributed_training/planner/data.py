@@ -214,13 +214,6 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
         # If choose_model set max_steps, the value is only a limit, because 60 epochs of a small
         # dataset may have fewer steps.
         num_steps = config.max_steps if is_typed else min(steps_in_epochs, config.max_steps)
-    if num_steps > steps_in_epochs:
-        passes = math.ceil(num_steps / steps_per_epoch)
-        note = f"max_steps={num_steps} makes {passes} passes over the data and overrides "
-        notes.append(f"{note}epochs={config.epochs}")
-    elif num_steps < steps_in_epochs and not is_typed:
-        epoch = math.ceil(num_steps / steps_per_epoch)
-        notes.append(f"max_steps={num_steps} ends the run in epoch {epoch}")
     if num_steps < MIN_STEPS and not is_typed:
         notes.append(
             f"{plural(num_steps, 'step')} teach a model little. For more steps, use more data, "
