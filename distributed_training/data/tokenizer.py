@@ -19,7 +19,7 @@ from distributed_training.data import hub, pieces
 from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.data.text_bytes import count_bytes
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import load_json, shown
 
 ASSETS = Path(__file__).parent / "assets"
@@ -143,10 +143,10 @@ class Tokenizer:
                 self.folder, config=config, trust_remote_code=False
             )
         except Exception as error:  # transformers can raise any error here.
-            why = f"{type(error).__name__}: {error}"
-            if "trust_remote_code" in why:
+            why = describe(error)
+            if "trust_remote_code" in str(error):
                 why = "its tokenizer_config.json refers to custom code, which is never run"
-            raise UserError(what, " ".join(why.split())[:300], fix) from None
+            raise UserError(what, why, fix) from None
         finally:
             transformers_logging.set_verbosity_error()
 
