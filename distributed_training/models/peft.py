@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed_training.models import ModelSpec, split_consecutive
+from distributed_training.models import ModelSpec
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import Slices, WeightSource
@@ -58,10 +58,7 @@ class Adapters:
                 values = values.to(torch.float32, copy=True)
                 scale = self.config.lora_alpha / self.config.lora_rank
                 for _, rows, a, b in _split(self.tensors, matrix, self.spec, self.config):
-                    update = (b @ a).mul_(scale)
-                    runs = split_consecutive(rows)
-                    for run, delta in zip(runs, update.split([*map(len, runs)]), strict=True):
-                        values[run[0] : run[-1] + 1] += delta  # index_add_ takes 10 times as long
+                    values.index_add_(0, rows, (b @ a).mul_(scale))
             return values[slices]
 
         return read
