@@ -34,7 +34,6 @@ class DeepSpeedEngine(base.Engine):
         self, model: Decoder, weights: InitialWeights, plan: Plan, topology: Topology
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        private.import_muon()
         # This must precede init_distributed, which the pipeline's constructor calls.
         private.disable_default_extensions()
         self.topology = topology

@@ -5,7 +5,6 @@ All interfaces were checked against torch 2.11 and 2.13, and against DeepSpeed 0
 strategies never import DeepSpeed."""
 
 import contextlib
-import importlib
 import logging
 import os
 import warnings
@@ -230,18 +229,6 @@ def dump_memory_history(path: Path) -> None:
     """Write the recorded history to `path` for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def import_muon() -> None:
-    """Import DeepSpeed's Muon module without compiling its functions. Every ZeRO optimizer imports
-    this module. Muon is not used here, but the module's decorators would import torch's compiler,
-    which takes seconds."""
-    compile_function = torch.compile
-    torch.compile = lambda function: function
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    finally:
-        torch.compile = compile_function
 
 
 def forget_pipeline_grid() -> None:
