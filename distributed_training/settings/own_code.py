@@ -70,15 +70,12 @@ def _family_folder(model: object) -> Path | None:
 @functools.cache
 def load_code(file: Path, what: str) -> ModuleType:
     """Import a Python file from outside the package under a unique module name. Later calls return
-    the same module. Raises UserError if the code in the file's folder is not allowed to run or the
-    import fails. `what` describes the code in the message."""
+    the same module. Raises UserError if the code in the file's folder is not allowed to run. `what`
+    describes the code in the message."""
     require_allowed_code(file.parent, what)
     name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = spec_from_file_location(name, file)
     module = module_from_spec(spec)
     sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's code may raise anything
-        raise UserError(f"{what} cannot be imported", f"{type(error).__name__}: {error}") from None
+    spec.loader.exec_module(module)
     return module

@@ -81,10 +81,10 @@ def test_properties_of_sizes_match_the_modules(name):
     assert counts.total() == sum(values.numel() for values in model.parameters())
 
 
-def test_a_family_that_cannot_be_imported_says_why(tmp_path):
+def test_a_family_that_cannot_be_imported_keeps_its_traceback(tmp_path):
     allow_families([str(tmp_path)])
     (tmp_path / "__init__.py").write_text("import no_such_package")
-    with refused(str(tmp_path), "cannot be imported", "no_such_package"):
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         find_model(str(tmp_path))
 
 
