@@ -1,14 +1,12 @@
 """Check whether this machine is ready for training."""
 
 import contextlib
-import itertools
 import os
 import shutil
 import socket
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -164,9 +162,10 @@ def check_extensions(machine: Machine) -> Iterator[Finding]:
 
 def check_hub() -> Iterator[Finding]:
     """Check whether pretrained weights and datasets can be downloaded."""
-    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache_text = f"The cache is {cache}."
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
+    from huggingface_hub import constants  # slow to import
+
+    cache_text = f"The cache is {constants.HF_HOME}."
+    if constants.HF_HUB_OFFLINE:
         text = f"HF_HUB_OFFLINE=1 prevents downloads. {cache_text}"
         yield warn("Hub", text, "To allow downloads, run:\nunset HF_HUB_OFFLINE")
         return
@@ -183,12 +182,10 @@ def main(output_dir: Path) -> int:
     """Print one line per check, with the fix below each problem. Return 1 if a check fails,
     otherwise 0."""
     machine = detect_machine()
-    checks_to_run: list[Iterator[Finding]] = [
-        check_gpus(machine), check_torch_and_driver(machine), check_memory(),
-        check_disk(output_dir), check_extensions(machine), check_hub(),
+    findings = [
+        *check_gpus(machine), *check_torch_and_driver(machine), *check_memory(),
+        *check_disk(output_dir), *check_extensions(machine), *check_hub(),
     ]  # fmt: skip
-    with ThreadPoolExecutor() as pool:  # several checks wait for programs or the network
-        findings: list[Finding] = list(itertools.chain(*pool.map(list, checks_to_run)))
     width = max(len(finding.topic) for finding in findings)
     indent = 7 + width
     for level, topic, text, fix in findings:
