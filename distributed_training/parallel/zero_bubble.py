@@ -134,7 +134,13 @@ def _add_weight_gradients(taps: list[Any]) -> None:
     """Add this rank's shards of the weight gradients to the weights' `.grad`."""
     for tap in taps:
         linear, x = tap.matmul
-        _fp32_gradient(linear.weight).add_(tap.grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        gradient = _fp32_gradient(linear.weight)
+        factors = tap.grad.flatten(0, -2).t(), x.flatten(0, -2)
+        if gradient.is_cuda:
+            # One kernel multiplies and adds. It moves 8 bytes per weight instead of 12.
+            torch.addmm(gradient, *factors, out_dtype=torch.float32, out=gradient)
+        else:
+            gradient.add_(torch.mm(*factors))
         # The losses keep the taps alive until the end of the step.
         tap.grad = tap.matmul = None
 
