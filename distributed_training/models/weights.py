@@ -115,13 +115,6 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
     Raises UserError if a file is missing or damaged, or if `torch.load(..., weights_only=True)`
     rejects it."""
     stored: dict[str, StoredTensor] = {}
-
-    def read(file: Path, name: str, *slices: slice) -> Any:
-        # The file is opened for each tensor, because a mapping that stays open keeps its pages in
-        # RAM.
-        with safe_open(file, "pt") as weight_file:
-            return weight_file.get_slice(name)[slices] if slices else weight_file.get_tensor(name)
-
     for file in require_weights(folder):
         try:
             if file.suffix == ".bin":
@@ -131,13 +124,20 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(file, "np") as header:
                 for name in header.keys():  # noqa: SIM118, it is not a dict
                     tensor = header.get_slice(name)
-                    read_tensor = partial(read, file, name)
+                    read_tensor = partial(read_stored, file, name)
                     stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read_tensor)
         except (SafetensorError, OSError) as error:
             what = f"weights {folder}: {file.name} cannot be read"
             why = getattr(error, "strerror", None) or str(error)
             raise UserError(what, why, "download it again") from None
     return {name: tensor for name, tensor in stored.items() if not _BUFFERS.search(name)}
+
+
+def read_stored(file: Path, name: str, *slices: slice) -> Any:
+    """Return a tensor of a safetensors file, or the part that one slice per dimension selects. The
+    file is opened each time, because a mapping that stays open keeps its pages in RAM."""
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_slice(name)[slices] if slices else tensors.get_tensor(name)
 
 
 def _open_bin(file: Path) -> dict[str, StoredTensor]:

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from distributed_training.models.weights import all_finite, write_tensors
+from distributed_training.models.weights import all_finite, read_stored, write_tensors
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
@@ -162,13 +162,6 @@ def _aligned_bytes(part: Part) -> int:
     return -(-_num_bytes(part) // 64) * 64  # aligned for every dtype
 
 
-def _read(file: Path, name: str, *box: slice) -> torch.Tensor:
-    """Return a whole tensor of a file or a box of it. This function opens the file each time,
-    because the pages of a mapped file would stay in this process's memory."""
-    with safe_open(file, "pt") as tensors:
-        return tensors.get_slice(name)[box or slice(None)]
-
-
 def _copy_overlap(
     stored_part: Part, target: torch.Tensor, is_filled: torch.Tensor, start: Sequence[int]
 ) -> None:
@@ -200,7 +193,7 @@ class TensorFiles:
                     size = tuple(file.get_slice(name).get_shape())
                     stored_part = Part(
                         name=name, shape=tuple(position["shape"]), start=tuple(position["start"]),
-                        size=size, get=partial(_read, path, name),
+                        size=size, get=partial(read_stored, path, name),
                     )  # fmt: skip
                     self.stored_parts.setdefault(name, []).append(stored_part)
 
