@@ -4,9 +4,7 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import plural, publish
+from distributed_training.settings.files import atomic_folder, plural
 
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
@@ -125,17 +123,6 @@ def save_full_model(
         trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
         write_generation_config(unfinished, tokenizer, chat, base)
         tokenizer.save(unfinished, chat=chat)
-
-
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new temporary folder. If the `with` block raises no error, rename this folder to
-    `folder`."""
-    unfinished = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)  # raises if a link has this name
-    yield unfinished
-    publish(unfinished, folder)
 
 
 def write_generation_config(

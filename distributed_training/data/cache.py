@@ -3,13 +3,12 @@ not import torch.
 
 Each folder in the cache is named after a hash of everything that determines its contents: the text,
 the tokenizer, and whether running text is read line by line. While a folder is being filled, its
-name ends with .partial."""
+name begins with .writing-."""
 
 import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural, publish
+from distributed_training.settings.files import atomic_folder, plural
 from distributed_training.settings.machine import available_cpus
 
 _VERSION = 18
@@ -68,7 +67,8 @@ def tokenize(
             cache_dir.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not is_intact(folder):
-                    _fill(folder, corpus, tokenizer, config)
+                    with atomic_folder(folder) as unfinished:
+                        _fill(unfinished, corpus, tokenizer, config)
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
             raise UserError(what, str(error), f"set {CACHE_VARIABLE} to another folder") from None
@@ -140,14 +140,12 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Tokenize a corpus into a cache folder. Raises UserError if there is no text to train on."""
+    """Tokenize a corpus into an empty cache folder. Raises UserError if there is no text to train
+    on."""
     tokenizer.check_export()
     num_bytes = count_corpus_bytes(corpus)
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
     by_line = config.pack is False
-    partial_folder = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)  # left behind by a process that was killed
-    partial_folder.mkdir()
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
     counts = {split: Counts() for split in corpus}
@@ -162,7 +160,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
             if sources[0].columns is not None:
                 dtypes["loss_mask"] = "bool"
             splits[split] = dtypes
-            (partial_folder / f"{split}-starts.bin").write_bytes(bytes(8))
+            (folder / f"{split}-starts.bin").write_bytes(bytes(8))
             for source in sources:
                 num_ids = firsts[split][-1]
                 pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
@@ -171,13 +169,13 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                     num_ids += len(arrays["ids"])
                     bar.set_postfix_str(f"{counts[split].records:,} records", refresh=False)
                     for name, dtype in dtypes.items():
-                        with open(partial_folder / f"{split}-{name}.bin", "ab") as file:
+                        with open(folder / f"{split}-{name}.bin", "ab") as file:
                             file.write(arrays[name].astype(dtype).tobytes())
                 firsts[split].append(num_ids)
             if counts[split].forms.keys() == {TEXT}:
-                (partial_folder / f"{split}-loss_mask.bin").unlink(missing_ok=True)
+                (folder / f"{split}-loss_mask.bin").unlink(missing_ok=True)
                 del dtypes["loss_mask"]
-    if not (partial_folder / "train-ids.bin").exists():
+    if not (folder / "train-ids.bin").exists():
         train = counts["train"]
         reasons = ", ".join([*train.left_out, *filter(train.notes.get, train.notes)])
         why = f"{plural(train.records, 'record')} left out: {reasons}" if reasons else ""
@@ -187,11 +185,10 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         "form": next(forms, RUNNING), "splits": splits, "firsts": firsts,
         "tokenizer": asdict(tokenizer.facts),
         "counts": {split: vars(split_counts) for split, split_counts in counts.items()},
-        "sha256": _digest(partial_folder),
+        "sha256": _digest(folder),
     }  # fmt: skip
-    (partial_folder / _META_FILE).write_text(json.dumps(meta))
-    np.save(partial_folder / _BYTES_FILE, tokenizer.count_bytes())
-    publish(partial_folder, folder)  # This replaces a damaged folder.
+    (folder / _META_FILE).write_text(json.dumps(meta))
+    np.save(folder / _BYTES_FILE, tokenizer.count_bytes())
 
 
 def _tokenize_split(

@@ -4,7 +4,6 @@ nor torch is imported."""
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_json, publish
+from distributed_training.settings.files import load_json, replace_file
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
@@ -89,7 +88,5 @@ def cached_json(key: str, compute: Callable[[], str]) -> str:
     value = compute()
     with contextlib.suppress(OSError):
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        new_file = cache_file.with_suffix(f".{os.getpid()}")
-        new_file.write_text(value)
-        publish(new_file, cache_file)
+        replace_file(cache_file, value.encode())
     return value

@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import subprocess
-import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from distributed_training.plan.layout import Batch
-from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, publish
+from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, replace_file
 
 RECORD_FILE = "record.json"
 LAST = "hf"  # folder with the final weights in Hugging Face format
@@ -240,7 +239,7 @@ def mark_stopped(
 
 def write_json(path: Path, values: Any) -> None:
     """Write a JSON file. NaN and infinities become null, because JSON has no such values."""
-    _replace_file(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
+    replace_file(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
 
 
 def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
@@ -260,19 +259,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
         with contextlib.suppress(ValueError):  # a crash may have damaged the line
             if json.loads(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
-    _replace_file(path, b"".join(kept_lines))
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that readers see either the complete old content or the complete new
-    content."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
-    try:
-        temporary.write_bytes(content)
-        publish(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, b"".join(kept_lines))
 
 
 def free_path(folder: Path, name: str, suffix: str = "") -> Path:

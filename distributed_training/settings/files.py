@@ -1,11 +1,13 @@
 """Resolve paths and parse JSON that users provide. Errors tell users what to fix. This module
 does not import torch."""
 
+import contextlib
 import json
 import os
 import shutil
+import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +51,29 @@ def publish(unpublished: Path, final: Path) -> None:
         shutil.rmtree(final)
     os.replace(unpublished, final)
     _sync(final.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new temporary folder. If the `with` block raises no error, rename this folder to
+    `folder`, which is replaced if it exists."""
+    unfinished = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)  # raises if a link has this name
+    yield unfinished
+    publish(unfinished, folder)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that readers see either the complete old content or the complete new
+    content."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
+    try:
+        temporary.write_bytes(content)
+        publish(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from distributed_training.checkpoint.resume import read_meta
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints, newest_checkpoint
 from distributed_training.settings.errors import UserError, print_stderr
+from distributed_training.settings.files import atomic_folder
 from distributed_training.supervise.process import handle_signals
 
 INTERVAL_S = 60.0  # seconds between copies to the mirror
@@ -44,12 +45,10 @@ def fetch(runs: Path, mirror: Path) -> None:
         folder = runs / run.name
         if checkpoint is None or folder.exists():
             continue
-        partial = runs / f".fetching-{run.name}"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(checkpoint, partial / CHECKPOINTS / checkpoint.name)
-        for file in filter(Path.is_file, run.iterdir()):
-            shutil.copyfile(file, partial / file.name)
-        partial.rename(folder)
+        with atomic_folder(folder) as unfinished:
+            shutil.copytree(checkpoint, unfinished / CHECKPOINTS / checkpoint.name)
+            for file in filter(Path.is_file, run.iterdir()):
+                shutil.copyfile(file, unfinished / file.name)
         print(f"Fetched {run.name} with {checkpoint.name}.", flush=True)
         for other in {*list_checkpoints(run)} - {checkpoint}:
             shutil.rmtree(other, ignore_errors=True)  # the other nodes remove it too

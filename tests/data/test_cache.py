@@ -16,7 +16,7 @@ from tests.support import refused, small_text
 def test_an_incomplete_cache_of_a_killed_process_is_rebuilt(tokenizer, tmp_path):
     expected = all_rows(prepare(tmp_path, tokenizer).train)
     (folder,) = cache_folders(tmp_path)
-    partial = folder.rename(f"{folder}.partial")
+    partial = folder.rename(folder.with_name(f".writing-{folder.name}"))
     (partial / "train-ids.bin").write_bytes(b"longer than it is" * 1000)
     (partial / "of an earlier release").touch()
     np.testing.assert_array_equal(all_rows(prepare(tmp_path, tokenizer).train), expected)
