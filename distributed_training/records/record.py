@@ -4,10 +4,8 @@ import contextlib
 import fcntl
 import functools
 import importlib.metadata
-import itertools
 import json
 import math
-import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -260,15 +258,6 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
             if json.loads(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
     replace_file(path, b"".join(kept_lines))
-
-
-def free_path(folder: Path, name: str, suffix: str = "") -> Path:
-    """Return an unused path in `folder`. If `name` is in use, a number is added to it."""
-    path = folder / f"{name}{suffix}"
-    numbers = itertools.count(2)
-    while os.path.lexists(path):
-        path = folder / f"{name}-{next(numbers)}{suffix}"
-    return path
 
 
 def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 torch."""
 
 import contextlib
+import itertools
 import os
 import shlex
 import sys
@@ -13,7 +14,6 @@ from pathlib import Path
 from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
-from distributed_training.records.record import free_path
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.supervise import claims
 
@@ -31,12 +31,14 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
         raise UserError(what, describe(error), "set output_dir to another folder") from None
     notes = [*plan.notes, *more_notes]
     checkpoint = resume.choose_checkpoint(plan, notes)
-    folder = checkpoint.parents[1] if checkpoint else None
-    while folder is None:
-        with contextlib.suppress(FileExistsError):  # another run has just created the folder
-            new_folder = free_path(plan.output_dir, plan.run_dir.name)
-            new_folder.mkdir()
-            folder = new_folder
+    folder = checkpoint.parents[1] if checkpoint else plan.output_dir / plan.run_dir.name
+    numbers = itertools.count(2)
+    while checkpoint is None:
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:  # a run that was started in the same second
+            folder = folder.with_name(f"{plan.run_dir.name}-{next(numbers)}")
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     plan = replace(
         plan,

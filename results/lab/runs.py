@@ -4,6 +4,7 @@ After the deadline, the programs start no more runs and list the remaining ones.
 the index of the first remaining run to `--first`."""
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
@@ -19,7 +20,7 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.display import short_name
-from distributed_training.records.record import Record, free_path, write_json
+from distributed_training.records.record import Record, write_json
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import Machine, detect_machine
@@ -156,4 +157,9 @@ def record_path(record: Record, folder: Path) -> Path:
     micro-batch size and number of processes. If the name is in use, a number is added to it."""
     name = f"{short_name(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
-    return free_path(folder, name.replace(" ", "-"), ".json")
+    name = name.replace(" ", "-")
+    path = folder / f"{name}.json"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = folder / f"{name}-{next(numbers)}.json"
+    return path
