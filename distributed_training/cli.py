@@ -25,7 +25,7 @@ from distributed_training.settings.files import one_of, shown
 from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
-from distributed_training.settings.request import build_config, parse_overrides, resolve_aliases
+from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import open_lasting, replace_unencodable
@@ -74,8 +74,8 @@ def format_key_help(key: Key, *details: str) -> str:
 
 
 def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) -> None:
-    """Add an option for each key and each alias of a key, and the options that control how a run is
-    started. --dataset takes several values unless the command has positional arguments."""
+    """Add an option for each key, and the options that control how a run is started. The option
+    --dataset takes several values unless the command has positional arguments."""
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
@@ -117,12 +117,10 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
         group = parser.add_argument_group(title)
         for key in members:
             text = format_key_help(key, f"default {key.default!r}").replace("%", "%%")
-            for option in (key.name, *key.aliases):
-                group.add_argument(
-                    f"--{option}", action=AddOverride, dest="overrides", metavar="",
-                    nargs="+" if key.name == "dataset" and not has_arguments else None,
-                    help=text if option == key.name else argparse.SUPPRESS,
-                )  # fmt: skip
+            group.add_argument(
+                f"--{key.name}", action=AddOverride, dest="overrides", metavar="",
+                nargs="+" if key.name == "dataset" and not has_arguments else None, help=text,
+            )  # fmt: skip
 
 
 def all_keys() -> dict[str, Key]:
@@ -149,7 +147,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         fix = None
         if overrides is not None and unknown[0].startswith("--"):
             word = unknown[0].removeprefix("--").partition("=")[0]
-            fix = advise_on_name(word, all_keys().values(), NON_KEY_OPTIONS)
+            fix = advise_on_name(word, [*all_keys(), *NON_KEY_OPTIONS])
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])
@@ -389,11 +387,10 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     file = Path(script).resolve()
     # CONFIG's output_dir is relative to the script. On the command line, output_dir is relative to
     # the current folder.
-    folder_key = next((name for name in KEYS["output_dir"].aliases if name in config), "output_dir")
-    output_dir = file.parent / str(config.get(folder_key, "runs"))
-    config = {**config, folder_key: str(output_dir)}
+    output_dir = file.parent / str(config.get("output_dir", "runs"))
+    config = {**config, "output_dir": str(output_dir)}
     description = description.splitlines()[0]
-    allow_families([resolve_aliases(config).get("model")])
+    allow_families([config.get("model")])
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
     # this machine lacks and about deprecated functions of torch.

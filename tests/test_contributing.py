@@ -73,7 +73,6 @@ def test_example_of_a_config_key(tmp_path):
     run_config = runpy.run_path(str(file), vars(config_module))["More"]
     keys = read_keys(run_config)
     assert keys["label_smoothing"].work
-    assert keys["label_smoothing"].aliases == ("label_smoothing_factor",)
     assert "all tokens" in keys["label_smoothing"].help
     assert run_config(label_smoothing=0.1).label_smoothing == 0.1
     with pytest.raises(ValueError, match="label_smoothing"):

@@ -1,7 +1,7 @@
 """Define CONFIG's keys and the Request, which holds the user's values. This module does not import
 torch.
 
-Each field of RunConfig defines the type, default, aliases and help text of a key. The field also
+Each field of RunConfig defines the type, default and help text of a key. The field also
 defines whether the key is part of a run's work. Two runs are comparable only if their work is the
 same. Error messages, `--help`, `--key value` options and the guide's reference are derived from the
 fields."""
@@ -47,16 +47,15 @@ class RunConfig(Options):
     """Validated values of the CONFIG keys."""
 
     # fmt: off
-    model: PathText = data_key(AUTO, aliases=("model_name", "model_name_or_path"))
+    model: PathText = data_key(AUTO)
     """Model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
     the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
-    dataset: PathText = data_key(AUTO, aliases=("data", "train_file"))
+    dataset: PathText = data_key(AUTO)
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
     user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. Several, with weights:
     a.jsonl:2 b.jsonl:0.5. auto: wikitext-2 if it is available, otherwise embedded."""
-    validation_dataset: PathText | None = data_key(None,
-        aliases=("validation_file", "eval_dataset"))
+    validation_dataset: PathText | None = data_key(None)
     """Data to evaluate on, in any form that `dataset` accepts. None: the dataset's
     validation split or, without one, the last 5% of the dataset."""
     columns: Text | None = data_key(None)
@@ -73,8 +72,7 @@ class RunConfig(Options):
     """Train on at most this many samples, from the start of the data. A sample is a block of
     running text or a record. -1: all. The default is 1000 if model is auto and there is no GPU, and
     in compare and parity."""
-    max_length: Annotated[int, Field(ge=2)] = data_key(512,
-        aliases=("seq_len", "max_seq_length", "block_size"))
+    max_length: Annotated[int, Field(ge=2)] = data_key(512)
     """Tokens per sample, up to the model's context length (1024 for GPT-2)."""
     pack: bool | Auto = data_key(AUTO)
     """True: fill blocks of max_length tokens with running text, or with records that cannot attend
@@ -83,24 +81,23 @@ class RunConfig(Options):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data_key(42)
     """Seed for the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.
-    batch_size: Count | Auto = training_key(4, aliases=("per_device_train_batch_size",), work=False)
+    batch_size: Count | Auto = training_key(4, work=False)
     """Sequences per GPU per accumulation step. auto: the smallest number that keeps a GPU busy."""
-    grad_accum_steps: Count = training_key(1, aliases=("gradient_accumulation_steps",), work=False)
+    grad_accum_steps: Count = training_key(1, work=False)
     """Accumulation steps per optimizer step. Each accumulation step uses batch_size sequences per
     GPU."""
-    epochs: Count = training_key(2, aliases=("num_epochs", "num_train_epochs"))
+    epochs: Count = training_key(2)
     """Passes over the training samples."""
     max_steps: Count | Literal[-1] = training_key(-1)
     """Number of optimizer steps. Overrides `epochs`. The data is repeated if necessary, and the
     learning-rate schedule ends with the last step. -1: train for `epochs`."""
-    learning_rate: Rate | Auto = training_key(AUTO, aliases=("lr",))
+    learning_rate: Rate | Auto = training_key(AUTO)
     """Peak learning rate. auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random
     weights, 3e-3 for gpt2-tiny."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = training_key("cosine",
-        aliases=("lr_scheduler_type",))
+    lr_schedule: Literal["constant", "linear", "cosine"] = training_key("cosine")
     """Learning-rate schedule after the warm-up. linear and cosine reach 0 one step after the last
     step."""
-    warmup_steps: CountOrZero = training_key(10, aliases=("warmup", "num_warmup_steps"))
+    warmup_steps: CountOrZero = training_key(10)
     """Optimizer steps over which the learning rate rises linearly from 0."""
     optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16-weights"] = training_key(
         "adamw")
@@ -109,18 +106,17 @@ class RunConfig(Options):
     gradients in bf16 with stochastic rounding."""
     weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = training_key(1.0,
-        aliases=("gradient_clipping",))
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = training_key(1.0)
     """Clip the global gradient norm to this value. None: do not clip."""
     dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
     """Dropout on embeddings, attention and residuals."""
-    lora_rank: CountOrZero = training_key(0, aliases=("lora_r",))
+    lora_rank: CountOrZero = training_key(0)
     """Train LoRA adapters of this rank and freeze the weights. 0: train all weights."""
     lora_alpha: Annotated[float, Field(gt=0)] = training_key(16.0)
     """Adapter scale. The output of each adapter is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
     """Dropout on the input of the LoRA adapters. 0: off."""
-    lora_targets: Text | None = training_key(None, aliases=("lora_target_modules",))
+    lora_targets: Text | None = training_key(None)
     """Matrices with adapters, by their names in transformers, such as q_proj,v_proj. None: all
     matrices of the blocks."""
     strategy: Text = layout_key(AUTO)
@@ -188,39 +184,36 @@ class RunConfig(Options):
     gradient_compression: Literal["none", "bf16"] = speed_key("none", work=True)
     """With dp: bf16 sends gradients in bf16, and none sends them in fp32. For PowerSGD or top-k
     compression, set strategy to compressed."""
-    eval_every: CountOrZero = logging_key(0, aliases=("eval_steps",))
+    eval_every: CountOrZero = logging_key(0)
     """Steps between evaluations. 0: evaluate only at the end of each epoch."""
     eval_samples: CountOrAll = logging_key(200)
     """Evaluate on this many validation samples. -1: all. The default is 50 if model is auto and
     there is no GPU."""
-    stop_after: CountOrZero = logging_key(0, aliases=("early_stopping_patience",))
+    stop_after: CountOrZero = logging_key(0)
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = logging_key("The value of")
     """Prompt for the samples generated before and after training. None: generate no samples."""
-    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = logging_key(None,
-        aliases=("report_to",))
+    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = logging_key(None)
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
     """Number of steps that each rank traces. On a GPU, a memory snapshot is also written. 0: no
     trace."""
     verbose: bool = logging_key(False)
     """True: also show informational messages from libraries."""
-    output_dir: PathText = checkpoint_key("runs", aliases=("out_dir",))
+    output_dir: PathText = checkpoint_key("runs")
     """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
     shared_disk: bool = checkpoint_key(True)
     """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
-    checkpoint_every: CountOrZero | Literal["signal"] | None = checkpoint_key(None,
-        aliases=("save_steps",))
+    checkpoint_every: CountOrZero | Literal["signal"] | None = checkpoint_key(None)
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
     0: never. Unless the value is 0, Ctrl-C and SIGTERM also save a checkpoint."""
-    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = checkpoint_key(1,
-        aliases=("save_total_limit",))
+    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = checkpoint_key(1)
     """Number of checkpoints to keep. Older checkpoints are deleted."""
     keep_best: bool | Auto = checkpoint_key(AUTO)
     """Save the weights to best/ after each evaluation with the lowest validation loss so far.
     auto: True if there are several evaluations, export is True, and saving takes at most 5% of the
     run."""
-    resume: PathText | None = checkpoint_key(None, aliases=("resume_from_checkpoint",))
+    resume: PathText | None = checkpoint_key(None)
     """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
     data and training settings."""
     export: bool = checkpoint_key(True)
@@ -228,7 +221,7 @@ class RunConfig(Options):
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""
-    push: Text | None = checkpoint_key(None, aliases=("hub_model_id",))
+    push: Text | None = checkpoint_key(None)
     """After training, upload hf/ to this repository (user/name) on the Hugging Face Hub."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.

@@ -63,16 +63,12 @@ class Options(BaseModel):
 
 
 def config_key(
-    default: Any,
-    *,
-    work: bool,
-    group: str = "Options of a strategy's own engine",
-    aliases: tuple[str, ...] = (),
+    default: Any, *, work: bool, group: str = "Options of a strategy's own engine"
 ) -> Any:
     """Declare a model field as a key. Its help text is the string below the field in the source
     code. `work` is True if two runs must have the same value to be
     comparable."""
-    schema: Any = {"work": work, "group": group, "aliases": aliases}
+    schema: Any = {"work": work, "group": group}
     return Field(default=default, json_schema_extra=schema)
 
 
@@ -84,7 +80,6 @@ class Key(BaseModel):
     help: str  # help text on one line
     group: str  # heading in --help and in the guide
     work: bool  # whether comparable runs must have the same value
-    aliases: tuple[str, ...]  # names of the same setting in other programs
     schemas: list[dict[str, Any]]  # JSON schemas; a value must match one of them
 
     @property
@@ -121,42 +116,23 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     return keys
 
 
-def map_by_key(
-    pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], source: str
-) -> dict[str, Any]:
-    """Map the main name of each key in the (name, value) `pairs` to its value. Raises UserError for
-    an unknown name, or for two names of the same key."""
-    key_names = names_by_alias(keys.values())
-    values: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for name, value in pairs:
-        if name not in key_names:
-            fix = advise_on_name(str(name), keys.values()) or f"the keys are {', '.join(keys)}"
+def check_names(names: Iterable[Any], keys: Mapping[str, Key], source: str) -> None:
+    """Raise UserError if one of the `names` is not the name of a key."""
+    for name in names:
+        if name not in keys:
+            fix = advise_on_name(str(name), keys) or f"the keys are {', '.join(keys)}"
             raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
-        key_name = key_names[name]
-        if names.setdefault(key_name, name) != name:
-            raise UserError(
-                f"{source} has {key_name} twice, as {names[key_name]} and {name}", fix="keep one"
-            )
-        values[key_name] = value
-    return values
 
 
-def advise_on_name(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
+def advise_on_name(word: str, names: Iterable[str]) -> str | None:
     """Return advice on an unknown name: the corresponding option if it is an option of
-    transformers' Trainer, accelerate or a launcher, otherwise the most similar name of a key or
-    element of `others`. Return None if no name is similar."""
+    transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return
+    None if no name is similar."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(word.lower().replace("-", "_"))
-    names = names_by_alias(keys) | {name: name for name in others}
     # A name that differs more would mislead the user.
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
-    return advice or (f"did you mean {names[close[0]]}?" if close else None)
-
-
-def names_by_alias(keys: Iterable[Key]) -> dict[str, str]:
-    """Map each name and alias of the keys to the name of its key."""
-    return {name: key.name for key in keys for name in (key.name, *key.aliases)}
+    return advice or (f"did you mean {close[0]}?" if close else None)
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, KEYS, Request, validate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.keys import map_by_key, names_by_alias, read_keys
+from distributed_training.settings.keys import check_names, read_keys
 from distributed_training.settings.strategies import list_strategies, strategy_options
 
 PRESETS_DIR = files.ROOT / "configs" / "presets"
@@ -28,33 +28,24 @@ def build_config(
     """Merge CONFIG, a preset and `key=value` strings; later sources take precedence. The strategy's
     engine may add keys. Raises UserError for a key, value or preset that cannot be used."""
     preset_document = {} if preset is None else load_preset(preset)
-    override_texts = []
-    for text in overrides:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {shown(text)} has no '='", fix="write --set key=value")
-        override_texts.append((name.strip(), value))
-    strategy = str(
-        {"strategy": AUTO, **config, **preset_document, **dict(override_texts)}["strategy"]
-    )
+    typed_texts = parse_overrides(overrides)
+    strategy = str({"strategy": AUTO, **config, **preset_document, **typed_texts}["strategy"])
     options_class = strategy_options(strategy)
     engine_keys = read_keys(options_class)
     keys = KEYS | engine_keys
-    for name in [name for name, _ in override_texts if name not in keys]:
+    for name in sorted(typed_texts.keys() - keys.keys()):
         for other in list_strategies():
             if name in read_keys(strategy_options(other)):
                 what = f"{name} is a key of strategy {other}, but the strategy is {strategy}"
                 raise UserError(what, fix=f"leave out {name}, or set strategy to {other}")
-    config_values = map_by_key(config.items(), keys, "CONFIG")
-    preset_values = map_by_key(preset_document.items(), keys, str(preset))
-    typed_texts = map_by_key(override_texts, keys, "the command line")
-    override_values = preset_values | {
-        name: keys[name].parse(text) for name, text in typed_texts.items()
-    }
-    values = {**config_values, **override_values}
-    changed = [name for name, value in config_values.items() if value != keys[name].default]
+    check_names(config, keys, "CONFIG")
+    check_names(preset_document, keys, str(preset))
+    check_names(typed_texts, keys, "the command line")
+    typed_values = {name: keys[name].parse(text) for name, text in typed_texts.items()}
+    values = {**config, **preset_document, **typed_values}
+    changed = [name for name, value in config.items() if value != keys[name].default]
     set_by = dict.fromkeys(changed, "CONFIG")
-    set_by |= dict.fromkeys(preset_values, "preset") | dict.fromkeys(typed_texts, "command line")
+    set_by |= dict.fromkeys(preset_document, "preset") | dict.fromkeys(typed_texts, "command line")
     set_by = {name: setter for name, setter in set_by.items() if values[name] != AUTO}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
     values["engine_options"] = validate(options_class, engine_values).model_dump()
@@ -78,15 +69,16 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != "_comment"}
 
 
-def resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with each alias replaced by the name of its key."""
-    names = names_by_alias(KEYS.values())
-    return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
-
-
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
-    """Map the main name of each key in the `key=value` strings to its value."""
-    return resolve_aliases(dict(text.partition("=")[::2] for text in overrides))
+    """Map the name of each key in the `key=value` strings to its last value. Raises UserError for
+    text without "="."""
+    values = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {shown(text)} has no '='", fix="write --set key=value")
+        values[name.strip()] = value
+    return values
 
 
 def format_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import check_replaced, load_json, parse_as, plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
-from distributed_training.settings.request import format_overrides, parse_overrides, resolve_aliases
+from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.supervise.process import handle_signals
@@ -159,14 +159,12 @@ def build_runs(
         strategies = [strategy.strip() for strategy in arguments.strategies.split(",")]
         plan = ComparisonPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
-    common = resolve_aliases(plan.common)
     typed_overrides = parse_overrides(arguments.overrides)
-    if "num_samples" not in common | typed_overrides and not build([]).is_set("num_samples"):
+    if "num_samples" not in plan.common | typed_overrides and not build([]).is_set("num_samples"):
         defaults = {**defaults, "num_samples": CAPPED_NUM_SAMPLES}
         text = f"By default, an epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
         print(f"{text}. To train on all samples, add --num_samples -1.")
-    values_by_run = [resolve_aliases(values) for values in plan.runs]
-    layouts = [defaults | common | values for values in values_by_run]
+    layouts = [defaults | plan.common | values for values in plan.runs]
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
@@ -186,7 +184,7 @@ def build_runs(
     runs = [
         build_run(values, own_values, seed_offset, build, command, processes)
         for seed_offset in range(arguments.seeds)
-        for values, own_values in zip(layouts, values_by_run, strict=True)
+        for values, own_values in zip(layouts, plan.runs, strict=True)
     ]
     configs = [run.config for run in runs if run.config is not None]
     if not configs:

@@ -27,10 +27,11 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.rank import rank, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import format_count, format_duration
-from distributed_training.settings.config import AUTO, KEYS, Request, with_values
+from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json, shown
 from distributed_training.settings.keys import Parser
+from distributed_training.settings.request import parse_overrides
 from real_model_example import CONFIG
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -128,8 +129,7 @@ def main() -> int:
         override = [] if strategy is None else [f"strategy={strategy}"]
         return cli.configure(arguments, program, [*arguments.overrides, *override])
 
-    names = {"batch_size", *KEYS["batch_size"].aliases}
-    chooses_batch_size = names.isdisjoint(text.partition("=")[0] for text in arguments.overrides)
+    chooses_batch_size = "batch_size" not in parse_overrides(arguments.overrides)
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None:
             what = "the budget already specifies the GPUs"

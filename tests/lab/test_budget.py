@@ -57,7 +57,7 @@ def budget(*words):
 
 def test_budget_command_prints_a_table():
     """Run budget.py as a user would type it, and check one row of its table."""
-    shown = budget("1xH200 24h", "--per_device_train_batch_size", "8")
+    shown = budget("1xH200 24h", "--batch_size", "8")
     assert_ok(shown)
     assert "1 x H200 for 24 hours" in shown.stdout
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}

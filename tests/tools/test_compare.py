@@ -84,7 +84,7 @@ folder.mkdir(parents=True)
 
 
 def test_a_published_plan_is_accepted_as_input(tmp_path):
-    words = "results/plans/h200-x4.json", "--out", tmp_path, "--dry-run", "--lr", "0.5"
+    words = "results/plans/h200-x4.json", "--out", tmp_path, "--dry-run", "--learning_rate", "0.5"
     shown = light_pool().script(["compare", *words, "--seeds", "2"])
     assert_ok(shown)
     first, *runs = shown.stdout.splitlines()
