@@ -6,7 +6,6 @@ import argparse
 import importlib
 import itertools
 import logging
-import re
 import shlex
 import signal
 import sys
@@ -31,10 +30,6 @@ from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import open_lasting, replace_unencodable
 from distributed_training.tools.dry_run import print_plan
 
-NON_KEY_OPTIONS = (
-    "preset", "set", "num_gpus", "max_restarts", "dry-run", "explain", "force", "strict",
-    "cluster", "gpu", "help",
-)  # fmt: skip
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
 PLANNED_MACHINES = ("cluster", "gpu")
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
@@ -135,19 +130,13 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     """Parse the command line. If --model names a folder of model code, allow this code to run.
     `overrides` in the result contains the `key=value` strings in the order in which they were
     given. Raises UserError for an unknown option."""
-    # --batch-size=8 means --batch_size=8.
-    dashed_option = re.compile(r"^--[\w-]+(?==|\Z)")
-    argv = [
-        dashed_option.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word)
-        for word in argv
-    ]
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:
         fix = None
         if overrides is not None and unknown[0].startswith("--"):
             word = unknown[0].removeprefix("--").partition("=")[0]
-            fix = advise_on_name(word, [*all_keys(), *NON_KEY_OPTIONS])
+            fix = advise_on_name(word, [*all_keys(), *vars(arguments)])
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])

@@ -15,11 +15,9 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
 
 Number = TypeVar("Number", int, float)
-_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
-_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 _VALUES_BY_WORD: dict[str, dict[str, Any]] = {
-    "boolean": _BOOLEANS,
-    "null": {"none": None, "null": None},
+    "boolean": {"true": True, "false": False},
+    "null": {"none": None},
 }
 
 

@@ -137,8 +137,8 @@ def test_bad_value_is_refused_with_key_value_and_rule(name):
     ("text", "value"),
     [
         ("learning_rate=1", 1.0),
-        ("max_grad_norm=null", None),
-        ("pack=OFF", False),
+        ("max_grad_norm=None", None),
+        ("pack=FALSE", False),
         ("compile=AUTO", "auto"),
         ("num_samples=-1", -1),
         (" seed = 7 ", 7),
