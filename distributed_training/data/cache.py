@@ -6,13 +6,10 @@ the tokenizer, and whether running text is read line by line. While a folder is 
 name begins with .writing-."""
 
 import hashlib
-import itertools
 import json
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,7 +34,6 @@ _VERSION = 18
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
-_NUM_BATCHES_AHEAD = 2  # number of batches tokenized while another is written
 LOG_EVERY_S = 10.0  # time between updates of the progress bar without a terminal
 _MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 
@@ -195,42 +191,36 @@ def _tokenize_split(
     pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield dictionaries of arrays to append to the files of a split: `ids` and `loss_mask` as in
-    `load_tokens`, and in `starts` the end of each document, counted from the first of these ids.
-    Meanwhile, threads tokenize the next batches."""
+    `load_tokens`, and in `starts` the end of each document, counted from the first of these
+    ids."""
     unknown_id = tokenizer.unknown_id
     is_special = np.zeros(tokenizer.num_tokens, bool)
     is_special[tokenizer.special_ids[tokenizer.special_ids != unknown_id]] = True
     num_added = sum(map(len, tokenizer.added_ids))
     num_special = num_unknown = 0  # special and unknown tokens in the current document so far
-    with ThreadPoolExecutor(_NUM_BATCHES_AHEAD) as pool:
-        batches = iter(partial(_take_batch, pieces), [])
-        jobs = ((batch, pool.submit(tokenizer.encode_pieces, batch)) for batch in batches)
-        queue = deque(itertools.islice(jobs, _NUM_BATCHES_AHEAD))
-        while queue:
-            batch, future = queue.popleft()
-            queue.extend(itertools.islice(jobs, 1))
-            rows = []
-            masks = []
-            for piece, (row, mask) in zip(batch, future.result(), strict=True):
-                if piece.begins:
-                    num_special = num_unknown = 0
-                num_special += int(is_special[row].sum())
-                num_unknown += int((row == unknown_id).sum())
-                if piece.ends:
-                    counts.notes[SPECIAL] += piece.eos and num_special > num_added
-                    counts.notes[UNKNOWN] += num_unknown > 0
-                if piece.eos and piece.ends and row[-1:].tolist() != [tokenizer.eos_id]:
-                    row = np.append(row, tokenizer.eos_id)
-                    mask = np.append(mask, True)
-                rows.append(row)
-                masks.append(mask)
-            ends = np.cumsum([len(row) for row in rows])
-            yield {
-                "ids": np.concatenate(rows),
-                "starts": ends[[piece.ends for piece in batch]],
-                "loss_mask": np.concatenate(masks),
-            }
-            bar.update(sum(len(piece.text) for piece in batch))
+    for batch in iter(partial(_take_batch, pieces), []):
+        rows = []
+        masks = []
+        for piece, (row, mask) in zip(batch, tokenizer.encode_pieces(batch), strict=True):
+            if piece.begins:
+                num_special = num_unknown = 0
+            num_special += int(is_special[row].sum())
+            num_unknown += int((row == unknown_id).sum())
+            if piece.ends:
+                counts.notes[SPECIAL] += piece.eos and num_special > num_added
+                counts.notes[UNKNOWN] += num_unknown > 0
+            if piece.eos and piece.ends and row[-1:].tolist() != [tokenizer.eos_id]:
+                row = np.append(row, tokenizer.eos_id)
+                mask = np.append(mask, True)
+            rows.append(row)
+            masks.append(mask)
+        ends = np.cumsum([len(row) for row in rows])
+        yield {
+            "ids": np.concatenate(rows),
+            "starts": ends[[piece.ends for piece in batch]],
+            "loss_mask": np.concatenate(masks),
+        }
+        bar.update(sum(len(piece.text) for piece in batch))
 
 
 def _take_batch(pieces: Iterator[Piece]) -> list[Piece]:
