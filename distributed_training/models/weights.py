@@ -11,7 +11,6 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -220,14 +219,11 @@ def write_tensors(
     checksum = 0
     # A process may have mapped the old file into memory, so do not overwrite it.
     file.unlink(missing_ok=True)
-    # The checksum takes as long as writing, so it runs in another thread.
-    with open(file, "wb") as output, ThreadPoolExecutor(1) as pool:
+    with open(file, "wb") as output:
         for data in chain([memoryview(head)], map(_view_bytes, tensors, meta_tensors.values())):
-            checksum_future = pool.submit(zlib.crc32, data, checksum)
             output.write(data)
-            checksum = checksum_future.result()
-            # Otherwise, this tensor would stay in memory while the next tensor is read.
-            del data, checksum_future
+            checksum = zlib.crc32(data, checksum)
+            del data  # Otherwise, this tensor would stay in memory while the next tensor is read.
         assert output.tell() == len(head) + ends[-1], "tensors are missing"
         if sync:
             output.flush()
