@@ -31,6 +31,8 @@ Cost = NDArray[np.float64]
 # the first block (which runs last), and the optimizer step
 StepPoint = Literal["passes", "first block", "update"]
 ComponentBytes = Mapping[str, float]  # memory component (predict/memory.py) -> bytes
+# Bytes per parameter that are read and written to add a 16-bit gradient to a sum in fp32
+GRADIENT_SUM_BYTES = 10
 PassCosts = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
+from distributed_training.predict.costs.checkpointing import boundary_bytes
 from distributed_training.predict.costs.lora import frozen_bytes
 from distributed_training.predict.costs.loss import loss_bytes
-from distributed_training.predict.costs.pp import pending_bytes
+from distributed_training.predict.costs.pp import embedding_gradient_bytes, pending_bytes
 from distributed_training.predict.costs.precision import SAVED_BYTES
 from distributed_training.predict.costs.zero import bucket_bytes
 from distributed_training.predict.mechanism import (
@@ -166,42 +167,31 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
     bytes."""
     blocks = rank.plan.layout.blocks_per_stage
     loss = loss_bytes(rank)
-    pending = pending_bytes(rank)
     outer_loss_bytes = loss.outer_bytes if rank.has_last_stage else 0
-    logit_changes = {
-        "F": loss.kept_bytes,
-        "B": -loss.kept_bytes,
-        "I": loss.pending_bytes - loss.kept_bytes,
-        "W": -loss.pending_bytes,
-    }
+    # Frozen blocks have no weight gradients, so I frees what B frees.
+    pending = pending_bytes(rank) if rank.trained_share else -per_block
+    block_changes = {"F": per_block, "B": -per_block, "I": pending, "W": -per_block - pending}
+    logit_changes = {"F": loss.kept_bytes, "B": -loss.kept_bytes, "I": -loss.kept_bytes, "W": 0.0}
+    output = boundary_bytes(rank) if rank.pp > 1 else 0
+    embedding_gradient, _ = embedding_gradient_bytes(rank)
     block_bytes = logit_bytes = 0.0
     peak = (0.0, 0.0)
     for operation, stage, _ in find_orders(rank.plan)[rank.index]:
         is_last_stage = stage == len(blocks) - 1
-        change = operation
-        if not rank.trained_share:  # frozen blocks have no weight gradients
-            if operation == "W":
-                continue
-            change = "B" if operation == "I" else operation
         current = (block_bytes, logit_bytes)
-        # The first stage needs no input gradients. If the first stage is not compiled, its W runs
-        # the whole backward pass.
-        pending_per_block = pending if stage or rank.config.compile else 0.0
-        block_changes = {
-            "F": per_block,
-            "B": -per_block,
-            "I": pending_per_block,
-            "W": -per_block - pending_per_block,
-        }
-        block_bytes += blocks[stage] * block_changes[change]
+        block_bytes += blocks[stage] * block_changes[operation]
+        # Every stage keeps its output. In the first stage, this is counted here. The other stages
+        # have their input in a receive buffer, which is counted twice instead.
+        if stage == 0 and operation != "W":
+            block_bytes += output if operation == "F" else -output
         if is_last_stage:
-            logit_bytes += logit_changes[change]
-        if change == "F":
+            logit_bytes += logit_changes[operation]
+        if operation == "F":
             current = (block_bytes, logit_bytes)
         candidates = [current]
-        if is_last_stage and change != "W":
+        if is_last_stage and operation != "W":
             candidates.append((current[0], current[1] + loss.peak_bytes - loss.kept_bytes))
-        if change in "BI":
+        if operation in "BI":
             logits = (
                 current[1] - loss.kept_bytes + loss.output_gradient_bytes
                 if is_last_stage
@@ -209,5 +199,7 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
             )
             freed = outer_loss_bytes if rank.pp == 1 else 0
             candidates.append((current[0] + backward - freed, logits))
+            if stage == 0:
+                candidates.append((block_bytes + embedding_gradient, logit_bytes))
         peak = max(peak, *candidates, key=sum)
     return peak[0] + outer_loss_bytes, peak[1]

@@ -20,7 +20,7 @@ from distributed_training.plan.orders import Step, find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
-from distributed_training.predict.costs.pp import message_s
+from distributed_training.predict.costs.pp import embedding_gradient_bytes, message_s
 from distributed_training.predict.costs.zero import offload_s
 from distributed_training.predict.mechanism import (
     Cost,
@@ -123,6 +123,8 @@ class StepCosts(Timing):
             costs["F", stage] = number * forward
             costs["I", stage] = number * inputs
             costs["W", stage] = number * weights  # only for the blocks' matrices
+            if stage == 0:
+                costs["I", stage] += self.memory_cost(embedding_gradient_bytes(self)[1])
             if stage == len(blocks) - 1:
                 passes_of_head = head_costs(self)
                 costs["F", stage] += passes_of_head[0]

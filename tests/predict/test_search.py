@@ -117,6 +117,21 @@ def test_a_search_uses_the_machines_rates_and_runs_only_once(tmp_path, monkeypat
         assert (orders.find_orders(read), predict_spans(read)) == (found, spans)
 
 
+def test_a_split_backward_pass_moves_fewer_bytes(tmp_path):
+    """Per micro-batch and weight, 1F1B moves 20 bytes more for the embedding, and 4 bytes more for
+    the matrices of the blocks."""
+    config = {"model": "gpt2", "strategy": "pp", "pipeline_cut": "6,6"}
+    cluster = parse_cluster("2xH200")
+    seconds = []
+    for schedule in ("1f1b", "zb-h1"):
+        plan = draft_plan(build_config({**config, "pipeline_schedule": schedule}), cluster)
+        costs = StepCosts(plan, cluster.rates).operation_costs()
+        seconds.append(costs["B", 0].sum())
+    size = plan.size
+    moved_bytes = 20 * size.padded_vocab_size * size.hidden_size + 4 * 6 * size.block_parameters
+    assert seconds[0] - seconds[1] == pytest.approx(moved_bytes / cluster.rates.memory_bytes_per_s)
+
+
 def lowered(plan):
     """Return each process's actions: planned operations, FSDP's actions, and sends and receives
     where torch inserts them."""

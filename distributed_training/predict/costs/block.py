@@ -7,6 +7,7 @@ import numpy as np
 
 from distributed_training.predict.mechanism import (
     ARITHMETIC,
+    GRADIENT_SUM_BYTES,
     MEMORY,
     Cost,
     Mechanism,
@@ -158,8 +159,11 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
 
 def _moved_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes per parameter that are read and written to add a gradient to the
-    sum of earlier gradients."""
-    return 10 if rank.num_microbatches > 1 or rank.pp > 1 else 0
+    sum of earlier gradients. If the backward pass is split, a GPU adds the product to the fp32 sum
+    in the kernel that multiplies, which otherwise would write 2 bytes."""
+    if rank.plan.schedule.splits_backward and rank.plan.machine.num_gpus:
+        return 4 + 4 - 2
+    return GRADIENT_SUM_BYTES if rank.num_microbatches > 1 or rank.pp > 1 else 0
 
 
 BLOCK = Mechanism(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distributed_training.predict.mechanism import (
+    GRADIENT_SUM_BYTES,
     MEMORY,
     ComponentBytes,
     Mechanism,
@@ -17,7 +18,6 @@ from distributed_training.predict.mechanism import (
 )
 from distributed_training.predict.rates import FITTED
 
-PENDING_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run yet
 EAGER_BYTES_PER_LOGIT = 17  # allocated by loss_and_gradient for a chunk, without compilation
 
 
@@ -26,7 +26,6 @@ class LossBytes(NamedTuple):
 
     kept_bytes: float  # from forward to backward
     peak_bytes: float
-    pending_bytes: float  # from I to W
     outer_bytes: float  # for the last norm and the output layer, throughout the passes
     output_gradient_bytes: float  # gradient of the output layer's weight, if not counted elsewhere
 
@@ -61,21 +60,14 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
         chunk_bytes = share * num_logits * (rank.dtype_bytes + eager_bytes)
         if rank.dtype_bytes < rank.weight_bytes and not rounds_or_shards:
             chunk_bytes = max(chunk_bytes, 4 * output_parameters)
-        return LossBytes(kept, kept + chunk_bytes, 0, outer_bytes, output_gradient_bytes)
+        return LossBytes(kept, kept + chunk_bytes, outer_bytes, output_gradient_bytes)
     outer_bytes += rank.trained_share * rank.dtype_bytes * rank.embedding_parameters
     kept, peak = {
         "split": (4, 4 + rank.dtype_bytes),
         "compiled": (rank.dtype_bytes, rank.dtype_bytes),
         "eager": (4, 12),
     }[_loss_kernels(rank)]
-    pending_bytes = 0 if rank.config.compile else PENDING_LOGIT_BYTES
-    return LossBytes(
-        kept * num_logits,
-        peak * num_logits,
-        pending_bytes * num_logits,
-        outer_bytes,
-        output_gradient_bytes,
-    )
+    return LossBytes(kept * num_logits, peak * num_logits, outer_bytes, output_gradient_bytes)
 
 
 def _loss_kernels(rank: PipelineRank) -> str:
@@ -105,12 +97,14 @@ def head_costs(timing: Timing) -> PassCosts:
         vars(FITTED.logit_traffic)[kernels] * timing.dtype_bytes / 2 * timing.tokens * vocabulary
     )
     traffic = 0.5 * (logit_bytes / rate) * MEMORY
-    # Each chunk reads and writes the gradient of the output layer's weight.
+    # Each chunk reads and writes the gradient of the output layer's weight. In a pipeline, the
+    # gradient is added to those of earlier micro-batches.
     chunk = int(timing.config.loss_chunk_tokens)
     num_accesses = 2 * math.ceil(timing.tokens / chunk) if chunk else 0
-    weights = timing.gemm_cost(d, timing.tokens, vocabulary) + timing.memory_cost(
-        num_accesses * timing.dtype_bytes * vocabulary * d
-    )
+    per_parameter = num_accesses * timing.dtype_bytes
+    per_parameter += GRADIENT_SUM_BYTES if timing.pp > 1 else 0
+    weights = timing.gemm_cost(d, timing.tokens, vocabulary)
+    weights += timing.memory_cost(per_parameter * vocabulary * d)
     return np.stack(
         [
             timing.gemm_cost(timing.tokens, d, vocabulary) + traffic,

@@ -4,8 +4,10 @@ module predict/simulate.py computes how long stages wait. This module does not i
 from collections import Counter
 
 from distributed_training.plan.schedules import P2P_CHANNELS
+from distributed_training.predict.costs.checkpointing import boundary_bytes
 from distributed_training.predict.costs.lora import base_bytes
 from distributed_training.predict.mechanism import (
+    GRADIENT_SUM_BYTES,
     ComponentBytes,
     Mechanism,
     PipelineRank,
@@ -51,35 +53,39 @@ def stage_state(rank: PipelineRank) -> ComponentBytes:
 
 
 def stage_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
-    """Return the sizes in bytes of the embedding's gradient and of PyTorch's receive buffers. There
-    is one buffer per message in a step. Gathered parameters are moved from the component
-    "parameters" to the component "copies"."""
+    """Return the size in bytes of PyTorch's receive buffers, one per message in a step. Gathered
+    parameters are moved from the component "parameters" to the component "copies"."""
     copies = stage_state(rank).get("parameters", 0) * rank.trained_parameters
     if rank.plan.uses_fsdp and not rank.trained_share:
         copies += base_bytes(rank)
-    component_bytes = {"copies": copies, "parameters": -copies}
-    if point == "passes":
-        received_bytes = (
-            rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes * rank.hidden_share
-        )
-        component_bytes["activations"] = (
-            received_bytes
-            + rank.has_first_stage * rank.trained_share * 4 * rank.embedding_parameters
-        )
-    return component_bytes
+    num_messages = rank.num_boundaries * rank.num_microbatches if point == "passes" else 0
+    received_bytes = num_messages * boundary_bytes(rank)
+    return {"copies": copies, "parameters": -copies, "activations": received_bytes}
+
+
+def embedding_gradient_bytes(rank: PipelineRank) -> tuple[float, float]:
+    """Return (bytes of memory, bytes read and written) for the embedding's gradient of one
+    micro-batch. Compiled code sums this gradient in fp32 and rounds it. It is then added to the sum
+    of earlier gradients. If the backward pass is split, only the rows of the micro-batch's tokens
+    are added (parallel/zero_bubble.py)."""
+    if rank.pp == 1 or (rank.plan.schedule.splits_backward and rank.tp == 1):
+        return 0, 0
+    parameters = rank.trained_share * rank.embedding_parameters
+    if rank.config.compile and rank.tp == 1 and rank.dtype_bytes == 2:
+        return 6 * parameters, (10 + GRADIENT_SUM_BYTES) * parameters
+    gradient_bytes = rank.dtype_bytes * parameters
+    return gradient_bytes, gradient_bytes + GRADIENT_SUM_BYTES * parameters
 
 
 def pending_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes per block and micro-batch that are kept from the backward pass for
     inputs (I) until the backward pass for weights (W). The activations are not counted.
 
-    In compiled blocks, the inputs of all matrices and the gradients of their outputs replace the
-    activations and have the same total size (parallel/zero_bubble.py). Sequence parallelism needs
-    additional memory, because the gradients of the two results that a block sums over tp are
-    unsharded. In uncompiled blocks, the gradients are kept in addition to the activations."""
-    if rank.config.compile:
-        return 2 * (1 - rank.hidden_share) * rank.hidden_bytes
-    return rank.tokens * rank.dtype_bytes * sum(rows for rows, _ in rank.size.block_matrices)
+    The inputs of all matrices and the gradients of their outputs replace the activations
+    (parallel/zero_bubble.py). In compiled blocks they have the same total size, and in uncompiled
+    blocks they are smaller. Sequence parallelism needs additional memory, because the gradients of
+    the two results that a block sums over tp are unsharded."""
+    return 2 * (1 - rank.hidden_share) * rank.hidden_bytes
 
 
 PP = Mechanism(
