@@ -71,11 +71,6 @@ class Display:
             )
             self.say(wrap.fill(value))
 
-    def suggest(self, commands: Mapping[str, str]) -> None:
-        """Print commands, each below a comment with its purpose."""
-        lines = [f"  # {purpose}\n  {printable(command)}" for purpose, command in commands.items()]
-        self.say("\n".join(["Next, for example:", *lines]))
-
     def start(self, num_done: int, total: int) -> None:
         """Begin to show progress."""
         self._total = total

@@ -115,7 +115,10 @@ def train(
         finished_record = records.Record.model_validate(record.values)
         if not signum:
             display.table(summary_rows(finished_record))
-            display.suggest(_suggest_commands(plan, data))
+        if not signum and plan.config.export:
+            script = shlex.split(plan.command)[1]
+            command = shlex.join(["python", script, "generate", short_path(plan.run_dir)])
+            display.say(f"To use the model, run:\n  {command}")
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished_record)
@@ -266,20 +269,3 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         },
         "num_steps": plan.num_steps,
     }
-
-
-def _suggest_commands(plan: Plan, data: Data) -> dict[str, str]:
-    """Return the commands to suggest after a finished run, keyed by purpose. Commands that do not
-    apply are omitted. The default of `generate` is not suggested for a model trained on answers,
-    which then reads questions from standard input."""
-    script = shlex.split(plan.command)[1]
-    suggestions = {}
-    if (plan.run_dir / records.LAST).is_dir():
-        arguments = ["python", script, "generate", short_path(plan.run_dir)]
-        takes_any_text = data.validation.loss_mask is None or plan.requested.is_set("generate")
-        if plan.config.generate is not None and takes_any_text:
-            arguments += ["--prompt", plan.config.generate]
-        suggestions["generate text"] = shlex.join(arguments)
-    folder = plan.run_dir.absolute().parent  # a resumed run may be outside `output_dir`
-    suggestions["compare runs"] = shlex.join(["python", script, "report", short_path(folder)])
-    return suggestions

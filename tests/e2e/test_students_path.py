@@ -91,8 +91,8 @@ def test_from_a_text_to_answers(tmp_path):
     losses = [row["loss"] for row in record["evaluations"]]
     assert losses[-1] < losses[0] - 0.7, "the perplexity was halved"
 
-    proposed = said.replace("\r", "").partition("Next, for example:")[2].splitlines()
-    assert [line.split()[2] for line in proposed if "python" in line][:2] == ["generate", "report"]
+    proposed = said.replace("\r", "").partition("To use the model, run:")[2].split()
+    assert proposed[2:4] == ["generate", f"runs/{run.name}"]
 
     report = type_in(repository, find_command(GUIDE, "python real_model_example.py report"))
     assert_readable(report)

@@ -17,9 +17,9 @@ from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
 from distributed_training.records.metrics import Tracker
-from distributed_training.records.record import LAST, History
+from distributed_training.records.record import History
 from distributed_training.settings.request import build_config
-from distributed_training.train import callbacks, loop, run
+from distributed_training.train import callbacks, loop
 from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import NonFiniteError, Trainer, learning_rate
 from tests.checkpoint.test_checkpoint import TOPOLOGY
@@ -363,16 +363,3 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
     assert trainer.callbacks[0].step_times == [0.5, 0.25]
     assert trainer.history.skipped_steps == [3]
-
-
-@pytest.mark.parametrize("is_set", [True, False])
-@pytest.mark.parametrize("loss_mask", [None, [False, True]])
-def test_a_model_trained_on_answers_is_asked_only_what_the_user_set(loss_mask, is_set, tmp_path):
-    (tmp_path / LAST).mkdir()
-    plan = SimpleNamespace(
-        command="python script.py", run_dir=tmp_path, config=SimpleNamespace(generate="Why?"),
-        requested=SimpleNamespace(is_set=lambda key: is_set),
-    )  # fmt: skip
-    data = SimpleNamespace(validation=SimpleNamespace(loss_mask=loss_mask))
-    suggested = run._suggest_commands(plan, data)["generate text"]
-    assert ("Why?" in suggested) == (is_set or loss_mask is None)
