@@ -33,13 +33,12 @@ def resolve_user_path(text: str | Path) -> Path:
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
-def check_replaced(*paths: Path) -> None:
-    """Raise UserError if one of the files `paths` exists and this program did not write it."""
-    for path in paths:
-        is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
-        if os.path.lexists(path) and not is_own:
-            what = f"{path} exists, and this program did not write it"
-            raise UserError(what, fix="name another file or folder")
+def check_replaced(path: Path) -> None:
+    """Raise UserError if the file `path` exists and this program did not write it."""
+    is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
+    if os.path.lexists(path) and not is_own:
+        what = f"{path} exists, and this program did not write it"
+        raise UserError(what, fix="name another file or folder")
 
 
 def publish(unpublished: Path, final: Path) -> None:
