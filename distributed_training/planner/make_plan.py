@@ -123,8 +123,6 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     notes = [] if notes is None else notes
     config = choose_batch_size(request, cluster, notes)
     candidate = choose_candidate(config, cluster, notes)
-    if request.checkpoint_every == 0:
-        notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
     return replace(lay_out(candidate, cluster, notes), requested=request)
 
 

@@ -100,7 +100,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
-    """Check torch, the driver, NCCL and bf16."""
+    """Check torch, the driver and NCCL."""
     if not machine.num_gpus:  # without GPUs, only the version matters
         with contextlib.suppress(PackageNotFoundError):
             yield ok("torch", version("torch"))
@@ -117,9 +117,6 @@ def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
         yield fail("torch", f"{text}. torch sees no GPU, but nvidia-smi does.", fix)
         return
     yield ok("torch", f"{text}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    has_bf16 = torch.cuda.is_bf16_supported()
-    text = "supported" if has_bf16 else "This GPU does not support bf16. Runs use fp16."
-    yield check(has_bf16, "bf16", text)
 
 
 def check_memory() -> Iterator[Finding]:

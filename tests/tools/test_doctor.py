@@ -32,7 +32,6 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(doctor, "run_program", run_program)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: told.sees_gpu)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28))
     return told
 
@@ -43,7 +42,7 @@ def levels(findings):
 
 def test_problems_with_gpus_are_reported(machine, monkeypatch):
     fine = levels([*doctor.check_gpus(GPU_MACHINE), *doctor.check_torch_and_driver(GPU_MACHINE)])
-    assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch", "bf16"), "ok")
+    assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch"), "ok")
     machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
     unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
     findings = {finding.topic: finding for finding in doctor.check_gpus(unknown)}
