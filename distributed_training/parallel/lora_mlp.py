@@ -91,7 +91,8 @@ class _GatedMLP(torch.autograd.Function):
             d_act = fp8.input_gradient(d_out, *stored)
         else:
             d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored)
-        d_y, act = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
+        d_y = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
+        act = d_act  # overwritten
         d_a = d_last_hidden.flatten(0, -2).t() @ act.flatten(0, -2)
         d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)
         return d_y, d_y @ b, d_b, d_a, None, None, *[None] * len(stored)
@@ -112,7 +113,7 @@ def activate(
     return act
 
 
-@torch.library.custom_op("distributed_training::lora_activate_backward", mutates_args=())
+@torch.library.custom_op("distributed_training::lora_activate_backward", mutates_args=("d_act",))
 def activate_backward(
     d_act: torch.Tensor,
     d_last_hidden: torch.Tensor,
@@ -121,17 +122,16 @@ def activate_backward(
     hidden: torch.Tensor,
     b: torch.Tensor,
     unit_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of `y + hidden b^T`, [.., 2 F], and the result of `activate`, [.., F].
+) -> torch.Tensor:
+    """Return the gradient of `y + hidden b^T`, [.., 2 F], and overwrite `d_act` with the result of
+    `activate`, [.., F].
 
-    The gradient of that result is `d_act + d_last_hidden a`. `d_act` [.., F] comes from mlp_out's
-    base matrix. `d_last_hidden` [.., R] is the gradient of the output of mlp_out's A, `a`
-    [R, F]."""
+    The gradient of that result is `d_act + d_last_hidden a`. `d_act` comes from mlp_out's base
+    matrix. `d_last_hidden` [.., R] is the gradient of the output of mlp_out's A, `a` [R, F]."""
     grid, sizes = _launch(y, hidden, unit_size)
-    d_y, act = torch.empty_like(y), torch.empty_like(d_act)
-    d_last_hidden = d_last_hidden.contiguous()
-    _backward_kernel[grid](d_act, d_last_hidden, a, y, hidden, b, d_y, act, **sizes)
-    return d_y, act
+    d_y = torch.empty_like(y)
+    _backward_kernel[grid](d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, **sizes)
+    return d_y
 
 
 @activate.register_fake
@@ -148,8 +148,8 @@ def _(
     hidden: torch.Tensor,
     b: torch.Tensor,
     unit_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(y), torch.empty_like(d_act)
+) -> torch.Tensor:
+    return torch.empty_like(y)
 
 
 def _launch(
@@ -201,7 +201,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    d_act, d_last_hidden, a, y, hidden, b, d_y, act, N, F: tl.constexpr, R: tl.constexpr,
+    d_act, d_last_hidden, a, y, hidden, b, d_y, N, F: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -218,7 +218,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     gate_sigmoid = tl.sigmoid(gate)
     silu = gate * gate_sigmoid
     d_gate = d * up * (gate_sigmoid + silu * (1 - gate_sigmoid))
-    dtype = act.dtype.element_ty
+    dtype = d_act.dtype.element_ty
     tl.store(d_y + at, d_gate.to(dtype), mask=is_token[:, None])
     tl.store(d_y + at + UNIT, (d * silu).to(dtype), mask=is_token[:, None])
-    tl.store(act + act_at, (silu * up).to(dtype), mask=is_token[:, None])
+    tl.store(d_act + act_at, (silu * up).to(dtype), mask=is_token[:, None])
