@@ -28,10 +28,10 @@ def apply_checkpointing(model: Decoder, mode: str, *, compiled: bool = False) ->
     """Apply activation checkpointing to every block, in place. Call this function after apply_lora
     and before apply_compile. `compiled` indicates whether the blocks will be compiled.
 
-    "full" saves only the input of a block, [B, T, D]. "selective" also saves the outputs of
-    attention and of matrix multiplications. Recomputing the other operations (norms, activation
-    functions, residual sums) is cheap. The matrix multiplications of LoRA adapters are also cheap
-    and are recomputed. Recomputation uses the same dropout masks as the forward pass."""
+    "full" and "offload" save only the input of a block, [B, T, D]. "selective" also saves the
+    outputs of attention and of matrix multiplications. Recomputing the other operations (norms,
+    activation functions, residual sums) is cheap. The matrix multiplications of LoRA adapters are
+    also cheap and are recomputed. Recomputation uses the same dropout masks as the forward pass."""
     if mode == "none":
         return
     checkpoint_fn = functools.partial(checkpoint.checkpoint, use_reentrant=False)

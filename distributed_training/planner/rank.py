@@ -45,7 +45,8 @@ TOLERANCE = 0.03
 TOLERANCE_ON_CPU = 0.2
 TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
 MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated
-MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
+# Values of activation_checkpointing, fastest first
+MODES = ("none", "selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
 SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits

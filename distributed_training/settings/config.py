@@ -150,9 +150,10 @@ class RunConfig(Options):
     network_gbit: Annotated[float, Field(gt=0)] | None = layout_key(None)
     """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
     `doctor --nodes`. None: 400."""
-    activation_checkpointing: Literal["none", "full", "selective"] = memory_key("none")
-    """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
-    selective: everything except matrix multiplications and attention."""
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = memory_key("none")
+    """Recompute activations in the backward pass instead of keeping them. selective: everything
+    except matrix multiplications and attention. full: whole blocks. offload: whole blocks, whose
+    inputs wait in host memory."""
     base_dtype: Literal["auto", "bf16", "fp8", "nf4"] | None = memory_key(None, work=True)
     """With lora_rank: dtype of the frozen weights. fp8: 8 bits per weight in the blocks' matrices,
     which are multiplied in fp8 (on GPUs with compute capability 8.9 or higher). nf4: 4 bits per

@@ -167,6 +167,33 @@ def test_cuda_graph_steps_equal_steps_without_a_graph_bitwise(count, precision):
         assert_same_bits(replayed, launched)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_inputs_that_wait_on_the_host_change_no_bits(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"fewer than {count} GPUs")
+    layouts = {
+        1: {
+            "dp": {"strategy": "dp", **micro_batches(2)},
+            "dp eager": {"strategy": "dp", **micro_batches(1), "compile": False},
+            "dp lora": {"strategy": "dp", **micro_batches(1), "lora_rank": 4},
+        },
+        2: {
+            "fsdp": {"strategy": "fsdp", **micro_batches(2)},
+            "tp2": {**mesh(tp=2), **micro_batches(1)},
+            "pp2": {**mesh(pp=2), **micro_batches(4)},
+        },
+    }[count]
+    cases = {
+        f"{name}, {mode}": {**DEEP, **values, "activation_checkpointing": mode}
+        for name, values in layouts.items()
+        for mode in ("full", "offload")
+    }
+    found = run_cases(cases, count, function="train_exactly", steps=NUM_REPLAYED, **exactly(count))
+    for name in layouts:
+        print(f"comparing {name}")
+        assert_same_bits(found[f"{name}, offload"], found[f"{name}, full"])
+
+
 def test_a_failed_capture_continues_without_a_graph():
     count = min(2, torch.cuda.device_count())
     values = {**DEEP, **micro_batches(1), "strategy": "dp" if count == 1 else "fsdp"}

@@ -171,6 +171,15 @@ def test_recomputing_rounds_weights_again(tmp_path):
     assert full["activations"] == pytest.approx(L * TOKENS * 2 * D + backward), "a block's input"
 
 
+def test_offloaded_inputs_are_in_ram_except_for_two(tmp_path):
+    full, offload = (
+        peak(tmp_path, strategy="dp", activation_checkpointing=m) for m in ("full", "offload")
+    )
+    saved = (p.peak_by_component["activations"] for p in (full, offload))
+    assert next(saved) - next(saved) == pytest.approx((L - 2) * TOKENS * 2 * D)
+    assert offload.host_bytes - full.host_bytes == pytest.approx(L * TOKENS * 2 * D)
+
+
 def test_dropout_saves_two_masks_per_block(tmp_path):
     none, some = (peak(tmp_path, strategy="dp", dropout=d).peak_by_component for d in (0.0, 0.1))
     assert some["activations"] - none["activations"] == pytest.approx(L * 2 * TOKENS * D)

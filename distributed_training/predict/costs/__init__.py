@@ -34,6 +34,7 @@ MECHANISMS = (
     cp.CP,
     checkpointing.NONE,
     checkpointing.FULL,
+    checkpointing.OFFLOAD,
     checkpointing.SELECTIVE,
 )
 

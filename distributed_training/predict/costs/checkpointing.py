@@ -30,6 +30,15 @@ def boundary_bytes(rank: PipelineRank) -> float:
     return rank.hidden_bytes * rank.hidden_share
 
 
+def inputs_on_host(rank: PipelineRank) -> float:
+    """Return the size in bytes of the block inputs that wait in host memory. In a pipeline, this is
+    the most that any schedule needs."""
+    if rank.config.activation_checkpointing != "offload":
+        return 0
+    num_waiting = rank.num_microbatches if rank.pp > 1 else 1
+    return boundary_bytes(rank) * rank.num_blocks * num_waiting
+
+
 def selective_activation_bytes(rank: PipelineRank) -> float:
     """Return the size in bytes of the tensors that selective checkpointing keeps for a block: the
     input, the outputs of matrix multiplications, and the output of attention. The output of the
@@ -50,6 +59,12 @@ FULL = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "full",
     activation_bytes=boundary_bytes,
     backward_bytes=block.activation_bytes,
+    recomputed_costs=full_recompute_costs,
+)
+OFFLOAD = Mechanism(
+    is_used=lambda plan: plan.config.activation_checkpointing == "offload",
+    # One input leaves the GPU, and one returns, while a block is computed.
+    backward_bytes=lambda rank: block.activation_bytes(rank) + 2 * boundary_bytes(rank),
     recomputed_costs=full_recompute_costs,
 )
 SELECTIVE = Mechanism(

@@ -1,0 +1,117 @@
+"""Test which copies activation_checkpointing=offload launches, and when, without a GPU. tests/gpu
+compares whole runs on GPUs."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from distributed_training.parallel.activation_offload import offload_inputs
+
+NUM_BLOCKS = 5
+
+
+class CopyStream:
+    """Stream whose copies run as late as a GPU may run them, in the order in which they are
+    launched. Until then, their targets contain NaN."""
+
+    def __init__(self):
+        self.copies = []
+
+    def wait_stream(self, _compute):
+        """Do nothing, because the computation runs at once."""
+
+    def launch(self, target, source, non_blocking):
+        assert non_blocking
+        storage = StorageWeakRef(source.untyped_storage())
+        self.copies.append((target, storage, source.stride()))
+        target.fill_(torch.nan)
+
+    def complete(self):
+        for target, weak_storage, stride in self.copies:
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak_storage.cdata)
+            assert storage is not None, "the memory was freed before it was copied"
+            source = torch.empty(0, dtype=target.dtype).set_(storage, 0, target.shape, stride)
+            target.data = source.clone()
+        self.copies.clear()
+
+
+@pytest.fixture
+def copy_stream(monkeypatch):
+    stream = CopyStream()
+    compute = SimpleNamespace(wait_stream=lambda other: other.complete())
+    empty_like = torch.empty_like
+
+    def launch(*tensors, **options):
+        stream.launch(*tensors, **options)
+
+    @contextlib.contextmanager
+    def on_stream(_stream):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", launch, raising=False)
+            yield
+
+    def empty_on_cpu(tensor, **_):
+        return empty_like(tensor)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch, "empty_like", empty_on_cpu)
+    return stream
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def train(order, newest_first, offloads):
+    """Run three steps. F in `order` is the forward pass of a new micro-batch, and B the backward
+    pass of the oldest or newest one. Return the gradients, the number of inputs whose memory is in
+    use after the forward passes of a step, and the number of host buffers."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleDict({str(index): Block() for index in range(NUM_BLOCKS)})
+    for block in blocks.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if offloads:
+        offload_inputs(SimpleNamespace(blocks=blocks))
+    waiting, inputs, in_use = [], [], 0
+    for _ in range(3):
+        for operation in order:
+            if operation == "B":
+                waiting.pop(-1 if newest_first else 0).backward()
+                continue
+            x = torch.randn(4, 16)
+            for block in blocks.values():
+                inputs.append(StorageWeakRef(x.untyped_storage()))
+                x = block(x)
+            waiting.append(x.square().sum())
+            in_use = max(in_use, sum(not storage.expired() for storage in inputs))
+    num_buffers = 0
+    if offloads:
+        buffers = blocks["0"].forward.func.__self__.buffers
+        num_buffers = sum(map(len, buffers.values()))
+    return [parameter.grad for parameter in blocks.parameters()], in_use, num_buffers
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("order", ["FB", "FFBB", "FFFBBB", "FFBFBB"])
+def test_inputs_return_from_the_host_in_time(order, newest_first, copy_stream):
+    expected, in_use_without, _ = train(order, newest_first, offloads=False)
+    found, in_use, num_buffers = train(order, newest_first, offloads=True)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    most_waiting = {"FB": 1, "FFBB": 2, "FFFBBB": 3, "FFBFBB": 2}[order]
+    assert in_use_without == most_waiting * NUM_BLOCKS
+    assert in_use <= 2
+    assert num_buffers == most_waiting * NUM_BLOCKS  # used again in each step
