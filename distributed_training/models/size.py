@@ -46,6 +46,8 @@ class ModelSize:
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
     # matrix multiplications
     kept_values: int = 0
+    # Additional values per token if attention needs k and v for each query head (attention.py)
+    repeated_values: int = 0
     # Mode of `split_values` -> values measured by tracing a block. {}: use the matrices' shapes
     traced_values: dict[str, LinearCost] = field(default_factory=dict)
     config: Any = None  # additional settings for the family's modules

@@ -193,11 +193,9 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
         if is_last_stage and operation != "W":
             candidates.append((current[0], current[1] + loss.peak_bytes - loss.kept_bytes))
         if operation in "BI":
-            logits = (
-                current[1] - loss.kept_bytes + loss.output_gradient_bytes
-                if is_last_stage
-                else current[1]
-            )
+            logits = current[1]
+            if is_last_stage:
+                logits += loss.output_gradient_bytes - loss.kept_bytes
             freed = outer_loss_bytes if rank.pp == 1 else 0
             candidates.append((current[0] + backward - freed, logits))
             if stage == 0:

@@ -85,7 +85,7 @@ def estimate_step(plan: Draft, rates: Rates, max_s: float = math.inf) -> StepTim
         "arithmetic": arithmetic_s,
         "memory": memory_s + update_s,
         "network": network_s + data_parallel_s,
-        "bubble": max(0.0, gpu_passes_s - computing_s) if step.pp > 1 else 0.0,
+        "bubble": max(0.0, gpu_passes_s - computing_s),
         **offload_seconds,
     }
     bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))

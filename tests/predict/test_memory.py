@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from distributed_training.models import find_model
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import draft_plan, make_plan
@@ -217,6 +218,23 @@ def state(strategy, precision="bf16", **axes):
 def test_state_bytes_on_four_processes(name, precision, expected):
     axis = {"dp": "dp_replicate", "tp": "tp"}.get(name, "dp_shard")
     assert state(named_strategy(name), precision, **{axis: 4}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "replaced"), [("Qwen3-0.6B", 1024), ("Llama-3.2-1B", 512 + 2048 + 2 * 512)]
+)
+def test_fp16_keeps_keys_and_values_of_every_query_head(model, replaced, tmp_path):
+    """In fp16, k and v with 2048 values each replace k and, without a norm of q and k, the output
+    of the matrix of q, k and v. The output layer's gradient is kept in fp32, and a chunk's share of
+    it exists twice, beside the chunk's logits. In bf16, only the fp32 copy counts."""
+    config = {"strategy": "dp", "model": model, "batch_size": 8, "loss_chunk_tokens": 1024}
+    half, full = (peak(tmp_path, **config, precision=p).peak_by_component for p in ("fp16", "bf16"))
+    size = find_model(model).size
+    kept_bytes = 2 * (2 * 2048 - replaced) * 8 * T * size.num_layers
+    assert half["activations"] - full["activations"] == pytest.approx(kept_bytes)
+    vocabulary = size.padded_vocab_size
+    logits = 2 * 1024 * vocabulary + (4 + 6 - 2 - 4) * vocabulary * size.hidden_size
+    assert half["logits"] - full["logits"] == pytest.approx(logits)
 
 
 def test_an_nf4_base_takes_4_bits_and_an_8_bit_scale_per_64_values(tmp_path):

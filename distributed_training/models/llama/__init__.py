@@ -164,6 +164,8 @@ def llama_size(config: Config) -> ModelSize:
         block_tensors=len(matrices) + len(norms) + config.biases.count(True),
         kept_values=(heads + qkv)
         // 2,  # q and k after rotation; v is a view of the matrix's output
+        # k and v replace k after rotation. Without a norm of q and k, they also replace the output.
+        repeated_values=(2 * heads - kv - (0 if config.has_qk_norm else qkv)) * (kv < heads),
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
         config=config,

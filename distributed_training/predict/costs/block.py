@@ -39,12 +39,6 @@ def block_costs(timing: Timing) -> PassCosts:
     return costs
 
 
-def last_gemm_cost(timing: Timing) -> Cost:
-    """Return the cost of a block's last matrix multiplication in the forward pass."""
-    n, k = matrix_shapes(timing)[-1]
-    return timing.gemm_cost(timing.tokens, k, n)
-
-
 def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
     """Return the (forward, backward) costs of a block's element-wise operations. The backward pass
     is assumed to cost twice as much as the forward pass."""
@@ -114,6 +108,8 @@ def activation_bytes(rank: PipelineRank) -> float:
     # Values in the compute dtype that models/ and torch.compile keep, per token and hidden unit
     values = 2 * rank.hidden_share + rank.split_values(rank.compile_mode) / rank.tp
     values += 2  # the inputs of both column-split layers, which tp does not split
+    if rank.config.precision != "bf16" and rank.plan.machine.num_gpus:
+        values += rank.size.repeated_values / rank.size.hidden_size / rank.tp
     if rank.config.dropout:  # two masks with one byte per value
         values += 2 * rank.hidden_share / rank.dtype_bytes
     return rank.hidden_bytes * values + statistics_bytes(rank)
@@ -160,9 +156,9 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
 def _moved_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes per parameter that are read and written to add a gradient to the
     sum of earlier gradients. If the backward pass is split, a GPU adds the product to the fp32 sum
-    in the kernel that multiplies, which otherwise would write 2 bytes."""
+    in the kernel that multiplies: 4 + 4 bytes, instead of the 2 bytes of the product."""
     if rank.plan.schedule.splits_backward and rank.plan.machine.num_gpus:
-        return 4 + 4 - 2
+        return 6
     return GRADIENT_SUM_BYTES if rank.num_microbatches > 1 or rank.pp > 1 else 0
 
 

@@ -11,7 +11,8 @@ def full_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the forward pass. The last matrix multiplication is repeated
     only in uncompiled blocks with adapters. Compiled blocks with adapters repeat only half of the
     adapters' computation."""
-    last_gemm = block.last_gemm_cost(timing)
+    rows, columns = block.matrix_shapes(timing)[-1]
+    last_gemm = timing.gemm_cost(timing.tokens, columns, rows)
     if timing.config.compile:
         return forward, -(
             last_gemm + (0 if timing.trained_share else lora.adapter_costs(timing)[0] / 2)

@@ -50,14 +50,15 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
     if chunk:
         # The gradients of the hidden states and of the output layer's weight are kept. The peak
         # also includes one chunk. If the weights are fp32, an fp32 copy of the weight's gradient
-        # exists after the last chunk, and the larger of chunk and copy counts.
-        output_parameters = rank.trained_share * (
-            rank.size.padded_vocab_size * rank.size.hidden_size / rank.tp
-        )
-        kept = rank.hidden_bytes + rank.dtype_bytes * output_parameters
+        # exists after the last chunk, and the larger of chunk and copy counts. In fp16, this
+        # gradient is kept in fp32, and each chunk's share of it exists in fp16 and in fp32.
+        output_parameters = rank.trained_share * rank.embedding_parameters
+        is_fp16 = rank.config.precision == "fp16"
+        kept = rank.hidden_bytes + (4 if is_fp16 else rank.dtype_bytes) * output_parameters
         share = min(chunk, rank.tokens) / rank.tokens
         eager_bytes = 0 if rank.config.compile else EAGER_BYTES_PER_LOGIT
         chunk_bytes = share * num_logits * (rank.dtype_bytes + eager_bytes)
+        chunk_bytes += 6 * is_fp16 * output_parameters
         if rank.dtype_bytes < rank.weight_bytes and not rounds_or_shards:
             chunk_bytes = max(chunk_bytes, 4 * output_parameters)
         return LossBytes(kept, kept + chunk_bytes, outer_bytes, output_gradient_bytes)
