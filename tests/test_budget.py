@@ -49,7 +49,7 @@ def count_rooms() -> dict[str, int]:
     return {room: size for room, size in sorted(sizes.items()) if size}
 
 
-BUDGET_BY_ROOM: dict[str, int] = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+BUDGET_BY_ROOM: dict[str, int] = json.loads(BUDGET.read_text())
 
 
 def test_every_room_has_a_budget():

@@ -105,10 +105,6 @@ def make_run(output_dir, name, *steps, status="interrupted", work=WORK, started_
     return run_dir
 
 
-def edit_meta(folder, **changes):
-    resume.write_meta(folder, read_meta(folder).model_copy(update=changes))
-
-
 def test_a_checkpoint_is_flushed_to_disk_before_it_is_published(tmp_path, monkeypatch):
     calls = []
 
@@ -261,7 +257,8 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     use is resumed."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
-    edit_meta(other, spread={**SPREAD, "strategy": "dp"})
+    changed = read_meta(other).model_copy(update={"spread": {**SPREAD, "strategy": "dp"}})
+    resume.write_meta(other, changed)
     for strategy, expected in {"zero2": same_strategy, "dp": other, "fsdp": other}.items():
         assert find_checkpoint("auto", tmp_path, strategy=strategy) == expected
     with open(other.parents[1] / ".owner.json", "w") as file:

@@ -30,14 +30,14 @@ def turns(begin, end, *, ask=None, name="message.role", first=""):
     )
 
 
-def pairs(user, answer, *, system="", first="{{ bos_token }}", ask=""):
+def pairs(user, answer, *, system, ask):
     """Return a template that renders a user message with the template code `user`, and an assistant
     message with `answer`."""
     return (
-        first + "{% for message in messages %}{% if message.role == 'user' %}" + user
+        "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}" + user
         + "{% elif message.role == 'assistant' %}" + answer
         + "{% else %}" + system + "{% endif %}{% endfor %}"
-        + ("{% if add_generation_prompt %}" + ask + "{% endif %}" if ask else "")
+        + "{% if add_generation_prompt %}" + ask + "{% endif %}"
     )  # fmt: skip
 
 

@@ -271,11 +271,11 @@ GPT2 |= {"vocab_size": 300}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, ("model_type 'mamba'", "dense text decoders")),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, ("layer_types",)),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("sliding-window",)),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
         ({"num_attention_heads": 0}, ("config.json",)),
+        ({"head_dim": 0}, ("head_dim=0",)),
         ({"hidden_size": "32"}, ("hidden_size", "expected int")),
         ({"rope_scaling": [4.0]}, ("config.json",)),
         ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
@@ -297,6 +297,12 @@ def test_configs_of_an_unsupported_function_are_refused(changes, words, tmp_path
     shape = SHAPE if changes.get("model_type") != "gpt2" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **changes}))
     with refused(str(tmp_path), *words):
+        find_model(str(tmp_path))
+
+
+def test_a_config_that_is_a_list_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps([GPT2]))
+    with refused("config.json"):
         find_model(str(tmp_path))
 
 

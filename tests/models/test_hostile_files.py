@@ -1,7 +1,4 @@
-"""Test that invalid configs and adapters are rejected quickly with a one-line
-error."""
-
-import json
+"""Test that invalid adapters are rejected quickly with a one-line error."""
 
 import pytest
 import torch
@@ -11,21 +8,8 @@ from distributed_training.models import find_model, peft
 from distributed_training.models.adapters import base_folder
 from distributed_training.planner.choose import choose_model
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
 from tests.support import CPU_MACHINE, edit_json, refused
-
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 99}
-LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("config", "words"), [([GPT2], ["config.json"]), ({**LLAMA, "head_dim": 0}, ["head_dim=0"])]
-)
-def test_invalid_configs_are_refused(config, words, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused(*words):
-        find_model(str(tmp_path))
 
 
 @pytest.fixture

@@ -88,13 +88,9 @@ def test_bytes_of_optimizer_state_and_checkpoint():
         assert checkpoint_copy_bytes(plan, pipeline_ranks(plan)) == copied * whole
 
 
-def build(name, **values):
-    return merged({"strategy": name, "model": "gpt2", **values})
-
-
 def test_another_algorithm_is_ranked_only_when_asked_for():
     def ranked(strategy, **values):
-        return rank(build(strategy, **values), H200)
+        return rank(merged({"strategy": strategy, "model": "gpt2", **values}), H200)
 
     assert "local_sgd" not in {choice.plan.strategy.name for choice in ranked(AUTO)}
     own = [choice.plan for choice in ranked("local_sgd")]

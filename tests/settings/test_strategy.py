@@ -32,7 +32,6 @@ def test_shipped_strategies_have_their_order_and_meaning():
 @pytest.mark.parametrize(
     ("strategy", "document", "messages"),
     [
-        ("zero2", deepspeed_json("zero3"), ("stage 3", "stage 2")),
         ("hybrid", deepspeed_json("zero1"), ("stage 1", "pipeline")),
         ("zero2", deepspeed_json("zero2", pipeline={"stages": 2}), ("pipeline",)),
         ("dp", deepspeed_json(), ("strategy='dp'", "deepspeed_config=")),

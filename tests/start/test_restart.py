@@ -20,31 +20,16 @@ from tests.support import CPU_MACHINE, refused, start_test_record
 RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
-def config_for(output_dir, **values):
-    work = {"model": "gpt2-tiny", "strategy": "dp", "dataset": "embedded", "num_samples": 40}
-    return build_config({**work, "output_dir": str(output_dir), **values})
-
-
 def build_plan(config, num_processes):
     return make_plan(config, local_cluster(CPU_MACHINE, num_processes, 1))
 
 
-@pytest.fixture
-def start_run(tmp_path, monkeypatch):
+def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_ID, "job-7")
-
-    def begin(num_processes, **values):
-        return reserve_run_dir(build_plan(config_for(tmp_path, **values), num_processes))
-
-    return begin
-
-
-def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(
-    start_run, tmp_path, monkeypatch
-):
-    requested = config_for(tmp_path)
+    work = {"model": "gpt2-tiny", "strategy": "dp", "dataset": "embedded", "num_samples": 40}
+    requested = build_config({**work, "output_dir": str(tmp_path)})
     assert continue_run(requested) == (requested, [])
-    run_dir = start_run(2).run_dir.resolve()
+    run_dir = reserve_run_dir(build_plan(requested, 2)).run_dir.resolve()
     # Whatever lies in output_dir must not end the start.
     for number, text in enumerate(("", "[]", "null", "{", json.dumps({"run_id": ["job-7"]}))):
         (tmp_path / f"other-{number}").mkdir()

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from functools import partial
 
 import pytest
 
@@ -24,13 +23,12 @@ def build_runs(tmp_path, plan, *typed):
         force=False, max_restarts=0, out=str(tmp_path),
     )  # fmt: skip
     config = {"batch_size": 2, "model": "gpt2-tiny", "dataset": "embedded"}
-    build = partial(_build, config)
+
+    def build(overrides):
+        return build_config(config, overrides=overrides)
+
     runs, _ = compare.build_runs(arguments, build, ROOT / "script.py", compare.QUIET_DEFAULTS)
     return runs
-
-
-def _build(config, overrides):
-    return build_config(config, overrides=overrides)
 
 
 def test_names_hold_the_keys_that_a_plan_sets_for_a_run(tmp_path):

@@ -228,7 +228,6 @@ def test_a_signal_in_an_evaluation_saves_and_stops_at_once(
 @pytest.mark.parametrize(
     ("losses", "stop_after", "steps"),
     [
-        ([5, 4, 3, 2, 1, 0, 0], 0, 12),
         ([5, 4, 3, 2, 1, 0, 0], 1, 12),
         ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # an equal loss does not count as an improvement
         ([5, 4, 4, 3, 3.5, 3, 2], 1, 4),
