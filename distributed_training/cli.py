@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import logging
+import re
 import shlex
 import signal
 import sys
@@ -21,7 +22,14 @@ from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import one_of, shown
-from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
+from distributed_training.settings.keys import (
+    Key,
+    Parser,
+    advise_on_name,
+    at_least,
+    find_key,
+    read_keys,
+)
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
@@ -130,6 +138,11 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     """Parse the command line. If --model names a folder of model code, allow this code to run.
     `overrides` in the result contains the `key=value` strings in the order in which they were
     given. Raises UserError for an unknown option."""
+    if parser.get_default("overrides") is not None:
+        keys = all_keys()
+        # --batch-size=8 and --per_device_train_batch_size=8 mean --batch_size=8.
+        option = re.compile(r"^--([\w-]+)(?==|\Z)")
+        argv = [option.sub(lambda match: f"--{find_key(match[1], keys)}", word) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:

@@ -35,10 +35,16 @@ def overrides(*argv):
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_is_an_option(name):
-    value = OTHER[name]
-    for argv in ([f"--{name}={value}"], [f"--{name}", value]):
+    value, dashed = OTHER[name], name.replace("_", "-")
+    for argv in ([f"--{name}={value}"], [f"--{dashed}={value}"], [f"--{name}", value]):
         assert overrides(*argv) == [f"{name}={value}"]
     assert overrides("--set", f"{name}={value}", "seed=1") == [f"{name}={value}", "seed=1"]
+
+
+def test_options_of_other_programs_that_mean_a_key_set_it():
+    assert overrides("--lr", "0.1", "--per-device-train-batch-size=8", "--seq_len", "64") == [
+        "learning_rate=0.1", "batch_size=8", "max_length=64",
+    ]  # fmt: skip
 
 
 def test_options_keep_the_order_of_the_command_line():
@@ -52,8 +58,6 @@ def test_options_keep_the_order_of_the_command_line():
         (["--stratgy", "dp"], ["'--stratgy'", " strategy?"]),
         (["--temperature", "1"], ["'--temperature'", "--help"]),
         (["--fp16"], ["'--fp16'", "--precision fp16"]),
-        (["--lr", "0.1"], ["'--lr'", "--learning_rate"]),
-        (["--batch-size", "8"], ["'--batch-size'", " batch_size?"]),
         (["--max-restart=1"], ["'--max-restart=1'", " max_restarts?"]),
         (["--zzzz"], ["See --help"]),
         (["--seed"], ["--seed", "See --help"]),

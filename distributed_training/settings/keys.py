@@ -122,15 +122,26 @@ def check_names(names: Iterable[Any], keys: Mapping[str, Key], source: str) -> N
             raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
 
 
+def _advice_on_foreign_option(word: str) -> str | None:
+    table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
+    advice: str | None = table.get(word.lower().replace("-", "_"))
+    return advice
+
+
+def find_key(option: str, keys: Mapping[str, Key]) -> str:
+    """Return the key that an option means: `option` itself, `option` with dashes, or an option of
+    another program that means exactly the same. Return `option` if there is no such key."""
+    other = (_advice_on_foreign_option(option) or "").removeprefix("use --")
+    return next((name for name in (option.replace("-", "_"), other) if name in keys), option)
+
+
 def advise_on_name(word: str, names: Iterable[str]) -> str | None:
     """Return advice on an unknown name: the corresponding option if it is an option of
     transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return
     None if no name is similar."""
-    table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
-    advice: str | None = table.get(word.lower().replace("-", "_"))
     # A name that differs more would mislead the user.
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
-    return advice or (f"did you mean {close[0]}?" if close else None)
+    return _advice_on_foreign_option(word) or (f"did you mean {close[0]}?" if close else None)
 
 
 class Parser(argparse.ArgumentParser):
