@@ -1,6 +1,5 @@
 """Test runs that train on several datasets with weights."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -10,13 +9,13 @@ from distributed_training.data.corpus import find_corpus, split_weights
 from distributed_training.data.estimate import sample_corpus
 from distributed_training.data.report import summarize
 from distributed_training.settings.request import build_config
+from tests.data.test_folders import write
 from tests.data.test_samples import prepare
 from tests.support import refused
 
 
 def write_records(path, count):
-    rows = [{"text": f"{path.name[0]} {number}"} for number in range(count)]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write(path, *(f"{path.name[0]} {number}" for number in range(count)))
     return str(path)
 
 

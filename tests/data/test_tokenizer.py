@@ -157,9 +157,8 @@ print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(fo
 
 
 def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": SAID})] * 4))
-    tokenizer = Tokenizer(folder)
-    prepare(tmp_path / "cache", tokenizer, find_corpus(str(tmp_path / "a.jsonl")), max_length=200)
+    corpus = jsonl(tmp_path, [{"messages": SAID}] * 4)
+    prepare(tmp_path / "cache", Tokenizer(folder), corpus, max_length=200)
     command = [sys.executable, "-c", CACHED, folder, tmp_path / "a.jsonl", tmp_path / "cache"]
     assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]
 

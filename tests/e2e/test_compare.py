@@ -3,16 +3,9 @@
 import json
 import signal
 
-from tests.conftest import SMALL, assert_ok, run_command
+from tests.conftest import SMALL, assert_ok, run_command, settings
 from tests.e2e.support import remaining_processes, running, wait_for
 from tests.pool import SCRIPT
-
-
-def command(out, *words):
-    values = {**SMALL, "num_samples": 16, "compile": False}
-    keys = [f"{key}={value}" for key, value in values.items()]
-    start = ["python", SCRIPT, "compare", "--num_gpus", "1", "--out", out]
-    return [*start, *words, "--set", *keys]
 
 
 def finished(out):
@@ -28,8 +21,10 @@ def test_an_interrupted_comparison_continues(tmp_path):
     """Stop `compare` during the last of three runs, and then run the same command again. The
     strategy "hybrid" fails, because it needs two processes."""
     out, log = tmp_path / "out", tmp_path / "log"
-    words = "--strategies", "dp,hybrid,fsdp"
-    with running([*command(out, *words), "max_steps=200", "num_samples=1200"], log) as process:
+    values = {**SMALL, "num_samples": 1200, "max_steps": 200, "compile": False}
+    command = ["python", SCRIPT, "compare", "--num_gpus", "1", "--out", out]
+    command += ["--strategies", "dp,hybrid,fsdp", *settings(values)]
+    with running(command, log) as process:
         wait_for(lambda: "3/3" in log.read_text(), process, log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGINT
@@ -37,7 +32,7 @@ def test_an_interrupted_comparison_continues(tmp_path):
     assert remaining_processes(str(out)) == []
     (kept,) = finished(out).items()
     assert "1 of 3 runs" in (out / "compare.html").read_text()
-    again = run_command([*command(out, *words), "max_steps=200", "num_samples=1200"])
+    again = run_command(command)
     assert_ok(again)
     assert "1 run already finished." in again.stdout
     assert kept in finished(out).items()

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.tools.data import _mark_targets
 from tests.conftest import assert_ok, heavy_pool
+from tests.data.test_samples import jsonl
 from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
 from tests.support import edit_json, tiny_qwen2
 
@@ -23,7 +24,7 @@ def model(folder):  # noqa: F811
 
 def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     rows = [{"messages": SAID}, {"messages": SAID[:1]}, {"messages": SAID[:2]}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    jsonl(tmp_path, rows)
     options = ["--model", model, "--dataset", tmp_path / "a.jsonl", "--max_length", 200]
     result = heavy_pool().script(["data", *options, "--json", "--show", 9])
     assert_ok(result)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from distributed_training.tools.parity import exit_code, find_excess, relative_difference
-from tests.conftest import SMALL, run_command
+from tests.conftest import SMALL, run_command, settings
 from tests.e2e.support import clone
 from tests.support import small_records
 
@@ -60,8 +60,7 @@ def test_every_layout_is_compared_with_one_process(tmp_path):
     values = {**SMALL, "max_steps": 4, "num_samples": 64, "pipeline_schedule": "interleaved"}
     values["dataset"] = str(small_records())
     del values["model"]  # "auto" chooses a model with four layers for the four stages
-    keys = [f"{key}={value}" for key, value in values.items()]
-    words = ["--num_gpus", "2", "--strategies", "pp,3d,forgetful", "--set", *keys]
+    words = ["--num_gpus", "2", "--strategies", "pp,3d,forgetful", *settings(values)]
     script = repository / "real_model_example.py"
     found = run_command(["python", script, "parity", *words], cwd=repository, timeout_s=390)
     assert found.returncode == 1, found.stdout + found.stderr

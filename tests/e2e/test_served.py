@@ -1,7 +1,6 @@
 """Test the settings that servers read from an exported folder: the dtype, the tokens that end an
 answer, and padding."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import transformers
 
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data import test_tokenizer
+from tests.data.test_samples import jsonl
 from tests.data.test_tokenizer import SAID
 from tests.support import edit_json, tiny_qwen2
 
@@ -25,10 +25,9 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
     saved = tmp_path / "base/generation_config.json"
     edit_json(saved, _from_model_config=True)  # most published models have this key
     shutil.copytree(folder, tmp_path / "base", dirs_exist_ok=True)
-    rows = [json.dumps({"messages": SAID[:2]})] * 30
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    jsonl(tmp_path / "rows", [{"messages": SAID[:2]}] * 30)
     values = {"model": tmp_path / "base", "weights": tmp_path / "base", "tokenizer": "auto"}
-    values |= {"dataset": tmp_path / "a.jsonl", "max_length": 64, "num_samples": -1}
+    values |= {"dataset": tmp_path / "rows", "max_length": 64, "num_samples": -1}
     values |= {"learning_rate": 0, "max_steps": 1, "checkpoint_every": 0, "output_dir": tmp_path}
     assert_ok(train(values))
     exported = Path(only_record(tmp_path)["run_dir"], "hf")

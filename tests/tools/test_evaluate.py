@@ -1,7 +1,6 @@
 """Compare the results of the `eval` command with the loss that transformers computes for the same
 text."""
 
-import json
 import math
 import shutil
 
@@ -19,6 +18,7 @@ from transformers import (
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.conftest import assert_ok, heavy_pool, only_record, train
+from tests.data.test_samples import jsonl
 from tests.data.test_tokenizer import SAID, SAMPLES, folder  # noqa: F401
 from tests.e2e.support import assert_refused
 
@@ -55,7 +55,7 @@ def evaluated(model, file, *options):
     result = heavy_pool().script(["eval", model, "--dataset", file, *options])
     assert_ok(result)
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
-    rows_by_name = {"bits" if row[0] == "bits" else row[0]: row for row in lines}
+    rows_by_name = {row[0]: row for row in lines}
     return {
         "loss": float(rows_by_name["loss"][1]),
         "bits": float(rows_by_name["bits"][3]),
@@ -86,7 +86,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
 def test_only_answers_of_chats_are_evaluated_without_template_marks(model, tmp_path):
     answers = ["One, zwei, 三.", "Yes"]
     rows = [{"messages": [SAID[0], {"role": "assistant", "content": one}]} for one in answers]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    jsonl(tmp_path, rows)
     tokenizer = AutoTokenizer.from_pretrained(model)
     samples = []
     for row in rows:
@@ -111,17 +111,16 @@ def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tm
         BloomConfig(vocab_size=400, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
     )
     network.save_pretrained(bloom)
-    rows = [{"text": text} for text in SAMPLES if text.strip()]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = [text for text in SAMPLES if text.strip()]
+    rows = tmp_path / "rows"
+    jsonl(rows, [{"text": text} for text in texts])
     tokenizer = AutoTokenizer.from_pretrained(bloom)
     samples = []
-    for row in rows:
-        ids = [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]
+    for text in texts:
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         samples.append((ids, [True] * len(ids)))
-    nats, count = theirs(bloom, samples)
-    found = evaluated(bloom, tmp_path / "a.jsonl", "--max_length", 512)
-    assert found["targets"] == count
-    assert found["loss"] == pytest.approx(nats / count, abs=2e-4)
+    found = evaluated(bloom, rows, "--max_length", 512)
+    assert_agrees(found, *theirs(bloom, samples), "".join(texts))
 
 
 def test_evaluating_a_run_repeats_its_last_evaluation(tmp_path):
