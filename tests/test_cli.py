@@ -201,11 +201,6 @@ def test_output_dir_of_config_is_relative_to_the_script(monkeypatch, tmp_path):
     assert planned({}).output_dir == str(tmp_path / "runs")
 
 
-def command(monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *argv])
-    return real_model_example.main()
-
-
 @pytest.mark.parametrize(
     ("platform", "argv", "words"),
     [
@@ -217,7 +212,8 @@ def command(monkeypatch, *argv):
 )
 def test_startup_errors_are_one_line(platform, argv, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", platform)
-    assert command(monkeypatch, *argv) == 2
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *argv])
+    assert real_model_example.main() == 2
     err = capsys.readouterr().err
     assert (err[:7], err.count("\n")) == ("error: ", 1)
     assert [word for word in words if word not in err] == []

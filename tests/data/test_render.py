@@ -8,7 +8,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from distributed_training.data.chats.align import loses_thoughts
 from distributed_training.data.chats.render import Conversation, Renderer
-from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.support import refused
 
 NO_TOKENS = re.compile("(?!)")
@@ -48,8 +47,8 @@ def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     assert [sample.text] == texts
 
 
-def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents():
-    renderer = Tokenizer(EMBEDDED_DIR).renderer
+def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents(tokenizer):
+    renderer = tokenizer.renderer
     answer = {**SAID[1], "reasoning_content": "hm"}
     (sample,) = renderer.render_samples(Conversation([SAID[0], answer]), "here")
     assert sample.text == "user: 2+2=\nassistant: 4<|endoftext|>"

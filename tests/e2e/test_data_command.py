@@ -5,7 +5,6 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.tools.data import _mark_targets
 from tests.conftest import assert_ok, heavy_pool
 from tests.data.test_samples import jsonl
@@ -45,8 +44,7 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     assert f"<|turn|>assistant\n«{first}»" in text
 
 
-def test_control_characters_in_texts_are_escaped():
-    tokenizer = Tokenizer(EMBEDDED_DIR)
+def test_control_characters_in_texts_are_escaped(tokenizer):
     (ids,) = tokenizer.encode_texts(["a\x1b[2Jb\u200d\tc\n"])
     shown = _mark_targets(tokenizer, ids.tolist(), [True] * len(ids))
     assert shown == "«a\\x1b[2Jb\u200d\tc\n»"

@@ -7,7 +7,7 @@ import pytest
 
 from distributed_training.predict.mechanism import RING_TURNS, sent_bytes
 from results.lab.links import summarize
-from tests.conftest import ROOT, heavy_pool
+from tests.conftest import ROOT, assert_ok, heavy_pool
 
 
 def test_fitted_links_reproduce_the_times_of_the_ring_formula():
@@ -33,7 +33,7 @@ def test_fitted_links_reproduce_the_times_of_the_ring_formula():
 def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
     arguments = ["--largest", "1", "--tp", "2", "--seconds", "0", "--out", tmp_path]
     shown = heavy_pool().script(arguments, num_processes=4, script=ROOT / "results/lab/links.py")
-    assert shown.returncode == 0, shown.stderr
+    assert_ok(shown)
     record = json.loads((tmp_path / "links.json").read_text())
     assert record["mesh"] == {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "tp": 2}
     assert {axis: row["members"] for axis, row in record["groups"].items()} == {

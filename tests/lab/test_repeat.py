@@ -1,7 +1,7 @@
 """Test that a sample of the recorded commands is still accepted. `python results/lab/repeat.py`
 tests all of the commands."""
 
-from tests.conftest import ROOT, heavy_pool
+from tests.conftest import ROOT, assert_ok, heavy_pool
 
 RECORDS = (  # runs of different programs, with a renamed key, and with the first record schema
     "records/h200-x4/gpt2-medium-dp-bf16-b4-x4.json",
@@ -16,5 +16,5 @@ RECORDS = (  # runs of different programs, with a renamed key, and with the firs
 def test_recorded_commands_are_accepted():
     paths = [ROOT / "results" / name for name in RECORDS]
     result = heavy_pool().script(paths, script=ROOT / "results/lab/repeat.py")
-    assert result.returncode == 0, result.stdout
+    assert_ok(result)
     assert result.stdout.endswith(f"{len(paths)} of {len(paths)} commands were accepted.\n")

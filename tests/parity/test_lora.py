@@ -228,19 +228,20 @@ def test_unsupported_adapters_are_refused(tmp_path):
 
 def test_a_plan_can_continue_adapters(tmp_path):
     base, adapters = made_by_peft(tmp_path)
-    given = {"weights": str(adapters), "dataset": "embedded", "max_length": 64}
+    given = {"num_processes": 1, "strategy": "dp", "model": "auto", "dataset": "embedded"}
+    given |= {"weights": str(adapters), "max_length": 64}
     with refused(str(base), "tokenizer"):
-        plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
+        plan_for(tmp_path, **given)
     shutil.copytree(EMBEDDED_DIR, adapters, dirs_exist_ok=True)
     for typed in ({"lora_rank": 16}, {"lora_alpha": 3.0}, {"lora_targets": "q_proj"}):
         with refused(next(iter(typed)), str(adapters)):
-            plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given, **typed)
-    draft = plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", checked=False, **given)
+            plan_for(tmp_path, **given, **typed)
+    draft = plan_for(tmp_path, checked=False, **given)
     assert (draft.config.model, draft.config.lora_rank) == (str(base), 4)
     other = tmp_path / "other"
     shutil.copytree(base, other)
     with refused(str(adapters), str(base)):
-        plan_for(tmp_path, num_processes=1, strategy="dp", model=str(other), **given)
+        plan_for(tmp_path, **{**given, "model": str(other)})
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):

@@ -20,17 +20,23 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def plan(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *arguments])
-    return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    """Return a function that runs `plan`, checks that it succeeds, and returns its output."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *arguments])
+        assert main(CONFIG, "About.", str(ROOT / "real_model_example.py")) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_plan_prints_ten_rows_and_a_command_for_each_pick(monkeypatch, capsys):
+def test_plan_prints_ten_rows_and_a_command_for_each_pick(plan):
     arguments = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
     outputs = []
     for explain in ([], ["--explain"]):
-        assert plan(monkeypatch, *arguments, *explain) == 0
-        outputs.append(capsys.readouterr().out)
+        outputs.append(plan(*arguments, *explain))
         for line in ("on 2 x 8 x H100-80GB: ", "steps of 64 x 512 tokens"):
             assert line in " ".join(outputs[-1].split())
     assert "s/step" not in outputs[0]
@@ -45,78 +51,68 @@ def test_plan_prints_ten_rows_and_a_command_for_each_pick(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("gbit", ["400", "25"])
-def test_ranking_for_two_nodes_matches_the_strategies_page(monkeypatch, capsys, gbit):
+def test_ranking_for_two_nodes_matches_the_strategies_page(plan, gbit):
     """For a fast and for a slow network, strategies/README.md names the first layout, and one of
     the two fastest, which take equally long."""
     arguments = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
     arguments += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
-    assert plan(monkeypatch, *arguments, "--explain") == 0
-    rows = capsys.readouterr().out.partition("\npick ")[2].splitlines()[1:]
+    rows = plan(*arguments, "--explain").partition("\npick ")[2].splitlines()[1:]
     assert rows[0].split("  ")[0] == "first"
     assert "first    dp m8 " in rows[0]
     assert rows[1].startswith("fastest  pp ")
     assert any(" pp pp=2 dp_shard=4 zb-v m16 " in row for row in rows[1:3])
 
 
-def test_open_values_are_searched_and_typed_values_are_kept(monkeypatch, capsys):
+def test_open_values_are_searched_and_typed_values_are_kept(plan):
     """The planner searches for the best batch size and the best activation checkpointing mode,
     unless they are given on the command line."""
     arguments = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
-    assert plan(monkeypatch, *arguments) == 0
-    out = capsys.readouterr().out
-    assert " of 4 x 1,024 tokens" in " ".join(out.split())
-    recommended = re.search(r"--batch_size auto uses (\d+)", " ".join(out.split()))[1]
-    assert plan(monkeypatch, *arguments, "--batch_size", "auto") == 0
-    out = capsys.readouterr().out
+    out = " ".join(plan(*arguments).split())
+    assert " of 4 x 1,024 tokens" in out
+    recommended = re.search(r"--batch_size auto uses (\d+)", out)[1]
+    out = plan(*arguments, "--batch_size", "auto")
     assert re.search(rf"--batch_size {recommended} .*--strategy dp", out)
-    assert plan(monkeypatch, *arguments, "--batch_size", "64", "--micro_batch_size", "64") == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = plan(*arguments, "--batch_size", "64", "--micro_batch_size", "64")
+    out = " ".join(out.split())
     assert " of 64 x 1,024 tokens" in out
     assert re.search(r"dp \+(selective|full)", out)
     assert re.search(r"--activation_checkpointing (selective|full)", out)
 
 
-def test_strategy_option_filters_the_layouts(monkeypatch, capsys):
+def test_strategy_option_filters_the_layouts(plan):
     arguments = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
-    assert plan(monkeypatch, *arguments) == 0
-    assert {layout["strategy"] for layout in json.loads(capsys.readouterr().out)} == {"fsdp"}
+    assert {layout["strategy"] for layout in json.loads(plan(*arguments))} == {"fsdp"}
 
 
-def test_offload_on_cpus_is_ranked_only_when_asked_for(monkeypatch, capsys):
+def test_offload_on_cpus_is_ranked_only_when_asked_for(plan):
     for arguments, is_ranked in (([], False), (["--strategy", "offload"], True)):
-        assert plan(monkeypatch, "--json", "--model", "gpt2-tiny", *arguments) == 0
-        layouts = json.loads(capsys.readouterr().out)
+        layouts = json.loads(plan("--json", "--model", "gpt2-tiny", *arguments))
         assert ("offload" in {layout["strategy"] for layout in layouts}) is is_ranked
 
 
-def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
+def test_tokens_become_steps_hours_and_a_price(plan):
     arguments = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2 CHF"
-    assert plan(monkeypatch, *arguments, "--tokens", "1B") == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(plan(*arguments, "--tokens", "1B").split())
     assert " 122,071 steps of 16 x 512 tokens" in out
     hours, cost = (float(re.search(rf"([\d.]+) {unit}", out)[1]) for unit in ("GPU-hours", "CHF"))
     assert cost == pytest.approx(2 * hours, rel=0.01)
     assert "--max_steps 122071" in out
-    assert plan(monkeypatch, *arguments, "--tokens", "many") == 2
-    assert "Write 300M, 1B or 2e9" in capsys.readouterr().err
 
 
-def test_steps_for_a_small_text_on_a_cpu_match_the_run(tmp_path, monkeypatch, capsys):
+def test_steps_for_a_small_text_on_a_cpu_match_the_run(plan, tmp_path):
     """On a CPU, training on a small text uses a preset whose max_steps is only an upper limit."""
     text = tmp_path / "mine.txt"
     text.write_text("one more word " * 800)
     options = "--dataset", str(text), "--output_dir", str(tmp_path), "--num_gpus", "2"
-    assert plan(monkeypatch, *options) == 0
-    planned = " ".join(capsys.readouterr().out.split())
+    planned = " ".join(plan(*options).split())
     assert "--preset words" in planned  # the note that lists the preset's values
     printed = heavy_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
     work = re.search(r"\n  work: (.+)\n", printed)[1]
     assert f" trains on {work} of " in planned
 
 
-def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
-    assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
-    layouts = json.loads(capsys.readouterr().out)
+def test_json_has_the_fields_that_programs_read(plan):
+    layouts = json.loads(plan("--cluster", "4xH200", "--json", "--model", "gpt2"))
     # Orders of operations are searched for only on request.
     schedules = {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
     assert {layout["schedule"] for layout in layouts} == schedules
@@ -135,6 +131,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
         (["--cluster", "4xH201"], ["'H201'", "H200", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["NxMxGPU", "8xH200"]),
         (["--cluster", "8xH200", "--price", "-1"], ["--price", "'-1'"]),
+        (["--cluster", "8xH200", "--tokens", "many"], ["--tokens", "'many'", "300M"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["--num_gpus", "--cluster"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
         (["--cluster", "2x8", "--gpu", "{"], ["is not valid JSON"]),

@@ -45,8 +45,7 @@ def test_a_user_text_without_a_gpu_uses_the_words_preset():
         (own, gpu()), ({**own, "dataset": "embedded"}, CPU_MACHINE),
         ({**own, "model": "gpt2-tiny"}, CPU_MACHINE),
     ):  # fmt: skip
-        built = build_config({"strategy": "dp", **values})
-        assert draft_plan(built, local_cluster(machine, 2, 2)).config.epochs == 2
+        assert decide(machine, world_size=2, **values)[0].config.epochs == 2
 
 
 def test_without_a_gpu_every_strategy_trains_the_same_model():

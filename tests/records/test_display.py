@@ -77,9 +77,7 @@ def test_long_values_are_wrapped_and_paths_are_not(capsys):
     assert any(path in line for line in lines[3:])
 
 
-def row(step):
-    timed = {"num_tokens": 1234, "step_time_s": 0.5}
-    return {"step": step, "epoch": 0, "loss": 2.0, "learning_rate": 3e-3, **timed}
+ROW = {"epoch": 0, "loss": 2.0, "learning_rate": 3e-3, "num_tokens": 1234, "step_time_s": 0.5}
 
 
 def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monkeypatch):
@@ -88,7 +86,7 @@ def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monk
     display = Display(enabled=True)
     display.start(0, 100)
     for rows, now_s in (([1], 100.0), ([2], 101.0), ([1, 2, 3], 106.0), ([100], 107.0)):  # noqa: B007
-        display.progress([row(step) for step in rows], 1)
+        display.progress([{"step": step, **ROW} for step in rows], 1)
     display.stop()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]

@@ -78,15 +78,20 @@ def saved_plan(tmp_path):
     return plan
 
 
+def resume(saved_plan, *typed, count=4, **config):
+    """Return the settings of a run on `count` processes that resumes the saved run, and notes."""
+    notes = []
+    requested = merged(config, f"resume={saved_plan.run_dir}", *typed)
+    return inherit_settings(requested, count, notes), notes
+
+
 @pytest.mark.parametrize("repeated", [[], ["batch_size=2"]], ids=str)
 @pytest.mark.parametrize(("count", "batch"), [(4, (2, 1)), (2, (2, 2)), (8, (1, 1))])
 def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan):
     """A printed command repeats the options of the first run. With a different number of
     processes, the repeated batch size must not change the global batch."""
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
-    notes = []
-    arguments = (f"resume={saved_plan.run_dir}", *repeated)
-    config = inherit_settings(merged(shipped, *arguments), count, notes)
+    config, notes = resume(saved_plan, *repeated, count=count, **shipped)
     plan = build_plan(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
@@ -97,9 +102,8 @@ def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan)
 
 
 def test_a_typed_batch_size_is_kept(saved_plan):
-    resume = f"resume={saved_plan.run_dir}"
-    assert inherit_settings(merged({}, resume, "batch_size=4"), 8, []).batch_size == 4
-    plan = build_plan(merged({}, resume, "batch_size=2"), 8)
+    assert resume(saved_plan, "batch_size=4", count=8)[0].batch_size == 4
+    plan = build_plan(merged({}, f"resume={saved_plan.run_dir}", "batch_size=2"), 8)
     assert (plan.config.batch_size, plan.requested.batch_size) == (1, 2)  # for the next resume
 
 
@@ -115,8 +119,7 @@ def with_setting(plan, key, value):
 def test_resuming_a_named_run_inherits_every_key(saved_plan):
     for key in KEYS.keys() - {"strategy", "batch_size", "grad_accum_steps", "output_dir", "resume"}:
         with_setting(saved_plan, key, OTHER[key])
-        notes = []
-        config = inherit_settings(merged({}, f"resume={saved_plan.run_dir}"), 4, notes)
+        config, notes = resume(saved_plan)
         assert getattr(config, key) == OTHER[key]
         assert f"{key}={OTHER[key]!r}" in notes[0]
 
@@ -124,9 +127,7 @@ def test_resuming_a_named_run_inherits_every_key(saved_plan):
 @pytest.mark.parametrize(("count", "strategy"), [(2, "local_sgd"), (4, "fsdp")])
 def test_settings_of_another_layout_are_named_and_not_inherited(count, strategy, saved_plan):
     with_setting(saved_plan, "dp_replicate", 4)
-    notes = []
-    arguments = (f"resume={saved_plan.run_dir}", f"strategy={strategy}")
-    config = inherit_settings(merged({}, *arguments), count, notes)
+    config, notes = resume(saved_plan, f"strategy={strategy}", count=count)
     assert config.dp_replicate is None
     assert "dp_replicate=4" in notes[1]
     assert "dp_replicate" not in notes[0]
@@ -135,19 +136,19 @@ def test_settings_of_another_layout_are_named_and_not_inherited(count, strategy,
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
 def test_typed_values_override_those_of_the_saved_run(typed, saved_plan):
     """Values that the user sets in CONFIG or on the command line replace the saved run's values."""
-    own = {"strategy": "local_sgd"}
-    arguments = [f"resume={saved_plan.run_dir}", "strategy=local_sgd"]
+    own = "strategy=local_sgd"
     more = [f"{name}={value}" for name, value in typed.items()]
-    for config in (merged(own | typed, *arguments), merged(own, *arguments, *more)):
-        notes = []
-        config = inherit_settings(config, 4, notes)
+    for config, notes in (
+        resume(saved_plan, own, strategy="local_sgd", **typed),
+        resume(saved_plan, own, *more, strategy="local_sgd"),
+    ):
         plan = build_plan(config.model_copy(update={"resume": None}), 4)
         assert plan.work == saved_plan.work | typed
         assert not any(name in " ".join(notes) for name in typed)
 
 
 def test_a_typed_strategy_drops_the_keys_of_the_saved_one(saved_plan):
-    config = inherit_settings(merged({}, f"resume={saved_plan.run_dir}", "strategy=fsdp"), 4, [])
+    config, _ = resume(saved_plan, "strategy=fsdp")
     assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
     with refused("3 processes", "8"):
-        inherit_settings(merged({}, f"resume={saved_plan.run_dir}"), 3, [])
+        resume(saved_plan, count=3)

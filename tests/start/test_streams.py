@@ -1,12 +1,11 @@
 """Test output streams whose reader exits."""
 
 import os
-import subprocess
 import sys
 
 from distributed_training.start.streams import open_lasting
-from tests.conftest import clean_environment
-from tests.pool import ROOT
+from tests.conftest import assert_ok, run_command
+from tests.pool import SCRIPT
 
 
 def test_a_closed_reader_does_not_end_the_run():
@@ -21,18 +20,10 @@ def test_a_closed_reader_does_not_end_the_run():
 
 
 def test_unencodable_characters_do_not_end_the_run():
-    command = [sys.executable, ROOT / "real_model_example.py", "--dry-run"]
-    options = [
-        "--generate",
-        "größer \U0001f642",
-        "--dataset",
-        "embedded-prose",
-        "--model",
-        "gpt2-tiny",
-    ]
-    environment = clean_environment(PYTHONIOENCODING="ascii")
-    result = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    command = [sys.executable, SCRIPT, "--dry-run", "--generate", "größer \U0001f642"]
+    command += ["--dataset", "embedded-prose", "--model", "gpt2-tiny"]
+    result = run_command(command, PYTHONIOENCODING="ascii")
+    assert_ok(result)
     assert "'gr??er ?'" in result.stdout
 
 
@@ -51,12 +42,11 @@ assert not [name for name in sys.modules if name.startswith("distributed_trainin
 
 
 def test_a_notebook_kernel_stays_unchanged():
-    script = str(ROOT / "real_model_example.py")
-    code = f"import sys; sys.argv = [{script!r}, '--seed', '1']\n{NOTEBOOK}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code = f"import sys; sys.argv = [{str(SCRIPT)!r}, '--seed', '1']\n{NOTEBOOK}"
+    result = run_command([sys.executable, "-c", code])
+    assert_ok(result)
     message, command = result.stdout.splitlines()
     assert (
         message == "error: Training cannot run in a notebook's kernel. Run this command in a cell:"
     )
-    assert command == f"  !{sys.executable} {script} --seed 1"
+    assert command == f"  !{sys.executable} {SCRIPT} --seed 1"
