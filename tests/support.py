@@ -104,6 +104,11 @@ def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
         assert word in text
 
 
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> None:
+    """Check that the relative difference of two tensors in the 2-norm is at most `limit`."""
+    assert (actual - expected).norm() <= limit * expected.norm()
+
+
 def named_strategy(name: str) -> Strategy:
     """Return the shipped strategy with this name."""
     return load_strategy(build_config({"strategy": name}))

@@ -83,12 +83,16 @@ def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
     return load_checkpoint(folder, engine or FakeEngine(), plan, TOPOLOGY, data)
 
 
-def begin(saver, engine, step):
+def begin(run_dir, engine, step, **plan):
+    saver = Saver(plan_of(run_dir, **plan), TOPOLOGY)
     saver.begin(engine, step=step, data_fingerprint="tokens")
+    return saver
 
 
-def find_checkpoint(given, output_dir, work=WORK, strategy="zero2"):
+def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True):
+    """Return the checkpoint that a single process finds, or a list of notes if there is none."""
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
+    plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
     notes = []
     resumed = resume.find_checkpoint(plan, notes)
@@ -131,8 +135,7 @@ def test_a_background_save_writes_the_state_of_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(
         saver_module, "write_parts", lambda *words: gate.wait(60) and write_parts(*words)
     )
-    saver = Saver(plan_of(tmp_path), TOPOLOGY)
-    begin(saver, engine, 5)
+    saver = begin(tmp_path, engine, 5)
     engine.state += torch.rand(10, 4)  # change the state, like the next step
     assert not saver.pending_write.done()
     assert list_checkpoints(tmp_path) == []
@@ -149,8 +152,7 @@ def test_non_finite_state_is_not_saved_and_the_last_good_checkpoint_is_kept(tmp_
     engine.counters = dict
     for poison in (float("nan"), -float("inf")):
         engine.state[3, 1] = poison
-        saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY)
-        begin(saver, engine, 2)
+        saver = begin(tmp_path, engine, 2, keep=1)
         engine.state.fill_(2)  # changed after the copy, so not in the checkpoint
         with pytest.raises(FloatingPointError, match=r"weight/w has non-finite values on rank 0"):
             saver.finish()
@@ -177,8 +179,7 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
 def test_state_is_written_directly_if_ram_cannot_hold_a_copy(tmp_path, monkeypatch):
     """If RAM cannot hold a copy, the state is written directly while training waits."""
     monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
-    saver = Saver(plan_of(tmp_path), TOPOLOGY)
-    begin(saver, FakeEngine(3), 3)
+    saver = begin(tmp_path, FakeEngine(3), 3)
     folder, _ = saver.finish()
     assert saver.memory is None
     engine = FakeEngine()

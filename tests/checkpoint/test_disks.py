@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed_training.checkpoint import saver
-from distributed_training.checkpoint.resume import FilesOnOtherNodesError, find_checkpoint
+from distributed_training.checkpoint.resume import FilesOnOtherNodesError
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.records.folder import list_checkpoints
@@ -16,7 +16,7 @@ from distributed_training.records.record import OWNER_FILE, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.start import rendezvous
 from distributed_training.supervise.process import Process
-from tests.checkpoint.test_checkpoint import FakeEngine, plan_of
+from tests.checkpoint.test_checkpoint import FakeEngine, find_checkpoint, plan_of
 from tests.conftest import heavy_pool
 from tests.support import refused, save_now, start_test_record
 
@@ -91,15 +91,6 @@ def on_two_nodes(folder):
     return steps_by_case
 
 
-def find_on(given, output_dir, has_node_local_files=True):
-    """Return the checkpoint that a single process on the first node finds if `resume` is set to
-    `given`. Return None if there is no such checkpoint."""
-    plan = plan_of(None)
-    plan.has_node_local_files = has_node_local_files
-    plan.config.resume, plan.output_dir = given, output_dir
-    return (find_checkpoint(plan, []) or [None])[0]
-
-
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
@@ -133,11 +124,12 @@ def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_p
     shutil.copytree(folder / "node0", run_dir)
     for resume in ("auto", str(run_dir)):
         with refused("record.json", str(run_dir)):
-            find_on(resume, tmp_path)
+            find_checkpoint(resume, tmp_path, shared_disk=False)
     start_test_record(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
-        assert find_on(resume, tmp_path).parents[1] == run_dir
+        assert find_checkpoint(resume, tmp_path, shared_disk=False).parents[1] == run_dir
         with pytest.raises(FilesOnOtherNodesError, match="is not complete"):
-            find_on(resume, tmp_path, has_node_local_files=False)
+            find_checkpoint(resume, tmp_path)
     start_test_record(run_dir).update(status="ok")
-    assert find_on("auto", tmp_path, has_node_local_files=False) is None
+    (note,) = find_checkpoint("auto", tmp_path)
+    assert run_dir.name in note

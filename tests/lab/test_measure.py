@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import ROOT, assert_ok, heavy_pool
-from tests.support import small_text
+from tests.conftest import ROOT, SMALL, assert_ok, heavy_pool
 
 PROGRAM = ROOT / "results/lab/measure.py"
 RUNS = {
@@ -17,11 +16,8 @@ RUNS = {
 
 @pytest.mark.parametrize("what", ["speed", "loss", "peak"])
 def test_each_run_of_a_plan_is_measured(what, tmp_path):
-    common = {
-        "model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "batch_size": 2,
-        "max_length": 32, "num_samples": 64, "eval_samples": 8, "learning_rate": 1e-3,
-        "compile": False, "weights": "random", "tokenizer": "embedded",
-    }  # fmt: skip
+    common = {**SMALL, "strategy": "dp", "num_samples": 64, "compile": False}
+    common |= {"weights": "random", "tokenizer": "embedded"}
     plan = tmp_path / "tiny.json"
     plan.write_text(json.dumps({"measure": what, "steps": 4, "common": common, "runs": RUNS}))
     assert_ok(heavy_pool().script([plan, tmp_path / "out"], script=PROGRAM))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed_training.models import ModelSpec, find_model, gpt2, llama
 from tests.models.hub_folders import random_model
-from tests.support import edit_json, read_model, refused
+from tests.support import assert_near, edit_json, read_model, refused
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -61,10 +61,6 @@ def exported(state, folder: Path) -> torch.nn.Module:
     """Save our weights, and return the model that transformers loads from the saved folder."""
     find_model(str(folder)).save(dict(state), folder / "ours", eos_token_id=7)
     return AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
-
-
-def assert_near(actual, expected):
-    assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", OPTIONS)

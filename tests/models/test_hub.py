@@ -18,7 +18,7 @@ from distributed_training.models.decoder import KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
-from tests.support import read_model, refused
+from tests.support import assert_near, read_model, refused
 
 LENGTH = 40  # longer than the sliding windows
 
@@ -29,10 +29,6 @@ def without_traces(monkeypatch, tmp_path_factory):
     measured = {"attention_width": 1}  # only read on GPUs and by predictions
     monkeypatch.setattr("distributed_training.models.hub.trace.trace", lambda document: measured)
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-def assert_near(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> None:
-    assert (actual - expected).norm() <= limit * expected.norm()
 
 
 def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:

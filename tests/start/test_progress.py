@@ -82,48 +82,56 @@ def clock(monkeypatch):
     return clock
 
 
-def check(monitor, ranks, clock, seconds):
-    """Check once per second for `seconds` seconds, and return the last reason."""
-    for _ in range(seconds):
-        clock.now += 1
-        if reason := monitor.check(ranks):
-            break
-    return reason
+@pytest.fixture
+def check(ranks, clock):
+    """Return a function that checks once per second for `seconds` seconds, and returns the last
+    reason."""
+
+    def run(monitor, seconds):
+        for _ in range(seconds):
+            clock.now += 1
+            if reason := monitor.check(ranks):
+                break
+        return reason
+
+    return run
 
 
-def test_the_rank_that_hangs_is_named_at_half_the_limit_and_at_the_limit(ranks, clock, capsys):
+def test_the_rank_that_hangs_is_named_at_half_the_limit_and_at_the_limit(
+    ranks, check, clock, capsys
+):
     monitor = Monitor(config(20), 2)
     publishers = [Progress(rank.report_fd) for rank in ranks.values()]
-    assert check(monitor, ranks, clock, 100) == "", "startup has no limit"
+    assert check(monitor, 100) == "", "startup has no limit"
     for publisher in publishers:
         publisher.set_activity("step 1")
     publishers[0].set_activity("step 2")
-    assert check(monitor, ranks, clock, 11) == ""
+    assert check(monitor, 11) == ""
     assert capsys.readouterr().err == ""
     clock.now += 1000  # this process was suspended; this counts as 2 s
-    assert check(monitor, ranks, clock, 2) == ""
+    assert check(monitor, 2) == ""
     assert "waiting for rank 1, which is in step 1" in capsys.readouterr().err
-    assert "step 1 has hung for 2" in check(monitor, ranks, clock, 20)
+    assert "step 1 has hung for 2" in check(monitor, 20)
     publishers[1].set_activity("step 2")
-    assert check(monitor, ranks, clock, 15) == ""
+    assert check(monitor, 15) == ""
     for publisher in publishers:
         publisher.set_activity("")
-    assert check(monitor, ranks, clock, 100) == "", "rank 0 may upload the model"
+    assert check(monitor, 100) == "", "rank 0 may upload the model"
 
 
-def test_a_stopped_rank_is_named_within_the_minute(ranks, clock):
+def test_a_stopped_rank_is_named_within_the_minute(ranks, check):
     monitor = Monitor(config(0), 2)
     os.kill(ranks[1].process.pid, signal.SIGSTOP)
     while not ranks[1].is_stopped():
         time.sleep(0.01)
-    assert "rank 1" in check(monitor, ranks, clock, 60)
+    assert "rank 1" in check(monitor, 60)
     ranks[1].process.send_signal(signal.SIGCONT)
     while ranks[1].is_stopped():
         time.sleep(0.01)
-    assert check(monitor, ranks, clock, 60) == ""
+    assert check(monitor, 60) == ""
 
 
-def test_the_contents_of_a_progress_file_are_only_shown(ranks, clock, monkeypatch):
+def test_the_contents_of_a_progress_file_are_only_shown(ranks, check, monkeypatch):
     """Whatever another process writes, signals go to the ranks, and control characters do not
     reach the terminal."""
     signaled = []
@@ -133,7 +141,7 @@ def test_the_contents_of_a_progress_file_are_only_shown(ranks, clock, monkeypatc
     assert ranks[1].read_activity() == Activity(1, f"\\x1b{os.getppid()}")
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", lambda pid, signum: signaled.append(pid))
-        assert "has hung" in check(Monitor(config(5), 2), ranks, clock, 20)
+        assert "has hung" in check(Monitor(config(5), 2), 20)
     assert set(signaled) == {rank.process.pid for rank in ranks.values()}
 
 

@@ -1,7 +1,6 @@
 """Test the claim on a run's folder."""
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise import claims
 from tests.conftest import clean_environment
-from tests.support import refused
+from tests.support import edit_json, refused
 
 # The process that starts a run, and rank 0. The test kills the first when the second has the claim.
 STARTER = """
@@ -28,11 +27,6 @@ claims.hold(pathlib.Path(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
-
-
-def change_owner(run_dir, **changes):
-    file = run_dir / claims.OWNER_FILE
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def make_old(run_dir):
@@ -77,11 +71,11 @@ def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_
 
     monkeypatch.setattr(fcntl, "flock", flock)
     claims.claim(tmp_path, "first")
-    change_owner(tmp_path, host="another-host")
+    edit_json(tmp_path / claims.OWNER_FILE, host="another-host")
     with refused(str(tmp_path), "'another-host'", "resume=None"):
         claims.claim(tmp_path, "second")
     claims.claim(tmp_path, "first")  # restarted on this machine
-    change_owner(tmp_path, host="another-host")
+    edit_json(tmp_path / claims.OWNER_FILE, host="another-host")
     make_old(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     with refused("another-host"):
@@ -90,7 +84,7 @@ def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_
     claims.claim(tmp_path, "second")
     with pytest.raises(RunError):
         claims.check(tmp_path, "first")
-    change_owner(tmp_path, host="another-host")
+    edit_json(tmp_path / claims.OWNER_FILE, host="another-host")
     claims.release(tmp_path)
     claims.claim(tmp_path, "third")
 

@@ -14,29 +14,24 @@ from tests.pool import ROOT
 from tests.support import made_record, small_text
 
 
-def build_runs(tmp_path, plan, *typed):
-    """Return the runs of a plan on two processes, with the given overrides."""
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(plan))
-    arguments = argparse.Namespace(
-        plan=str(file), strategies=None, overrides=typed, num_gpus=2, seeds=1, preset=None,
-        force=False, max_restarts=0, out=str(tmp_path),
-    )  # fmt: skip
-    config = {"batch_size": 2, "model": "gpt2-tiny", "dataset": "embedded"}
-
-    def build(overrides):
-        return build_config(config, overrides=overrides)
-
-    runs, _ = compare.build_runs(arguments, build, ROOT / "script.py", compare.QUIET_DEFAULTS)
-    return runs
-
-
 def test_names_hold_the_keys_that_a_plan_sets_for_a_run(tmp_path):
     plan = {
         "common": {"max_length": 64},
         "runs": [{"strategy": "dp"}, {"strategy": "dp", "bucket_cap_mb": 1}, {"max_length": 0}],
     }
-    plain, bucket, refused = build_runs(tmp_path, plan, "learning_rate=0.5")
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    arguments = argparse.Namespace(
+        plan=str(file), strategies=None, overrides=("learning_rate=0.5",), num_gpus=2, seeds=1,
+        preset=None, force=False, max_restarts=0, out=str(tmp_path),
+    )  # fmt: skip
+
+    def build(overrides):
+        config = {"batch_size": 2, "model": "gpt2-tiny", "dataset": "embedded"}
+        return build_config(config, overrides=overrides)
+
+    runs, _ = compare.build_runs(arguments, build, ROOT / "script.py", compare.QUIET_DEFAULTS)
+    plain, bucket, refused = runs
     names = ["dp", "dp bucket_cap_mb=1"]
     assert [run.name for run in (plain, bucket)] == names
     assert (bucket.values["max_length"], bucket.values["learning_rate"]) == (64, "0.5")
