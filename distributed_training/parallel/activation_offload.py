@@ -53,9 +53,11 @@ class _HostStore:
             return forward(x, **options)
 
     def _save(self, tensor: torch.Tensor) -> _Input:
-        torch.cuda.current_stream().wait_stream(self.stream)
-        if self.latest is not None:  # now copied, so its memory can be used again
-            self.latest.on_gpu = None
+        # The first input of a step must not wait, because a step that is captured as a CUDA graph
+        # cannot wait for copies before it.
+        if self.latest is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.latest.on_gpu = None  # now copied, so its memory can be used again
         free = self.buffers[tensor.shape, tensor.stride(), tensor.dtype]
         buffer = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._copy(buffer, tensor.detach())

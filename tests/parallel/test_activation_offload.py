@@ -22,17 +22,21 @@ class CopyStream:
 
     def __init__(self):
         self.copies = []
+        self.is_captured = False  # whether a CUDA graph of the current step contains this stream
 
     def wait_stream(self, _compute):
-        """Do nothing, because the computation runs at once."""
+        self.is_captured = True  # The computation itself runs at once.
 
     def launch(self, target, source, non_blocking):
         assert non_blocking
         storage = StorageWeakRef(source.untyped_storage())
+        pending = [other for _, other, _ in self.copies]
         self.copies.append((target, storage, source.stride()))
-        target.fill_(torch.nan)
+        if StorageWeakRef(target.untyped_storage()) not in pending:  # no copy reads it
+            target.fill_(torch.nan)
 
     def complete(self):
+        assert self.is_captured, "a captured step waits for copies before it"
         for target, weak_storage, stride in self.copies:
             storage = torch.UntypedStorage._new_with_weak_ptr(weak_storage.cdata)
             assert storage is not None, "the memory was freed before it was copied"
@@ -86,7 +90,9 @@ def train(order, newest_first, offloads):
     if offloads:
         offload_inputs(SimpleNamespace(blocks=blocks))
     waiting, inputs, in_use = [], [], 0
+    stream = torch.cuda.Stream()
     for _ in range(3):
+        stream.is_captured = False
         for operation in order:
             if operation == "B":
                 waiting.pop(-1 if newest_first else 0).backward()
@@ -97,6 +103,7 @@ def train(order, newest_first, offloads):
                 x = block(x)
             waiting.append(x.square().sum())
             in_use = max(in_use, sum(not storage.expired() for storage in inputs))
+        assert not stream.copies, "a captured step ends before its copies"
     num_buffers = 0
     if offloads:
         buffers = blocks["0"].forward.func.__self__.buffers
