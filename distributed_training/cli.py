@@ -27,7 +27,7 @@ from distributed_training.settings.keys import (
     Parser,
     advise_on_name,
     at_least,
-    find_key,
+    find_option,
     read_keys,
 )
 from distributed_training.settings.machine import detect_machine
@@ -138,18 +138,17 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     """Parse the command line. If --model names a folder of model code, allow this code to run.
     `overrides` in the result contains the `key=value` strings in the order in which they were
     given. Raises UserError for an unknown option."""
-    if parser.get_default("overrides") is not None:
-        keys = all_keys()
-        # --batch-size=8 and --per_device_train_batch_size=8 mean --batch_size=8.
-        option = re.compile(r"^--([\w-]+)(?==|\Z)")
-        argv = [option.sub(lambda match: f"--{find_key(match[1], keys)}", word) for word in argv]
+    names = [name.removeprefix("--") for name in parser._option_string_actions]
+    # --batch-size=8 and --per_device_train_batch_size=8 mean --batch_size=8.
+    option = re.compile(r"^--([\w-]+)(?==|\Z)")
+    argv = [option.sub(lambda match: f"--{find_option(match[1], names)}", word) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:
         fix = None
         if overrides is not None and unknown[0].startswith("--"):
             word = unknown[0].removeprefix("--").partition("=")[0]
-            fix = advise_on_name(word, [*all_keys(), *vars(arguments)])
+            fix = advise_on_name(word, names)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])

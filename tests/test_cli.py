@@ -45,6 +45,7 @@ def test_options_of_other_programs_that_mean_a_key_set_it():
     assert overrides("--lr", "0.1", "--per-device-train-batch-size=8", "--seq_len", "64") == [
         "learning_rate=0.1", "batch_size=8", "max_length=64",
     ]  # fmt: skip
+    assert parse(["--num-gpus", "2"]).num_gpus == "2"
 
 
 def test_options_keep_the_order_of_the_command_line():
