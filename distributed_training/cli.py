@@ -146,7 +146,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     overrides = getattr(arguments, "overrides", None)
     if unknown:
         fix = None
-        if overrides is not None and unknown[0].startswith("--"):
+        if overrides is not None:
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = advise_on_name(word, names)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")

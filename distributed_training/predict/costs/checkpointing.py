@@ -1,6 +1,7 @@
 """Estimate the cost of activation checkpointing. A block keeps fewer activations, and the backward
 pass recomputes the others. This module does not import torch."""
 
+import math
 from collections.abc import Sequence
 
 from distributed_training.predict.costs import block, lora, tp
@@ -33,11 +34,12 @@ def boundary_bytes(rank: PipelineRank) -> float:
 
 def inputs_on_host(rank: PipelineRank) -> float:
     """Return the size in bytes of the block inputs that wait in host memory. In a pipeline, this is
-    the most that any schedule needs."""
+    the most that any schedule needs. torch rounds the size of a page-locked buffer up to a power of
+    two."""
     if rank.config.activation_checkpointing != "offload":
         return 0
-    num_waiting = rank.num_microbatches if rank.pp > 1 else 1
-    return boundary_bytes(rank) * rank.num_blocks * num_waiting
+    num_inputs = rank.num_blocks * (rank.num_microbatches if rank.pp > 1 else 1)
+    return num_inputs * 2 ** math.ceil(math.log2(boundary_bytes(rank)))
 
 
 def selective_activation_bytes(rank: PipelineRank) -> float:
