@@ -293,4 +293,5 @@ def validate(model: type[Model], values: Mapping[str, Any]) -> Model:
     # A key that accepts several types has an error for each of them.
     rules = [error["msg"].partition(" should ")[2] for error in errors if error["loc"][0] == name]
     what = f"{name}={shown(values[str(name)])} is not accepted"
-    raise UserError(what, f"it should {' or '.join(rules)}")
+    fix = f"it should {' or '.join(rules)}".replace("a valid boolean", "True or False")
+    raise UserError(what, fix)

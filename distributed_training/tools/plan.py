@@ -284,7 +284,7 @@ def legend(cluster: Cluster, gbit: float | None) -> str:
         source += f" {cluster.assumption}."
     return f"""\
 first: the simplest of the fastest layouts
-m2, m4: micro-batches per replica; +full: activation_checkpointing=full
+m2, m4: micro-batches per replica; +full, +offload ...: activation_checkpointing
 GiB: allocated memory and CUDA context of the fullest process; tight, unlikely: may not fit
 MFU: share of the peak FLOP/s; error: measured times relative to predictions
 not validated: never measured. {source}"""

@@ -117,7 +117,7 @@ BAD = {
     "batch_size": (["4", 4.5, None, True], "'auto'"),
     "num_samples": ([0, -2], "1 or be -1"),
     "learning_rate": (["fast", math.nan, -1e-9], "'auto'"),
-    "pack": ([1, "True"], "boolean or be 'auto'"),
+    "pack": ([1, "True"], "True or False or be 'auto'"),
     "compile": ([3], "'whole'"),
     "precision": (["BF16", "bfloat16"], "'auto', 'bf16', 'fp16' or 'fp32'"),
     "dataset": ([" "], ""),
