@@ -4,11 +4,9 @@
 
 This script does nothing if the folder already contains extensions for the installed torch and
 DeepSpeed. It removes the lock that a killed process leaves behind, because torch would wait for
-this lock forever. Only one instance may build in a folder at a time. The process pool of
-tests/pool.py loads the extensions before it forks. Otherwise, DeepSpeed's loader would start ninja
-and a compiler in each process."""
+this lock forever. The process pool of tests/pool.py loads the extensions before it forks.
+Otherwise, DeepSpeed's loader would start ninja and a compiler in each process."""
 
-import fcntl
 import functools
 import os
 import sys
@@ -23,21 +21,15 @@ from distributed_training.planner.checks import has_libaio
 def main() -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
-    build_key = _build_key()
-    with (folder / "built").open("a+") as built:
-        fcntl.flock(built, fcntl.LOCK_EX)
-        for lock in folder.glob("*/lock"):
-            lock.unlink()
-        built.seek(0)
-        if built.read() == build_key:
-            return
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
+    if not _is_built(folder):
         print(
             "Compiling DeepSpeed's extensions for the tests. This happens once and takes minutes.",
             file=sys.stderr,
         )
         _load()
-        built.truncate(0)
-        built.write(build_key)
+        (folder / "built").write_text(_build_key())
 
 
 def load_built() -> None:
@@ -48,10 +40,13 @@ def load_built() -> None:
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    built = Path(folder, "built") if folder else None
-    if built is not None and built.is_file() and built.read_text() == _build_key():
+    if _is_built(Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""))):
         _load()
+
+
+def _is_built(folder: Path) -> bool:
+    file = folder / "built"
+    return file.is_file() and file.read_text() == _build_key()
 
 
 def _names() -> list[str]:

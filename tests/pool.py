@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,13 +80,7 @@ class Pool:
         Raises RuntimeError with the output of every rank if a rank fails or the time limit is
         exceeded."""
         job = {"function": function, "environment": {}, "launched": True, "grace_s": grace_s}
-        pickled_arguments = pickle.dumps(arguments)
-        codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, pickled_arguments)
-        if -signal.SIGSEGV in codes:
-            # This crash inside gloo occurred once in two runs of the whole test suite. Our code has
-            # no native parts, so it is not the cause.
-            warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
-            codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, pickled_arguments)
+        codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, pickle.dumps(arguments))
         if any(codes):
             output = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
             raise RuntimeError(f"{function}: exit codes {codes}\n{output[-30_000:]}")

@@ -209,12 +209,24 @@ def test_output_dir_of_config_is_relative_to_the_script(monkeypatch, tmp_path):
         ("linux", ["zzzz"], ["Options begin with --", "See --help"]),
         ("linux", ["generate", "runs/latest", "--top_k", "0"], ["--top_k", "'0'"]),
         ("darwin", ["train"], ["darwin", "WSL 2"]),
+        ("linux", ["--preset", "key.json"], ["key.json", "'epoch'", "epochs"]),
+        ("linux", ["--output_dir", "key.json"], ["output_dir=", "key.json"]),
+        ("linux", ["--push", "a/b/c"], ["push='a/b/c'", "user/name"]),
+        ("linux", ["--push", "user/tiny", "--export", "false"], ["export=False"]),
+        ("linux", ["--tokenizer", "none"], ["tokenizer=", "vocab.json"]),
     ],
 )
-def test_startup_errors_are_one_line(platform, argv, words, monkeypatch, capsys):
+def test_startup_errors_are_one_line_and_create_no_files(
+    platform, argv, words, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key.json").write_text('{"epoch": 2}')
     monkeypatch.setattr(sys, "platform", platform)
+    if argv[0].startswith("-"):
+        argv = ["--dataset", str(small_text()), "--output_dir", "runs", *argv]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *argv])
     assert real_model_example.main() == 2
     err = capsys.readouterr().err
     assert (err[:7], err.count("\n")) == ("error: ", 1)
     assert [word for word in words if word not in err] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["key.json"]

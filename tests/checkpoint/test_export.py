@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import real_model_example
 from distributed_training.checkpoint.export import (
@@ -154,20 +154,6 @@ def test_generate_answers_a_prompt_and_lines_of_input(run_dir, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", argv)
     assert real_model_example.main() == 0
     assert capsys.readouterr().out == 2 * generated.stdout
-
-
-def test_generated_text_equals_transformers(run_dir):
-    """With temperature 0, `generate` prints the text that transformers generates from the exported
-    folder."""
-    folder = run_dir / "hf"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("import os", return_tensors="pt").input_ids
-    hf_ids = model.generate(ids, max_new_tokens=20, do_sample=False)
-    generated = command(
-        "generate", folder, "--prompt=import os", "--max_new_tokens=20", "--temperature=0"
-    )
-    assert generated.stdout == tokenizer.decode(hf_ids[0], skip_special_tokens=True) + "\n"
 
 
 def command(*words):

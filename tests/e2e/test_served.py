@@ -46,8 +46,8 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
 
 
 def test_generate_stops_where_transformers_stops(folder, tmp_path):
-    """`generate` also stops at end tokens that only generation_config.json lists. Llama 3 has such
-    tokens."""
+    """With temperature 0, `generate` prints the text that transformers generates. It also stops at
+    end tokens that only generation_config.json lists. Llama 3 has such tokens."""
     torch.manual_seed(0)
     model = tiny_qwen2(vocab_size=400, initializer_range=1.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -60,7 +60,7 @@ def test_generate_stops_where_transformers_stops(folder, tmp_path):
     model.generation_config.eos_token_id = [399, ids[position]]
     model.save_pretrained(tmp_path)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    arguments = ["--prompt", SAID[0]["content"], "--temperature", 0, "--num_tokens", 12]
+    arguments = ["--prompt", SAID[0]["content"], "--temperature", 0, "--max_new_tokens", 12]
     result = heavy_pool().script(["generate", tmp_path, *arguments])
     assert_ok(result)
     answer = tokenizer.decode(ids[:position], skip_special_tokens=True)

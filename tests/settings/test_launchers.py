@@ -24,7 +24,6 @@ CASES = {
     "deepspeed": ({**RANK_1, "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "deepspeed"),
     "srun": (SRUN, "srun"),
 }
-ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
@@ -96,8 +95,3 @@ def test_a_deepspeed_configuration_of_accelerate_is_refused(environment):
     environment(**TORCHRUN, **MASTER, ACCELERATE_DEEPSPEED_CONFIG_FILE="ds.json")
     with refused("deepspeed_config_file", "--deepspeed_config"):
         launched_process(None)
-
-
-def test_one_process_of_torchrun_is_a_single_process(environment):
-    environment(**ONE)
-    assert current_process() == Process(rank=0, world_size=1, local_rank=0, local_world_size=1)

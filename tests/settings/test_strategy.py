@@ -102,7 +102,6 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve'", "native")),
         # An engine accepts only the axes that it supports.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp=")),
-        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("engine='deepspeed'",)),
         ({"name": "own", "deepspeed": {}, "engine": "native"}, ("'native'", "'mesh'")),
     ],
 )
@@ -141,5 +140,3 @@ def test_a_strategy_folder_may_contain_an_engine(folders):
     engine = strategy.load_engine()
     assert engine.__name__ == "MyEngine"
     assert engine is strategy.load_engine(), "the file is run once"
-    with refused("tp=2", "strategy='own'", "dp_replicate"):
-        load_own(tp=2)
