@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import choose_model, lay_out
@@ -150,7 +148,7 @@ def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> I
     # dp and fsdp come first, because their times limit the others.
     names = sorted(names, key=lambda name: name not in SIMPLE)
     names = names if request.strategy == AUTO else (request.strategy,)
-    for name in with_progress(names, "strategies"):
+    for name in names:
         if request.strategy == AUTO and any(
             key.work for key in read_keys(strategy_options(name)).values()
         ):
@@ -202,12 +200,6 @@ def _simplicity_key(plan: Draft) -> tuple[int, bool]:
     comes first."""
     is_sharded = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(layout_settings(plan)), is_sharded and plan.strategy.mesh["dp_shard"] == 1
-
-
-def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Return an iterable over `items` that shows a progress bar in a terminal after two seconds."""
-    bar_format = "{desc} {bar} {n_fmt}/{total_fmt}"
-    return tqdm(items, what, bar_format=bar_format, leave=False, disable=None, delay=2)
 
 
 def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
@@ -364,7 +356,7 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
     speeds: dict[int, float] = {}
     sizes = [2**power for power in range(MAX_BATCH_POWER + 1)]
     for names in (SIMPLE, None) if request.strategy == AUTO else (None,):
-        for size in with_progress(sizes, "batch sizes"):
+        for size in sizes:
             with contextlib.suppress(UserError):
                 sized = as_typed(request, batch_size=size)
                 if request.strategy == AUTO:

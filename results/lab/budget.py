@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from distributed_training import cli
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import rank, with_progress
+from distributed_training.planner.rank import rank
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import format_count, format_duration
 from distributed_training.settings.config import AUTO, Request, with_values
@@ -176,7 +176,7 @@ def fastest_layouts(
     fastest = []
     requested = build(None).model
     models = MODELS if requested == AUTO else (requested,)
-    for model in with_progress(models, "layouts of each model"):
+    for model in models:
         with contextlib.suppress(UserError):  # Skip models that do not fit.
             config = with_values(build(None), model=model)
             values = {"model": model, "batch_size": config.batch_size}
