@@ -13,7 +13,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config
 from distributed_training.start import rendezvous
 from distributed_training.supervise.process import Process
-from tests.support import CPU_MACHINE, refused, small_text
+from tests.support import CPU_MACHINE, small_text
 
 VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
 
@@ -61,12 +61,6 @@ def test_ranks_wait_for_rank_0_to_read_the_data_without_a_time_limit(tmp_path, m
     first, second = plan_on_two_ranks(tmp_path)
     assert first.num_steps > 0
     assert second == first
-
-
-def test_a_rank_that_never_answers_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(agree, "DAY_S", 0.1)
-    with refused("rank 0"):
-        agree.build_store_gather(dist.HashStore(), 0, 2)("value")
 
 
 def test_a_different_value_on_another_rank_is_named(tmp_path):
