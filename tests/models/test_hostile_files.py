@@ -7,27 +7,16 @@ from safetensors.torch import load_file, save_file
 from distributed_training.models import find_model, peft
 from distributed_training.models.adapters import base_folder
 from distributed_training.planner.choose import choose_model
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.request import build_config
+from tests.parity.test_lora import made_by_peft
 from tests.support import CPU_MACHINE, edit_json, refused
 
 
 @pytest.fixture
 def adapters(tmp_path):
-    """Return a model and a folder with adapters for it. The adapters have rank 2 and nonzero B
-    matrices."""
-    spec = find_model("gpt2-tiny")
-    state = {}
-    for number in range(2):
-        for name, rows, columns in (("qkv", 192, 64), ("mlp_out", 64, 256)):
-            state[f"blocks.{number}.{name}.adapter.a"] = torch.randn(2, columns)
-            state[f"blocks.{number}.{name}.adapter.b"] = torch.randn(rows, 2)
-    config = RunConfig(lora_rank=2, lora_targets="c_attn,mlp.c_proj")
-    adapters = peft.Adapters(
-        spec=spec, tensors=state, config=config, base_fingerprint="0", origin=""
-    )
-    peft.save_adapters(adapters, tmp_path, "gpt2-tiny")
-    return spec, tmp_path
+    """Return a model and a folder with PEFT's adapters for it, of rank 2."""
+    base, folder = made_by_peft(tmp_path, "gpt2", r=2, target_modules=["c_attn", "mlp.c_proj"])
+    return find_model(str(base)), folder
 
 
 A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
@@ -37,11 +26,10 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
 @pytest.mark.parametrize(
     ("tensors", "config", "words"),
     [
-        ({A: torch.zeros(2, 65)}, {}, [A, "[2, 64]"]),
+        ({A: torch.zeros(2, 33)}, {}, [A, "[2, 32]"]),
         ({B: None}, {}, [B]),
-        ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["h.7.attn.c_attn.lora_A"]),
-        ({}, {"r": 3}, [A, "[3, 64]"]),
-        ({}, {"layers_to_transform": [0]}, ["layers_to_transform=[0]"]),
+        ({A.replace("h.0", "h.7"): torch.zeros(2, 32)}, {}, ["h.7.attn.c_attn.lora_A"]),
+        ({}, {"r": 3}, [A, "[3, 32]"]),
     ],
 )
 def test_inconsistent_adapters_are_refused(tensors, config, words, adapters):

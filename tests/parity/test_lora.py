@@ -215,6 +215,7 @@ def test_unsupported_adapters_are_refused(tmp_path):
         ("use_dora", True),
         ("rank_pattern", {"q_proj": 8}),
         ("modules_to_save", ["lm_head"]),
+        ("layers_to_transform", [0]),
         ("bias", "all"),
         ("peft_type", "IA3"),
         ("lora_alpha", "12"),
