@@ -26,7 +26,7 @@ from distributed_training.planner.data import load_planned_data
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
-from tests.support import read_model, refused
+from tests.support import edit_json, read_model, refused
 
 # Row i contains the logits that follow token i.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
@@ -166,8 +166,7 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")
-    record = json.loads((run_dir / "record.json").read_text())
-    (killed / "record.json").write_text(json.dumps({**record, "status": "running"}))
+    edit_json(killed / "record.json", status="running")
     assert_refused(command("generate", killed, "--prompt", "def "), f"export {killed}")
     result = command("export", killed)
     assert_ok(result)

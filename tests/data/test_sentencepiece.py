@@ -1,7 +1,7 @@
 """Compare our tokenizer with `AutoTokenizer` on folders that have no tokenizer.json.
 
 The folders contain slow and fast tokenizers that are based on a real tokenizer.model, on a
-vocab.txt or on bytes. The cases cover every file that can add tokens."""
+vocab.txt or on bytes."""
 
 import io
 import json
@@ -54,17 +54,12 @@ IN_FILE = {"added_tokens.json": {mark: 400 + index for index, mark in enumerate(
 # Name -> (class, vocabulary file, additional settings, additional files)
 CASES = {
     "fast, added_tokens.json": ("LlamaTokenizer", "tokenizer.model", {}, IN_FILE),
-    "fast, special_tokens_map.json": (
-        "LlamaTokenizer", "tokenizer.model", {},
-        {"special_tokens_map.json": {**NAMES, "additional_special_tokens": MARKS}},
-    ),
     "fast, marks that take the space before them": (
         "LlamaTokenizer", "tokenizer.model", {"added_tokens_decoder": added(400, lstrip=True)}, {},
     ),
     "slow, added_tokens_decoder": (
         "GPTSw3Tokenizer", "spiece.model", {"added_tokens_decoder": added(400)}, {},
     ),
-    "slow, added_tokens.json": ("PLBartTokenizer", "sentencepiece.bpe.model", {}, IN_FILE),
     "T5": ("T5Tokenizer", "spiece.model", {"extra_ids": 0}, IN_FILE),
     "vocab.txt": (
         "BertTokenizer", "vocab.txt", {"unk_token": "[UNK]", "pad_token": "[PAD]"},

@@ -5,9 +5,8 @@
 
 A mission is one run on two or four CPU processes, started with --num_gpus as a user would. Up
 to three random faults strike at random steps, and after each fault the run is restarted with
-`resume=auto`. The final weights must equal the weights of a run without faults. Goodput is the
-number of useful steps divided by the number of executed steps. The fault "disk full" mounts a disk,
-which needs root."""
+`resume=auto`. The final weights must equal the weights of a run without faults. The
+fault "disk full" mounts a disk, which needs root."""
 
 import argparse
 import contextlib
@@ -119,13 +118,12 @@ class Mission:
         self.starts: list[dict[str, Any]] = []
         with small_disk(self.runs) if "disk full" in self.kinds else contextlib.nullcontext():
             self._run_with_faults()
-            useful_steps = saved_steps(self.runs)
             weights = read_weights(self.runs)
         kinds = ", ".join(start["kind"] for start in self.starts)
         failures = [failure for start in self.starts for failure in start["failures"]]
         print(f"{self.strategy}:{self.number} {kinds}: {failures or 'passed'}", flush=True)
         return {
-            "strategy": self.strategy, "number": self.number, "useful_steps": useful_steps,
+            "strategy": self.strategy, "number": self.number,
             "failures": failures, "starts": self.starts, "weights": weights,
         }  # fmt: skip
 
@@ -240,8 +238,6 @@ def soak(
                 "seed": seed, "jobs": jobs, "num_faults": num_struck,
                 "num_missions": len(missions),
                 "num_failed": sum(bool(mission["failures"]) for mission in missions),
-                "goodput": sum(mission["useful_steps"] for mission in missions)
-                / sum(start["steps"] for start in starts),
                 "versions": versions(), "missions": missions,
             }  # fmt: skip
             if out is not None:
@@ -321,7 +317,7 @@ def main() -> None:
     record = soak(a.seed, a.faults, a.seconds, a.jobs, a.strategies, a.kinds, a.out)
     print(
         f"{record['num_faults']} faults in {record['num_missions']} missions, "
-        f"{record['num_failed']} failed, goodput {record['goodput']:.2f}"
+        f"{record['num_failed']} failed"
     )
 
 

@@ -18,7 +18,7 @@ from distributed_training.models.decoder import KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
-from tests.support import assert_near, read_model, refused
+from tests.support import assert_near, edit_json, read_model, refused
 
 LENGTH = 40  # longer than the sliding windows
 
@@ -196,6 +196,6 @@ def test_options_missing_in_native_families_use_transformers_blocks(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     assert find_model(str(tmp_path)).family == "llama"
-    file.write_text(json.dumps({**config, "mlp_bias": True}))
+    edit_json(file, mlp_bias=True)
     assert find_model(str(tmp_path)).family == HUB
     assert hub_family.sizes() == {}

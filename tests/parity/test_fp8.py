@@ -14,8 +14,8 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.start import rendezvous
 from tests.parity import cases
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
-from tests.planner.helpers import plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+from tests.planner.helpers import gpu, plan_for
+from tests.support import CPU_MACHINE, refused
 
 MODULE = "tests.parity.test_fp8"
 llama.SIZES["fp8-llama"] = llama.llama_size(
@@ -156,9 +156,9 @@ def test_a_resumed_run_is_bitwise_equal():
 
 
 def test_only_gpus_with_fp8_are_accepted(tmp_path):
-    a100 = dataclasses.replace(GPU_MACHINE, gpu_name="A100", compute_capability=(8, 0))
+    a100 = gpu(gpu_name="A100", compute_capability=(8, 0))
     for machine in (a100, CPU_MACHINE):
         with refused("base_dtype", "fp8", machine.gpu_name or "CPU", "8.9", "nf4"):
             plan_for(tmp_path, machine, 1, **FP8)
     with refused("base_dtype", "fp8", "zero2"):
-        plan_for(tmp_path, GPU_MACHINE, 1, **{**FP8, "strategy": "zero2"})
+        plan_for(tmp_path, gpu(), 1, **{**FP8, "strategy": "zero2"})

@@ -15,7 +15,7 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
-from tests.support import CPU_MACHINE
+from tests.support import CPU_MACHINE, GPU_MACHINE
 
 UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
 SPLIT = ["tp", "pp", "3d", "hybrid", "cp"]
@@ -50,6 +50,11 @@ def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any
 def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
     """Merge CONFIG values and --set arguments as the command line does."""
     return build_config(config, overrides=texts)
+
+
+def gpu(**changes: Any) -> Machine:
+    """Return GPU_MACHINE with changed properties."""
+    return replace(GPU_MACHINE, **changes)
 
 
 def plan_for(

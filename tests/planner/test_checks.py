@@ -15,7 +15,7 @@ from distributed_training.planner import checks
 from distributed_training.planner.rank import suggest
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import local_cluster, predict
-from tests.planner.helpers import plan_for
+from tests.planner.helpers import gpu, plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
 
 GIB = 2**30
@@ -40,11 +40,7 @@ def check_fit(plan):
     checks.check_memory(predict(plan, None), local(plan))
 
 
-def with_gpus(**changes):
-    return dataclasses.replace(GPU_MACHINE, **changes)
-
-
-SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
+SMALL = gpu(gpu_memory_bytes=16 * GIB, gpu_name="Small")
 
 
 def test_swapping_without_a_gpu_is_refused(tmp_path):
@@ -72,12 +68,12 @@ def test_missing_packages_are_refused_only_if_they_are_used(tmp_path, monkeypatc
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path):
-    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
+    checks.check_gpus(draft(tmp_path, machine=gpu(num_gpus=4), num_processes=4))
     checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
     # Processes on other machines do not count.
-    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
+    checks.check_gpus(draft(tmp_path, machine=gpu(num_gpus=4), num_processes=8, here=4))
     with refused("5 processes", "--num_gpus 4"):
-        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
+        checks.check_gpus(draft(tmp_path, machine=gpu(num_gpus=4), num_processes=5))
 
 
 def test_suggestions_for_too_little_memory_fit(tmp_path):
@@ -102,7 +98,7 @@ def test_lora_is_suggested_before_offload(tmp_path):
         "activation_checkpointing": "full",
     }
     for ram, disk, num_offloads in ((512, 512, 2), (16, 512, 1), (16, 16, 0)):
-        machine = with_gpus(
+        machine = gpu(
             gpu_memory_bytes=16 * GIB, num_gpus=1, ram_bytes=ram * GIB, disk_bytes=disk * GIB
         )
         large = draft(tmp_path, machine=machine, num_processes=1, **config)
@@ -116,7 +112,7 @@ def test_lora_is_suggested_before_offload(tmp_path):
 
 
 def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
-    memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
+    memory = estimate_memory(draft(tmp_path, "dp", gpu(), model="gpt2"))
     least, most = memory.likely_bytes
     assert least < memory.needed_bytes < most
     needed = memory.needed_bytes
@@ -124,10 +120,10 @@ def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
         ("yes", most), ("tight", most - 1), ("tight", needed), ("unlikely", needed - 1),
         ("unlikely", least),
     ):  # fmt: skip
-        plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
+        plan = draft(tmp_path, "dp", gpu(gpu_memory_bytes=size), model="gpt2")
         check_fit(plan)
         assert predict(plan, None).memory_fit == room
-    small = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=least - 1), model="gpt2")
+    small = draft(tmp_path, "dp", gpu(gpu_memory_bytes=least - 1), model="gpt2")
     with refused("gpt2", "dp", "GiB", "NVIDIA H200", "Set strategy=", "--force"):
         check_fit(small)
     forced = small.requested.model_copy(update={"force": True})

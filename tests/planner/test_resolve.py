@@ -1,4 +1,3 @@
-import dataclasses
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,14 +11,10 @@ from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.request import build_config
-from tests.planner.helpers import plan_for
+from tests.planner.helpers import gpu, plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 
 GIB = 2**30
-
-
-def gpu(**changes):
-    return dataclasses.replace(GPU_MACHINE, **changes)
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):

@@ -1,7 +1,6 @@
 """Test which processes plan, print and train, and how a run ends."""
 
 import importlib.metadata
-import json
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ from distributed_training.supervise.process import Process
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
 from tests.planner.helpers import plan_for
 from tests.pool import run_script
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused, start_test_record
+from tests.support import CPU_MACHINE, GPU_MACHINE, edit_json, refused, start_test_record
 
 
 def test_number_of_processes():
@@ -152,9 +151,7 @@ def run_without_planning(run_dir):
 def test_a_process_follows_plan_json_without_planning(tmp_path):
     plan = plan_for(tmp_path, CPU_MACHINE, 1, **SMALL, strategy="dp", max_steps=9)
     plan = run_dir.reserve_run_dir(plan)
-    values = json.loads((plan.run_dir / "plan.json").read_text())
-    values["num_steps"] = 1
-    (plan.run_dir / "plan.json").write_text(json.dumps(values))
+    edit_json(plan.run_dir / "plan.json", num_steps=1)
     heavy_pool().call("tests.start.test_launch:run_without_planning", plan.run_dir, num_processes=1)
     assert only_record(tmp_path / "runs")["num_steps"] == 1
 
