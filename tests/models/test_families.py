@@ -264,12 +264,7 @@ GPT2 |= {"vocab_size": 300}
         ({"hidden_size": "32"}, ("hidden_size", "expected int")),
         ({"rope_scaling": [4.0]}, ("config.json",)),
         ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
-        (
-            {"num_key_value_heads": 3},
-            ("num_attention_heads=4", "num_key_value_heads=3", "do not fit"),
-        ),
         ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
-        ({**GPT2, "n_head": 3}, ("n_embd=32", "n_head=3")),
         ({**GPT2, "n_inner": 64}, ("n_inner=64", "128")),
         ({**GPT2, "activation_function": "relu"}, ("activation_function='relu'",)),
         ({**GPT2, "layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon=1e-06",)),
