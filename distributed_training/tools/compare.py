@@ -28,7 +28,7 @@ from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
-from distributed_training.records.results import EMPTY_CELL, RESULTS, Comparison, LayoutRow
+from distributed_training.records.results import Comparison, LayoutRow
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import check_replaced, load_json, parse_as, plural
@@ -46,7 +46,6 @@ QUIET_DEFAULTS = {"checkpoint_every": 0, "keep_best": False, "export": False, "g
 # such.
 WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
-PRINTED_COLUMNS = ("tokens/s", "reserved GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
 Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
@@ -128,7 +127,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         return 0
     code = 0
     try:
-        train_each(runs, out, describe_result)
+        train_each(runs, out, lambda run: run.why or "ok")
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         print(f"\nInterrupted with {plural(count_runs(runs, 'remaining'), 'run')} remaining.")
@@ -297,14 +296,6 @@ def train(run: Run, out: Path) -> None:
         run.why = last_message
     elif run.record.status != "ok":
         run.why = f"{run.record.status}: {run.record.error or last_message}"
-
-
-def describe_result(run: Run) -> str:
-    """Return the results of a finished run in one line, or the reason why the run failed."""
-    if run.record is None or run.why:
-        return run.why
-    cells = {name: RESULTS[name](run.record) for name in PRINTED_COLUMNS}
-    return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != EMPTY_CELL)
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
