@@ -63,7 +63,7 @@ def run_program(*command: str) -> str:
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
-    """Check the GPUs, their free memory and their links."""
+    """Check the GPUs and their free memory."""
     if not machine.num_gpus:
         has_driver = shutil.which("nvidia-smi") is not None
         fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES." if has_driver else ""
@@ -90,13 +90,6 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         if busy:
             text = f"Other programs use memory on GPU {busy}."
         yield check(not busy, "in use", text, "Find the programs with `nvidia-smi`.")
-    topology = run_program("nvidia-smi", "topo", "-m").splitlines()
-    rows = [line.split() for line in topology if line.startswith("GPU")]
-    if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
-        text = f"{', '.join(sorted(links))} between GPUs"
-        if slow_links := links & {"SYS", "NODE", "PHB"}:
-            text += ". Some pairs of GPUs have no NVLink, so prefer dp or pp to tp."
-        yield check(not slow_links, "links", text)
 
 
 def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:

@@ -12,25 +12,13 @@ from distributed_training.settings.errors import UserError
 from distributed_training.tools import doctor
 from tests.support import CPU_MACHINE, GPU_MACHINE
 
-TOPOLOGY = """\
-\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
-GPU0\t X \t{link}\t{link}\t{link}\t0-15
-GPU1\t{link}\t X \t{link}\t{link}\t0-15
-GPU2\t{link}\t{link}\t X \t{link}\t0-15
-GPU3\t{link}\t{link}\t{link}\t X \t0-15
-"""
-
 
 @pytest.fixture
 def machine(monkeypatch):
     """Replace the results of nvidia-smi and torch. Return an object whose attributes set the
     results."""
-    told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", sees_gpu=True)
-
-    def run_program(program, *arguments):
-        return TOPOLOGY.format(link=told.link) if "topo" in arguments else told.used
-
-    monkeypatch.setattr(doctor, "run_program", run_program)
+    told = SimpleNamespace(used="3\n4\n2\n1\n", sees_gpu=True)
+    monkeypatch.setattr(doctor, "run_program", lambda *_: told.used)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: told.sees_gpu)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28))
     return told
@@ -42,11 +30,11 @@ def levels(findings):
 
 def test_problems_with_gpus_are_reported(machine, monkeypatch):
     fine = levels([*doctor.check_gpus(GPU_MACHINE), *doctor.check_torch_and_driver(GPU_MACHINE)])
-    assert fine == dict.fromkeys(("GPUs", "in use", "links", "torch"), "ok")
-    machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
+    assert fine == dict.fromkeys(("GPUs", "in use", "torch"), "ok")
+    machine.used = "3\n40000\n2\n1\n"
     unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
     findings = {finding.topic: finding for finding in doctor.check_gpus(unknown)}
-    expected_levels = dict.fromkeys(("rates", "in use", "links"), "warn")
+    expected_levels = dict.fromkeys(("rates", "in use"), "warn")
     assert levels(findings.values()) == {"GPUs": "ok", **expected_levels}
     assert "memory on GPU 1." in findings["in use"].text
     assert levels(doctor.check_gpus(CPU_MACHINE)) == {"GPUs": "warn"}
