@@ -248,17 +248,16 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
-    """Return the dataset's name after resolving "auto". Raises UserError if `strict` is true and
-    WikiText-2 is not available for "auto"."""
+    """Return the dataset's name after resolving "auto", which is always WikiText-2 if `strict` is
+    set."""
     if dataset != AUTO:
         return dataset
+    if strict:  # if it is not available, an error follows when it is read
+        return WIKITEXT
     try:
         hub.fetch_wikitext()
         return WIKITEXT
     except OSError as error:
-        if strict:
-            command = hub.WIKITEXT_COMMAND
-            raise hub.fetch_error(f"dataset={WIKITEXT!r} is", error, command) from None
         note = f"WikiText-2 is not available ({error}), so the run uses the embedded corpus: the "
         notes.append(f"{note}source code and help topics of this Python installation")
         return EMBEDDED

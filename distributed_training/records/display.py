@@ -22,7 +22,6 @@ from distributed_training.settings.errors import printable
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import GIB
 
-MIN_REAL_SHARE = 0.5  # if the share of real tokens is lower, the header suggests other settings
 WIDTH = 80  # maximum length of the lines that a run prints
 
 
@@ -247,15 +246,12 @@ def header_rows(r: Record) -> dict[str, str]:
     real_share = data["real_token_share"]
     amount = amount_of(r)
     samples = f"{amount.num_samples:,} {amount.unit} per epoch, {amount.total}"
-    if records := data.get("num_train_records"):
+    if data.get("num_train_records"):
         samples += f", packed into {data['num_train_samples']:,} blocks"
     held_out = data.get("num_validation_records") or data["num_validation_samples"]
     samples += f" of {length:,} tokens; {held_out:,} for validation"
     if real_share < 1:
         samples += f" ({1 - real_share:.1%} padding)"
-    if real_share < MIN_REAL_SHARE:
-        fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
-        samples += f". To reduce padding, use {fix}"
     pipeline = ""
     if entry := r.pipeline:
         blocks = ", ".join(map(str, entry["blocks_per_stage"]))

@@ -10,6 +10,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from distributed_training.checkpoint.export import push_folder
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
@@ -28,7 +29,7 @@ from distributed_training.supervise.process import (
     Process,
     handle_signals,
 )
-from distributed_training.train.run import build_topology, push, train
+from distributed_training.train.run import build_topology, train
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
@@ -83,7 +84,8 @@ def run(plan: Plan | Request, process: Process) -> int:
                 end_failed(plan, topology, error)
     progress.set_activity("")
     if code == 0 and plan.config.push is not None and process.rank == 0:
-        return push(plan.run_dir, plan.config.push)
+        url = push_folder(plan.run_dir / records.LAST, plan.config.push)
+        print(f"Uploaded the model to {url}", flush=True)
     return code
 
 

@@ -269,7 +269,7 @@ class Trainer:
         """Train to the end or until a signal arrives. Return the number of the signal that stopped
         the run, or 0 if there is none."""
         if self.step == 0 and self.plan.weights_dir is not None:  # random weights write nothing
-            self.history.sample_before = self._generate_sample("before")
+            self._generate_sample("before")
         is_done = False
         try:
             with handle_signals(

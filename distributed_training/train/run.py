@@ -5,13 +5,12 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed_training.checkpoint.export import push_folder, write_card
+from distributed_training.checkpoint.export import write_card
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine
@@ -37,7 +36,6 @@ from distributed_training.records.display import (
     verdict,
 )
 from distributed_training.records.results import summary_rows
-from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
 from distributed_training.supervise.process import END_ACTIVITY, Process
@@ -213,16 +211,6 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint
 
 
-def push(run_dir: Path, name: str) -> int:
-    """Upload a finished run's model to the Hub and return the exit code."""
-    try:
-        print(f"Uploaded the model to {push_folder(run_dir / records.LAST, name)}", flush=True)
-    except UserError as error:  # The run is finished, even if its model cannot be uploaded.
-        print_stderr(error.terminal_text)
-        return 1
-    return 0
-
-
 def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     """Return the entries that a record contains before the first step. `Record` documents most of
     these entries."""
@@ -250,7 +238,6 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "mesh": plan.mesh,
         "pipeline": pipeline if pp > 1 else None,
         "machine": asdict(plan.machine),
-        "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_trained_parameters(config.lora_rank, config.lora_targets),
         "estimated_state_bytes": estimate_memory(plan).state,

@@ -61,7 +61,7 @@ def test_a_failed_push_keeps_the_run_and_prints_the_push_command(tmp_path):
     values = {**AT_END, "output_dir": tmp_path / "runs"}
     where = hub_environment(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
     result = train(values, **where)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "\n  python real_model_example.py push " in result.stderr
     assert result.stderr.count("\n") == 2
     assert only_record(tmp_path / "runs")["status"] == "ok"

@@ -147,7 +147,7 @@ def test_a_strict_run_accepts_no_substitutes(config, messages, tmp_path):
     cluster = local_cluster(CPU_MACHINE, 1, 1)
     assert make_plan(built, cluster).config.weights == "random"
     with refused(*messages):
-        make_plan(built.model_copy(update={"strict": True}), cluster)
+        make_plan(built.model_copy(update={"strict": True}), cluster, data.peek_data)
 
 
 def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch):

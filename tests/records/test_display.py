@@ -23,7 +23,6 @@ def test_header_describes_the_run():
         assert [word for word in words if word not in rows[name]] == [], name
     sparse = header(data__real_token_share=0.049)["data"]
     assert "95.1% padding" in sparse
-    assert "--pack auto" in sparse
     assert len(rows) <= 6
 
 
