@@ -69,6 +69,12 @@ class Saver:
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
         self._save_row: dict[str, Any] = {}
 
+    def preallocate(self, engine: Engine) -> None:
+        """Start allocating memory for the first save. All ranks must call this method after the
+        first step, when the optimizer state exists."""
+        if self._keeps_memory and self.plan.config.checkpoint_every not in (0, "signal"):
+            self._allocate_memory(self._parts_to_write(engine))
+
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
         """Start writing the state to disk. The previous save must have finished. If all hosts have
         enough free memory, a copy is written while training continues. Otherwise, the state itself
@@ -107,11 +113,15 @@ class Saver:
         needed_bytes = bytes_to_copy(parts)
         if all(gather(self.memory is not None and len(self.memory.memory) >= needed_bytes)):
             return
-        self.memory = None  # free the old memory before allocating more
+        if self.memory is not None:  # free the old memory before allocating more
+            self.memory.pinning.join()
+            self.memory = None
         fits = available_ram_bytes() > MEMORY_MARGIN * needed_bytes * self.plan.processes_here
         # A strategy that swaps to disk leaves no free memory.
         if all(gather(fits and not self.plan.strategy.swaps_to_disk)):
-            self.memory = HostMemory(needed_bytes, pins=self._keeps_memory)
+            self.memory = HostMemory(
+                needed_bytes, self.topology.device if self._keeps_memory else None
+            )
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
         """Wait for the current save. Return the folder of the checkpoint and the statistics of the

@@ -7,6 +7,7 @@ stores the position of each part."""
 
 import json
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -108,15 +109,22 @@ def _finite_values(part: Part) -> torch.Tensor:
 
 class HostMemory:
     """Host memory for copies of parts, so that training can continue while the copies are saved.
-    All saves use the same memory."""
+    Pinning the memory takes seconds and therefore runs in a thread. All saves use the same
+    memory."""
 
-    def __init__(self, num_bytes: int, *, pins: bool = False) -> None:
-        """Allocate `num_bytes` bytes. If `pins` is set, try to pin the memory, which takes seconds,
-        so that copies run at the full speed of the link to the GPU."""
+    def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
+        """Allocate `num_bytes` bytes. If `gpu` is given, a thread tries to pin the memory, so that
+        copies run at the full speed of the link to the GPU."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.pinned = False
-        if not pins:
+        self.pinning = threading.Thread(target=self._pin, args=(gpu,), daemon=True)
+        self.pinning.start()
+
+    def _pin(self, gpu: torch.device | None) -> None:
+        if gpu is None:
             return
+        # Each thread has its own current device. By default, the driver would also open GPU 0.
+        torch.cuda.set_device(gpu)
         self.memory.zero_()  # writing makes the kernel allocate the pages
         address = self.memory.data_ptr()
         runtime = torch.cuda.cudart()
@@ -127,6 +135,7 @@ class HostMemory:
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
         """Copy the parts and return the copies. This overwrites earlier copies."""
+        self.pinning.join()
         copies: list[Part] = []
         first = 0
         for part in parts:

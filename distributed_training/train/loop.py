@@ -340,6 +340,8 @@ class Trainer:
         self.results.add(row, self.engine.train_step(batch))
         self.history.step += 1
         self.call("after_step")
+        if self.step == self.results.first_step:
+            self.checkpoints.saver.preallocate(self.engine)
 
     def _vote(self, *flags: bool) -> list[bool]:
         """Agree with the other ranks on `stop_signum`, because signals may reach ranks at different

@@ -115,12 +115,13 @@ def test_missing_and_foreign_tensors_are_refused(tmp_path):
 def test_copies_are_pinned_if_the_driver_supports_it(code, monkeypatch):
     runtime = Mock(cudaError=Mock(success=0), cudaHostRegister=Mock(return_value=code))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     tensors = [torch.arange(5.0), torch.arange(3, dtype=torch.uint8), torch.tensor(7.0)]
     parts = [
         build_part(f"{i}", tensor, tensor.shape, (0,) * tensor.dim())
         for i, tensor in enumerate(tensors)
     ]
-    memory = HostMemory(bytes_to_copy(parts), pins=True)
+    memory = HostMemory(bytes_to_copy(parts), torch.device("cuda", 3))
     copies = memory.copy(parts)
     tensors[0].zero_()
     assert [part.get().tolist() for part in copies] == [[0, 1, 2, 3, 4], [0, 1, 2], 7]
