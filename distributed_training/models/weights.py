@@ -1,11 +1,14 @@
-"""Find, read and write the safetensors files in a Hugging Face folder."""
+"""Find and read the weight files in a Hugging Face folder, in transformers' order of preference.
+Write safetensors files."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import pickle
 import re
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -17,14 +20,17 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, plural
+from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.files import load_json, plural, shown
 
 if TYPE_CHECKING:
     import torch
 
-# A single file, or the index of several files
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+# (single file, index of several files). The first format found in the folder is used.
+WEIGHT_FORMATS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
@@ -63,27 +69,29 @@ def convert_command(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's safetensors files, or [] if the folder has none. Raises UserError if the
-    index is not JSON."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / WEIGHTS_INDEX).is_file():
-        weight_map = load_json(folder / WEIGHTS_INDEX, "weights")["weight_map"]
-        return [folder / name for name in sorted({*weight_map.values()})]
+    """Return a folder's weight files, or [] if the folder has no weights in a known format. Raises
+    UserError if an index is not JSON."""
+    for single, index in WEIGHT_FORMATS:
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            weight_map = load_json(folder / index, "weights")["weight_map"]
+            return [folder / name for name in sorted({*weight_map.values()})]
     return []
 
 
 def fetch_weights(repo_id: str) -> Path:
     """Download a model's weights from the Hub and return their folder. Raises OSError if neither
     the Hub nor the local Hub cache has the weights."""
-    try:
-        return hub.fetch_folder(repo_id, (CONFIG_FILE, WEIGHTS))
-    except OSError as error:
+    errors = []
+    for name in chain.from_iterable(WEIGHT_FORMATS):
         try:
-            folder = hub.fetch_folder(repo_id, (CONFIG_FILE, WEIGHTS_INDEX))
-        except OSError:
-            raise OSError(f"{error}. Only safetensors files are read") from None
-    return hub.fetch_folder(repo_id, tuple(file.name for file in weight_files(folder)))
+            folder = hub.fetch_folder(repo_id, (CONFIG_FILE, name))
+        except OSError as error:
+            errors.append(error)
+        else:
+            return hub.fetch_folder(repo_id, tuple(file.name for file in weight_files(folder)))
+    raise errors[0]
 
 
 def require_weights(folder: Path) -> list[Path]:
@@ -91,10 +99,8 @@ def require_weights(folder: Path) -> list[Path]:
     its index lists a missing file."""
     files = weight_files(folder)
     if not files:
-        why = f"it has neither {WEIGHTS} nor {WEIGHTS_INDEX}"
+        why = f"it has none of {', '.join(name for form in WEIGHT_FORMATS for name in form)}"
         fix = "to train this model from scratch, set weights to random"
-        if any(folder.glob("*.bin")):  # pickles
-            fix = f"to convert its .bin files, run: {convert_command(folder)}"
         raise UserError(f"{folder} contains no readable weights", why, fix)
     if missing_files := [file.name for file in files if not file.exists()]:
         what = f"weights {folder}: {missing_files[0]} cannot be read"
@@ -104,11 +110,15 @@ def require_weights(folder: Path) -> list[Path]:
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Return a folder's tensors by name. Their values are not read yet. Raises UserError if a file
-    is missing or damaged."""
+    """Return a folder's tensors by name. Their values are not read yet, except in old .bin files.
+    Raises UserError if a file is missing or damaged, or if `torch.load(..., weights_only=True)`
+    rejects it."""
     stored: dict[str, StoredTensor] = {}
     for file in require_weights(folder):
         try:
+            if file.suffix == ".bin":
+                stored |= _open_bin(file)
+                continue
             # safe_open reads the header and checks it against the length of the file.
             with safe_open(file, "np") as header:
                 for name in header.keys():  # noqa: SIM118, it is not a dict
@@ -127,6 +137,29 @@ def read_stored(file: Path, name: str, *slices: slice) -> Any:
     file is opened each time, because a mapping that stays open keeps its pages in RAM."""
     with safe_open(file, "pt") as tensors:
         return tensors.get_slice(name)[slices] if slices else tensors.get_tensor(name)
+
+
+def _open_bin(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file that torch.save wrote, without running code from the file."""
+    import torch
+
+    try:
+        # Only zip archives can be mapped. Older files are read as a whole.
+        can_map = zipfile.is_zipfile(file)
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
+        tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
+        why = first_line(error)
+        fix = f"if you trust the file, convert it. Run: {convert_command(file.parent)}"
+        what = f"weights {file} cannot be read with weights_only=True"
+        raise UserError(what, shown(why)[1:-1], fix) from None
+    return {
+        name: StoredTensor(
+            _DTYPE_CODES.get(dtype_name(tensor.dtype), str(tensor.dtype)), list(tensor.shape),
+            partial(lambda tensor, *slices: tensor[slices], tensor),
+        )
+        for name, tensor in tensors.items()
+    }  # fmt: skip
 
 
 def stored_dtype(folder: Path) -> str:

@@ -160,22 +160,33 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
 
 def test_weight_files_are_chosen_as_in_transformers(tmp_path):
     model = theirs("qwen2", tmp_path)
-    safe, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    safe, bin_file = tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin"
+    index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
     assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index is ignored
+    state = model.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safe.rename(tmp_path / "consolidated.safetensors")
     with refused("model-00001-of-00002.safetensors"):
         ours(tmp_path)
     index.unlink()
     with refused(str(tmp_path), "model.safetensors", "weights to random"):
         ours(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with refused(".bin", f"p={str(tmp_path)!r}", "save_pretrained"):
-        ours(tmp_path)
-    state = model.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    save_file(state, safe)
+    for options in ({}, {"_use_new_zipfile_serialization": False}):
+        torch.save(state, bin_file, **options)
+        assert_near(ours(tmp_path)(IDS), model(IDS).logits)
+    names = sorted(model.state_dict())
+    half = {name: state[name] for name in names[:9]}
+    torch.save(half, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({name: state[name] for name in names[9:]}, tmp_path / "pytorch_model-2.bin")
+    weight_map = {n: f"pytorch_model-{'00001-of-00002' if n in half else 2}.bin" for n in names}
+    document = json.dumps({"weight_map": weight_map})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(document)
+    bin_file.unlink()
     assert_near(ours(tmp_path)(IDS), model(IDS).logits)
-    save_file({**state, "score.weight": torch.zeros(2)}, safe)
+    torch.save({"code": os.system}, bin_file)
+    with refused("weights_only=True", "save_pretrained"):
+        ours(tmp_path)
+    torch.save({**state, "score.weight": torch.zeros(2)}, bin_file)
     with refused("score.weight", "does not have", "save_pretrained"):
         ours(tmp_path)
 
