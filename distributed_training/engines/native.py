@@ -84,6 +84,8 @@ def parallelize(
         blocks.apply_prefetch(stage, config.fsdp_prefetch)
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     blocks.reset_shards(stage)
+    if plan.embeds_from_host:
+        blocks.move_embedding_to_host(stage.token_embedding)
     return [p for name, p in stage.named_parameters() if name in tp_partial_names]
 
 

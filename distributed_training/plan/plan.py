@@ -70,6 +70,14 @@ class Draft:
         return self.model.size
 
     @property
+    def embeds_from_host(self) -> bool:
+        """Whether a frozen embedding that is not also the output layer is in host memory, from
+        which a GPU reads the rows that it needs (parallel/blocks.py)."""
+        is_frozen = self.config.lora_rank > 0 and not self.size.tied
+        on_gpu = self.machine.num_gpus > 0 and not self.strategy.traits.takes_json
+        return is_frozen and on_gpu and self.only_copies
+
+    @property
     def attention_span(self) -> int:
         """Number of tokens that a token's attention spans: the sample length or, if records are
         packed, the mean record length."""

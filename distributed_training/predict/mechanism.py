@@ -44,6 +44,12 @@ def sent_bytes(operation: str, tensor_bytes: float, members: int) -> float:
     return RING_TURNS[operation] * (members - 1) / members * tensor_bytes
 
 
+def page_locked_bytes(num_bytes: float) -> int:
+    """Return the size of a page-locked buffer on the host, which torch rounds up to a power of
+    two."""
+    return 2 ** math.ceil(math.log2(num_bytes))
+
+
 class PipelineRank:
     """Tensor sizes in the processes of one pipeline rank."""
 

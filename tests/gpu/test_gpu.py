@@ -9,6 +9,7 @@ import torch
 
 from distributed_training.models.attention import attend, describe_documents
 from distributed_training.models.llama.model import LlamaBlock
+from distributed_training.parallel.blocks import move_embedding_to_host
 from distributed_training.parallel.lora import Adapter
 from tests.conftest import assert_ok, only_record, run_command, settings
 from tests.parity.support import (
@@ -250,6 +251,18 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
     assert "num_microbatches=" in result.stderr
     assert "Traceback" not in result.stderr
     assert only_record(tmp_path)["status"] == "oom"
+
+
+def test_an_embedding_in_host_memory_returns_the_same_rows():
+    layer = torch.nn.Embedding(4096, 256, device="cuda", dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    ids = torch.randint(4096, (2, 64), device="cuda")
+    expected = layer(ids)
+    before = torch.cuda.memory_allocated()
+    move_embedding_to_host(layer)
+    assert torch.cuda.memory_allocated() == before - layer.weight.nbytes
+    assert torch.equal(layer(ids), expected)
+    assert torch.equal(torch.compile(layer)(ids), expected)
 
 
 @pytest.mark.parametrize("rank", [16, 24])

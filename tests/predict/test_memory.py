@@ -252,6 +252,22 @@ def test_an_nf4_base_takes_4_bits_and_an_8_bit_scale_per_64_values(tmp_path):
     assert four["activations"] - whole["activations"] == pytest.approx(matrix, rel=0.1)
 
 
+def test_a_frozen_untied_embedding_is_in_host_memory(tmp_path):
+    """With adapters, a whole model on a GPU reads its embedding from host memory. The embedding is
+    sharded by FSDP, and trained without adapters."""
+    whole, sharded, trained = (
+        peak(tmp_path, count, model="Qwen3-8B", **config, batch_size=1).state
+        for count, config in (
+            (1, {"strategy": "dp", "lora_rank": 8}),
+            (2, {"strategy": "fsdp", "lora_rank": 8}),
+            (1, {"strategy": "dp", "lora_rank": 0}),
+        )
+    )
+    embedding = 2 * 151_936 * 4096
+    assert whole["parameters"] == pytest.approx(2 * sharded["parameters"] - embedding, rel=0.01)
+    assert [each["host"] for each in (whole, sharded, trained)] == [2**31, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "bytes_per_parameter"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)]
 )

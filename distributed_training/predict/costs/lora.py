@@ -11,6 +11,7 @@ from distributed_training.predict.mechanism import (
     PassCosts,
     PipelineRank,
     Timing,
+    page_locked_bytes,
 )
 from distributed_training.predict.rates import FITTED
 
@@ -71,6 +72,12 @@ def base_bytes(rank: PipelineRank) -> int:
 def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
     """Return the size in bytes of the frozen base weights, which FSDP and ZeRO stage 3 shard. A
     pipeline with FSDP also keeps gathered weights throughout all micro-batches."""
+    if rank.plan.embeds_from_host:
+        embedding = rank.dtype_bytes * rank.embedding_parameters
+        return {
+            "parameters": base_bytes(rank) - embedding,
+            "host": page_locked_bytes(embedding),
+        }
     is_sharded = rank.plan.uses_fsdp or rank.zero.stage == 3
     copies = 1 / rank.shards if is_sharded else 1
     if rank.plan.uses_fsdp and rank.pp > 1:
