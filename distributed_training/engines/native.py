@@ -181,9 +181,12 @@ class NativeEngine(base.Engine):
     def build_ddp(self, stage: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
         """Wrap `stage` in DDP and fix the order of DDP's buckets. A communication hook may be
         registered afterwards."""
+        # All ranks have the same initial weights. NCCL may not be able to send an embedding that is
+        # in host memory.
         module = DistributedDataParallel(
-            stage, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
-        )
+            stage, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib,
+            init_sync=not self.plan.embeds_from_host,
+        )  # fmt: skip
         self._arrange_buckets(module)
         return module
 
