@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from distributed_training.data.hub import fetch_error, fetch_folder, is_repo_id
 from distributed_training.data.tokenizer import CLASS_KEYS
-from distributed_training.models.config_file import CONFIG_FILE, load_object
+from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import (
     FLOATS,
@@ -41,7 +41,7 @@ from distributed_training.models.weights import (
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import load_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def find_model(name: str) -> ModelSpec:
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
-        config = load_object(folder / CONFIG_FILE)
+        config = load_json(folder / CONFIG_FILE, "model")
         native_family = family_of_type.get(str(config.get("model_type"))) if is_native else None
         family, size = _read_size(folder, native_family)
         label = name.rpartition("/")[2] if hub_id else folder_label(folder)

@@ -27,22 +27,13 @@ class FamilyConfig(BaseModel, strict=True):
     auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
 
-def load_object(file: Path) -> dict[str, Any]:
-    """Return the values of a JSON file in a model's folder. Raises UserError if the file does not
-    contain a JSON object."""
-    document = load_json(file, "model")
-    if not isinstance(document, dict):
-        raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
-    return document
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of a folder's config.json, completed with transformers' defaults.
 
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    document = load_object(folder / CONFIG_FILE)
+    document: dict[str, Any] = load_json(folder / CONFIG_FILE, "model")
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -71,8 +62,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     invalid."""
     file = folder / GENERATION_CONFIG
     if file.is_file():
-        return load_object(file)
-    config = load_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+        generation: dict[str, Any] = load_json(file, "model")
+        return generation
+    file = folder / CONFIG_FILE
+    config = load_json(file, "model") if file.is_file() else {}
     return {key: value for key, value in config.items() if key == "eos_token_id"}
 
 

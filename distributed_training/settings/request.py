@@ -62,10 +62,6 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
     document = files.load_json(path, "preset")
-    if not isinstance(document, dict):
-        raise UserError(
-            f"the preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'
-        )
     return {name: value for name, value in document.items() if name != "_comment"}
 
 

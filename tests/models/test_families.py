@@ -291,12 +291,6 @@ def test_configs_of_an_unsupported_function_are_refused(changes, words, tmp_path
         find_model(str(tmp_path))
 
 
-def test_a_config_that_is_a_list_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps([GPT2]))
-    with refused("config.json"):
-        find_model(str(tmp_path))
-
-
 # Numbers of parameters, from the models' pages or counted by transformers
 PARAMETERS = {
     "gpt2": 124_439_808,

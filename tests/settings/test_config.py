@@ -164,8 +164,6 @@ def test_presets_load_by_name_by_path_and_from_home(tmp_path, monkeypatch):
         assert build_config({}, preset=path).epochs == 7
     with refused("quik", "quick.json"):
         build_config({}, preset="quik")
-    with refused("large.json"):
-        build_config({}, preset=write(tmp_path / "large.json", []))
 
 
 words = st.sampled_from([word for key in KEYS.values() for word in key.choices])
