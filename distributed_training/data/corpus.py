@@ -113,14 +113,12 @@ def count_corpus_bytes(corpus: Corpus) -> int:
 def split_weights(dataset: str) -> dict[str, float]:
     """Return the weight of each dataset in a value of the key `dataset`, such as
     "a.jsonl:2 b.jsonl". Names are quoted as in a shell. A dataset without a weight has weight 1, as
-    does an existing path that ends like a weight. Raises UserError for a weight of 0."""
+    does an existing path that ends like a weight."""
     weights: dict[str, float] = {}
     for text in [dataset] if os.path.exists(dataset) else shlex.split(dataset):
         name, _, weight = text.rpartition(":")
         if os.path.exists(text) or not re.fullmatch(r"\d+(\.\d+)?", weight):
             name, weight = text, "1"
-        if not float(weight):
-            raise UserError(f"dataset={text!r} has the weight 0", fix="leave it out")
         weights[name] = weights.get(name, 0) + float(weight)
     return weights
 

@@ -180,8 +180,7 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
 
 def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, Amount]:
     """Return the draft with the values that depend on the samples, and the amount of work. Shorten
-    the warm-up if it is too long for the run. Raises UserError if the run has too few steps for
-    `profile`."""
+    the warm-up if it is too long for the run."""
     config = draft.config
     train = data.train
     num_samples = round(data.scale * len(train.starts))
@@ -219,10 +218,6 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
             f"{plural(num_steps, 'step')} teach a model little. For more steps, use more data, "
             "a smaller batch_size or more epochs"
         )
-    if config.profile >= num_steps:
-        what = f"profile={config.profile} is too large for a run of {plural(num_steps, 'step')}"
-        why = "the first step is never traced"
-        raise UserError(what, why, "lower profile, or train more steps")
     warmup_steps = config.warmup_steps
     if warmup_steps >= num_steps:
         warmup_steps = num_steps // 2

@@ -73,12 +73,6 @@ def test_a_weight_that_leaves_no_sample_is_refused(tmp_path):
         plan_for(tmp_path, 1, dataset=name)
 
 
-def test_a_profile_needs_a_step_before_it(tmp_path):
-    assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
-    with refused("profile=4", "4 steps", "Lower profile"):
-        plan_for(tmp_path, 2000, max_steps=4, profile=4)
-
-
 def test_a_dry_run_counts_the_samples_of_a_short_text_and_writes_nothing(tmp_path):
     plan = plan_for(tmp_path, 2000, read=peek_data)
     assert not (tmp_path / "runs").exists()
