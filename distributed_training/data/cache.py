@@ -7,7 +7,6 @@ name begins with .writing-."""
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,18 +23,16 @@ from distributed_training.data.corpus import Corpus, count_corpus_bytes, fingerp
 from distributed_training.data.files import sha256_of
 from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Piece
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.cache import CACHE_VARIABLE, private_folder
+from distributed_training.settings.cache import private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder, plural
-from distributed_training.settings.machine import available_cpus
 
 _VERSION = 18
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
 LOG_EVERY_S = 10.0  # time between updates of the progress bar without a terminal
-_MAX_THREADS = 64  # maximum number of tokenizer threads; 64 threads need 0.7 GiB
 
 
 def tokenize(
@@ -50,7 +47,7 @@ def tokenize(
     exist or is damaged, tokenize the corpus first.
 
     If several processes call this function, one process fills the folder and the others wait.
-    Raises UserError if the text cannot be read or the cache cannot be written. Also raises
+    Raises UserError if the text cannot be read. Also raises
     UserError if the tokenizer has more than `embedding_rows` tokens, the number of rows in the
     model's embedding."""
     folder = cache_folder(corpus, tokenizer, config, cache_dir)
@@ -59,15 +56,11 @@ def tokenize(
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
     tokenizer.facts.check_rows(embedding_rows, config.model)
     if not is_cached:  # A complete cache may be read-only, so do not lock it.
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
-                if not is_intact(folder):
-                    with atomic_folder(folder) as unfinished:
-                        _fill(unfinished, corpus, tokenizer, config)
-        except OSError as error:
-            what = f"the token cache {cache_dir} cannot be written"
-            raise UserError(what, str(error), f"set {CACHE_VARIABLE} to another folder") from None
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not is_intact(folder):
+                with atomic_folder(folder) as unfinished:
+                    _fill(unfinished, corpus, tokenizer, config)
     return folder
 
 
@@ -140,7 +133,6 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     on."""
     tokenizer.check_export()
     num_bytes = count_corpus_bytes(corpus)
-    os.environ.setdefault("RAYON_NUM_THREADS", str(min(_MAX_THREADS, available_cpus())))
     by_line = config.pack is False
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}

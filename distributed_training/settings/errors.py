@@ -13,6 +13,7 @@ from distributed_training.settings.launchers import prints_messages
 # where a folder is expected
 STORAGE_ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+    errno.EEXIST,
 )  # fmt: skip
 
 

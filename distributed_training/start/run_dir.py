@@ -14,7 +14,6 @@ from pathlib import Path
 from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
-from distributed_training.settings.errors import UserError, describe
 from distributed_training.supervise import claims
 
 LATEST = "latest"  # link in output_dir to the newest run's folder
@@ -24,11 +23,7 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
     """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
     make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
     Raises UserError if another process holds the run."""
-    try:
-        plan.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"output_dir={str(plan.output_dir)!r} cannot be used"
-        raise UserError(what, describe(error), "set output_dir to another folder") from None
+    plan.output_dir.mkdir(parents=True, exist_ok=True)
     notes = [*plan.notes, *more_notes]
     checkpoint = resume.choose_checkpoint(plan, notes)
     folder = checkpoint.parents[1] if checkpoint else plan.output_dir / plan.run_dir.name
