@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed_training.plan.schedules import P2P_CHANNELS
-from distributed_training.settings.config import RunConfig
-from distributed_training.settings.strategies import MESH_AXES, named_strategy
+from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.strategies import MESH_AXES, load_strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +97,7 @@ def set_nccl_variables(config: RunConfig) -> None:
     graph are not registered, because NCCL 2.28 may register the buffer of a large message on only
     one side. A replayed pipeline would then hang."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    strategy = named_strategy(config)
-    if strategy is None or strategy.mesh["pp"] != 1:
+    if config.strategy == AUTO or load_strategy(config).mesh["pp"] != 1:
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 
 

@@ -5,7 +5,6 @@ Only `load_code` runs such code. The user must have named the code by a path in 
 command line. Engines in this checkout's strategies/ are also allowed. Data files (an adapter, a
 run's plan or record, a preset, a list of runs) never cause code to run."""
 
-import contextlib
 import functools
 import os
 import sys
@@ -61,9 +60,7 @@ def require_allowed_family(model: str) -> None:
 def _family_folder(model: object) -> Path | None:
     # A bare word, such as auto, does not name a folder, even if a folder of that name exists.
     if isinstance(model, str) and os.sep in model:
-        # Text that is not a usable path names no folder.
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            return Path(model.partition(":")[0]).expanduser().resolve()
+        return Path(os.path.expanduser(model.partition(":")[0])).resolve()
     return None
 
 

@@ -200,11 +200,6 @@ def strategy_options(name: str) -> type[Options]:
     return Options if name == AUTO else _find_engine(_find_strategy(name))[1]
 
 
-def named_strategy(config: RunConfig) -> Strategy | None:
-    """Return the strategy that CONFIG names, or None if the planner has to choose it."""
-    return None if config.strategy == AUTO else load_strategy(config)
-
-
 def load_strategy(config: RunConfig) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
     sizes. Raises UserError for an unknown name or an axis that cannot be set. Also raises UserError
@@ -232,10 +227,6 @@ def load_strategy(config: RunConfig) -> Strategy:
         stages = {"pp": parsed.pipeline.stages} if "pipeline" in document else {}
         mesh = {"dp_shard": -1, **stages}
     traits, options = _find_engine(strategy_file)
-    if traits.takes_json != (strategy_file.deepspeed is not None):
-        needed = "deepspeed" if traits.takes_json else "mesh"
-        engine = f"{strategy_file._path}: engine={strategy_file.engine!r}"
-        raise UserError(f"{engine} needs the key {needed!r}")
     for axis in MESH_AXES:
         if (size := getattr(config, axis)) is not None:
             mesh = {**mesh, axis: size}

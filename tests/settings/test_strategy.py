@@ -102,7 +102,6 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve'", "native")),
         # An engine accepts only the axes that it supports.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp=")),
-        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("'native'", "'mesh'")),
     ],
 )
 def test_invalid_strategy_folders_are_refused(document, messages, folders):
