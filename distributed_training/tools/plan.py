@@ -157,10 +157,7 @@ def run(
         print(f"\n{table}\n")
         if len(fitting) > len(listed):
             print("--all lists all layouts.")
-        gbit = None
-        if cluster.num_processes > cluster.processes_per_node and cluster.rates is not None:
-            gbit = config.network_gbit or 8 * cluster.rates.network_bytes_per_s / 1e9
-        print("\n".join(map(fold, legend(cluster, gbit).splitlines())))
+        print("\n".join(map(fold, legend(cluster).splitlines())))
     print()
     if job_file is None:
         if cluster.num_processes > cluster.processes_per_node:
@@ -266,9 +263,8 @@ def _layout_and_mode(choice: Prediction) -> str:
     return name if mode == "none" else f"{name} +{mode}"
 
 
-def legend(cluster: Cluster, gbit: float | None) -> str:
-    """Return an explanation of the columns and words in the table. `gbit` is the network speed in
-    Gbit/s per GPU. It is None if the layouts do not use a network."""
+def legend(cluster: Cluster) -> str:
+    """Return an explanation of the columns and words in the table."""
     rates = cluster.rates
     if rates is None:
         source = "This GPU is not in the planner's table. Describe it with --gpu."
@@ -278,8 +274,6 @@ def legend(cluster: Cluster, gbit: float | None) -> str:
         source = "Times are rough estimates for a CPU."
     else:
         source = "Times are estimated from datasheets."
-    if gbit is not None:
-        source += f" The network is assumed to have {gbit:g} Gbit/s per GPU (--network_gbit)."
     if cluster.assumption:
         source += f" {cluster.assumption}."
     return f"""\
