@@ -20,7 +20,7 @@ from distributed_training.engines.optimizers import parameter_groups
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, private
-from distributed_training.parallel.activation_offload import offload_inputs
+from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
@@ -59,8 +59,8 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_checkpointing(model, config.activation_checkpointing)
         model.loss = blocks.build_loss(config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
-        if config.activation_checkpointing == "offload" and topology.device_type == "cuda":
-            offload_inputs(model)
+        if config.offloads_activations and topology.device_type == "cuda":
+            offload_saved(model)
         if strategy.zero.stage == 3:
             # Gather all parameters of a block together. DeepSpeed then runs fewer but larger
             # all-gathers, and no hooks inside compiled blocks.

@@ -22,7 +22,7 @@ from distributed_training.engines.optimizers import build_optimizer, quantized_p
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
-from distributed_training.parallel.activation_offload import offload_inputs
+from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.context import apply_cp
 from distributed_training.parallel.gradients import local_part
@@ -74,8 +74,8 @@ def parallelize(
     if tp_mesh is not None:
         stage.loss, stage.project = shard_output(stage.loss, tp_mesh, plan.tp_parts)
     blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
-    if mode == "offload" and topology.device.type == "cuda":
-        offload_inputs(stage)
+    if config.offloads_activations and topology.device.type == "cuda":
+        offload_saved(stage)
     if mesh is not None and plan.uses_fsdp:
         # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
         # needs whole models.

@@ -1,35 +1,48 @@
-"""Keep the inputs of checkpointed blocks in host memory between the forward and backward passes."""
+"""Keep what checkpointed blocks save in host memory between the forward and backward passes."""
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from distributed_training.models.decoder import Decoder
 
+# Fraction of the size of a block's input. Smaller tensors stay on the GPU.
+MIN_SIZE = 1 / 8
 
-def offload_inputs(model: Decoder) -> None:
-    """Let the inputs of a model's blocks, [B, T, D], wait in host memory, in place. Call this
-    function after apply_checkpointing and apply_compile. It needs a GPU.
 
-    Copies overlap with computation. An input leaves the GPU while the next block runs forward, and
-    returns while the next block runs backward."""
+def offload_saved(model: Decoder) -> None:
+    """Let the large tensors that a model's blocks save, such as their inputs [B, T, D], wait in
+    host memory, in place. Call this function after apply_checkpointing and apply_compile. It needs
+    a GPU.
+
+    Copies overlap with computation. Tensors leave the GPU while the next block runs forward, and
+    return while the next block runs backward."""
     store = _HostStore()
     for block in model.blocks.values():
-        block.forward = functools.partial(store.run, block.forward)
+        block.forward = functools.partial(store.run, block, block.forward)
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """Forward pass of a block for one micro-batch."""
+
+    previous: "_Pass | None"  # pass of the block before, which the backward pass needs next
+    saved: "list[_Saved]" = field(default_factory=list)  # empty once the backward pass needs it
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Input:
-    """Input of a block for one micro-batch. It is on the GPU, in a host buffer, or in both."""
+class _Saved:
+    """Tensor that a block has saved. It is on the GPU, in a host buffer, or in both."""
 
     on_gpu: torch.Tensor | None
     on_host: torch.Tensor | None
-    previous: "_Input | None"  # input of the block before, which the backward pass needs next
+    by: _Pass
 
 
 class _HostStore:
@@ -38,55 +51,73 @@ class _HostStore:
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        # (shape, strides, dtype) of an input -> buffers that contain nothing
+        # (shape, strides, dtype) of a tensor -> buffers that contain nothing
         self.buffers: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        self.latest: _Input | None = None  # the input that is being copied to the host
+        self.latest: _Pass | None = None  # its tensors are being copied to the host
 
-    def run(self, forward: Callable[..., Any], x: torch.Tensor, **options: Any) -> Any:
-        """Run a block's forward pass. Move its input to the host. Other saved tensors stay."""
-        address = x.data_ptr()  # torch keeps `save`, which must therefore not refer to `x`
+    def run(
+        self, block: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **options: Any
+    ) -> Any:
+        """Run a block's forward pass. Move the large tensors that it saves, except weights."""
+        weights = {tensor.data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+        min_size = MIN_SIZE * x.numel()  # torch keeps `save`, which must therefore not refer to `x`
+        passes: list[_Pass] = []
 
         def save(tensor: torch.Tensor) -> Any:
-            return self._save(tensor) if tensor.data_ptr() == address else tensor
+            if tensor.numel() < min_size or tensor.data_ptr() in weights:
+                return tensor
+            if not passes:
+                passes.append(self._start_pass())
+            return self._save(tensor.detach(), passes[0])
 
         with saved_tensors_hooks(save, self._load):
             return forward(x, **options)
 
-    def _save(self, tensor: torch.Tensor) -> _Input:
-        # The first input of a step must not wait, because a step that is captured as a CUDA graph
+    def _start_pass(self) -> _Pass:
+        # The first pass of a step must not wait, because a step that is captured as a CUDA graph
         # cannot wait for copies before it.
         if self.latest is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-            self.latest.on_gpu = None  # now copied, so its memory can be used again
-        free = self.buffers[tensor.shape, tensor.stride(), tensor.dtype]
-        buffer = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._copy(buffer, tensor.detach())
-        self.latest = _Input(on_gpu=tensor.detach(), on_host=buffer, previous=self.latest)
+            for saved in self.latest.saved:
+                saved.on_gpu = None  # now copied, so its memory can be used again
+        self.latest = _Pass(self.latest)
         return self.latest
 
+    def _save(self, tensor: torch.Tensor, by: _Pass) -> _Saved:
+        free = self.buffers[tensor.shape, tensor.stride(), tensor.dtype]
+        buffer = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._copy(buffer, tensor)
+        saved = _Saved(on_gpu=tensor, on_host=buffer, by=by)
+        by.saved.append(saved)
+        return saved
+
     def _load(self, saved: Any) -> torch.Tensor:
-        """Return a tensor that has been saved. Start to fetch the input that is needed next."""
-        if not isinstance(saved, _Input):
+        """Return a tensor that has been saved. Start to fetch the tensors that are needed next."""
+        if not isinstance(saved, _Saved):
             return saved
-        if saved is self.latest:
-            self.latest = None
-        self._fetch(saved)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        if saved.previous is not None:
-            self._fetch(saved.previous)
-            saved.previous = None
+        by = saved.by
+        if by.saved:  # the first of them that the backward pass needs
+            if by is self.latest:
+                self.latest = None
+            self._fetch(by)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            by.saved.clear()
+            if by.previous is not None:
+                self._fetch(by.previous)
+                by.previous = None
         assert saved.on_gpu is not None
         return saved.on_gpu
 
-    def _fetch(self, saved: _Input) -> None:
-        buffer = saved.on_host
-        if buffer is None:
-            return
-        if saved.on_gpu is None:
-            saved.on_gpu = torch.empty_like(buffer, device="cuda")
-            self._copy(saved.on_gpu, buffer)
-        self.buffers[buffer.shape, buffer.stride(), buffer.dtype].append(buffer)
-        saved.on_host = None
+    def _fetch(self, by: _Pass) -> None:
+        for saved in by.saved:
+            buffer = saved.on_host
+            if buffer is None:
+                continue
+            if saved.on_gpu is None:
+                saved.on_gpu = torch.empty_like(buffer, device="cuda")
+                self._copy(saved.on_gpu, buffer)
+            self.buffers[buffer.shape, buffer.stride(), buffer.dtype].append(buffer)
+            saved.on_host = None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())

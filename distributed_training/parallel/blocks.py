@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Decoder, summed_cross_entropy
+from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
     ComputeStreamReduceScatter,
@@ -22,8 +23,12 @@ from distributed_training.parallel.private import (
 )
 from distributed_training.settings.config import RunConfig
 
-# Outputs of matrices in models/nf4.py and models/fp8.py
-QUANTIZED_MATMULS = {f"distributed_training.{dtype}_matmul.default" for dtype in ("nf4", "fp8")}
+# Operation that multiplies by a matrix in models/nf4.py or models/fp8.py -> argument that contains
+# the codes
+QUANTIZED_MATMULS = {
+    "distributed_training.nf4_matmul.default": 1,
+    "distributed_training.fp8_matmul.default": 2,
+}
 
 
 def apply_checkpointing(model: Decoder, mode: str, *, compiled: bool = False) -> None:
@@ -33,14 +38,17 @@ def apply_checkpointing(model: Decoder, mode: str, *, compiled: bool = False) ->
     "full" and "offload" save only the input of a block, [B, T, D]. "selective" also saves the
     outputs of attention and of matrix multiplications. Recomputing the other operations (norms,
     activation functions, residual sums) is cheap. The matrix multiplications of LoRA adapters are
-    also cheap and are recomputed. Recomputation uses the same dropout masks as the forward pass."""
+    also cheap and are recomputed. "offload-attention" saves the same for attention, but nothing for
+    the MLP. Recomputation uses the same dropout masks as the forward pass."""
     if mode == "none":
         return
     checkpoint_fn = functools.partial(checkpoint.checkpoint, use_reentrant=False)
-    if mode == "selective":
+    if mode in ("selective", "offload-attention"):
         # The adapters of k matrices have A [k rank, in] and, expanded, B [out, k rank].
-        ranks = {len(part) for name, part in model.named_parameters() if name.endswith("adapter.a")}
-        policy = _SelectivePolicy(ranks, compiled)
+        lengths = {name: len(local_part(part)) for name, part in model.named_parameters()}
+        ranks = {rows for name, rows in lengths.items() if name.endswith("adapter.a")}
+        unsaved = {rows for name, rows in lengths.items() if name.endswith("mlp_in.weight")}
+        policy = _SelectivePolicy(ranks, unsaved if mode != "selective" else set(), compiled)
         context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
         checkpoint_fn = functools.partial(checkpoint_fn, context_fn=context)
     for block in model.blocks.values():
@@ -60,8 +68,9 @@ class _SelectivePolicy:
     saved. The matrix that follows is then also applied again, so that cp needs no more memory than
     tp although FSDP gathers whole blocks. This takes 1% to 2% of a step."""
 
-    def __init__(self, lora_ranks: set[int], compiled: bool) -> None:
+    def __init__(self, lora_ranks: set[int], unsaved_rows: set[int], compiled: bool) -> None:
         self.lora_ranks = lora_ranks
+        self.unsaved_rows = unsaved_rows  # of the matrices whose outputs are not saved
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum
         self.follows_exchange = False  # whether no product has followed the latest all-to-all
@@ -87,6 +96,9 @@ class _SelectivePolicy:
             return False
         if self.follows_exchange:
             self.follows_exchange = False
+            return False
+        rows = len(args[QUANTIZED_MATMULS[name]]) if is_quantized else args[-1].shape[1]
+        if rows in self.unsaved_rows:
             return False
         # The products with A are as small as they are slow to compute again.
         return is_quantized or args[-1].shape[0] not in self.lora_ranks

@@ -128,6 +128,12 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         "set activation_checkpointing to none, or pipeline_schedule to 1f1b",
     )  # fmt: skip
     yield (
+        config.activation_checkpointing == "offload-attention" and not config.compile
+        and machine.num_gpus > 0, "activation_checkpointing", "compile=False",
+        "without torch.compile, only inputs leave the GPU",
+        "set activation_checkpointing to offload",
+    )  # fmt: skip
+    yield (
         config.optimizer != "adamw" and not traits.builds_on_device, "optimizer", strategy,
         "the strategy's engine keeps the optimizer state in fp32",
         "set optimizer to adamw, or strategy to dp, fsdp, tp or pp",

@@ -9,7 +9,7 @@ from functools import partial
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
-from distributed_training.predict.costs.checkpointing import boundary_bytes, inputs_on_host
+from distributed_training.predict.costs.checkpointing import boundary_bytes, bytes_on_host
 from distributed_training.predict.costs.lora import frozen_bytes
 from distributed_training.predict.costs.loss import loss_bytes
 from distributed_training.predict.costs.pp import embedding_gradient_bytes, pending_bytes
@@ -72,7 +72,7 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
     state = _estimate_state(fullest, mechanisms)
     fitted_bytes = FITTED.process_bytes
     host_bytes = state["host"] + (fitted_bytes.cuda if plan.machine.num_gpus else fitted_bytes.cpu)
-    host_bytes += max(map(inputs_on_host, ranks))
+    host_bytes += max(map(bytes_on_host, ranks))
     host_bytes += 2 * plan.strategy.swap_buffer_values  # two bytes per value, even in fp32 runs
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:
         host_bytes += fitted_bytes.libraries

@@ -150,10 +150,12 @@ class RunConfig(Options):
     network_gbit: Annotated[float, Field(gt=0)] | None = layout_key(None)
     """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
     `doctor --nodes`. None: 400."""
-    activation_checkpointing: Literal["none", "selective", "full", "offload"] = memory_key("none")
+    activation_checkpointing: Literal[
+        "none", "selective", "full", "offload-attention", "offload"
+    ] = memory_key("none")
     """Recompute activations in the backward pass instead of keeping them. selective: everything
     except matrix multiplications and attention. full: whole blocks. offload: whole blocks, whose
-    inputs wait in host memory."""
+    inputs wait in host memory. offload-attention: MLPs; what attention saves also waits there."""
     base_dtype: Literal["auto", "bf16", "fp8", "nf4"] | None = memory_key(None, work=True)
     """With lora_rank: dtype of the frozen weights. fp8: 8 bits per weight in the blocks' matrices,
     which are multiplied in fp8 (on GPUs with compute capability 8.9 or higher). nf4: 4 bits per
@@ -244,6 +246,11 @@ class RunConfig(Options):
     def has_bf16_weights(self) -> bool:
         """True if trained weights and their gradients are in bf16, without an fp32 copy."""
         return self.optimizer == "adamw-bf16-weights"
+
+    @property
+    def offloads_activations(self) -> bool:
+        """True if tensors that blocks save for the backward pass wait in host memory."""
+        return self.activation_checkpointing.startswith("offload")
 
     def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, in the order of the fields."""

@@ -1,4 +1,5 @@
 import copy
+import math
 import random
 
 import pytest
@@ -103,7 +104,7 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
     elements that autograd saves outside of checkpointed blocks, and the FLOPs. Unlike "full",
     "selective" does not repeat matrix multiplications."""
     results, saved_bytes, flops = {}, {}, {}
-    for mode in ("none", "full", "selective"):
+    for mode in ("none", "full", "selective", "offload-attention"):
         model, sizes = random_model(dropout), []
         apply_checkpointing(model, mode)
         torch.manual_seed(3)
@@ -117,9 +118,26 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
         saved_bytes[mode], flops[mode] = sum(sizes), counter.get_total_flops()
     assert_equal(results["none"], results["full"])
     assert_equal(results["none"], results["selective"])
+    assert_equal(results["none"], results["offload-attention"])
     assert max(saved_bytes["full"], saved_bytes["selective"]) < saved_bytes["none"] / 2
     if not dropout:  # with dropout, attention on a CPU is not a single operation
         assert flops["none"] == flops["selective"] < flops["full"]
+        mlp_in = math.prod(SIZE.block_matrices[2])
+        repeated = 2 * random_batch()[0].numel() * mlp_in * SIZE.num_layers
+        assert flops["offload-attention"] == flops["none"] + repeated
+
+
+@pytest.mark.parametrize(("dtype", "num_scales"), [("nf4", 0), ("fp8", 1)])
+def test_offloading_attention_repeats_the_product_of_a_quantized_mlp(dtype, num_scales):
+    model = random_model()
+    apply_checkpointing(model, "offload-attention")
+    saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
+    name = f"distributed_training.{dtype}_matmul.default"
+    decided = [
+        saves(None, name, *[torch.ones(2, 2)] * (1 + num_scales), torch.ones(rows, 1)).name
+        for rows, _ in SIZE.block_matrices
+    ]
+    assert decided == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"]
 
 
 def test_selective_checkpointing_recomputes_only_the_matmuls_of_adapters():

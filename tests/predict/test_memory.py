@@ -173,12 +173,16 @@ def test_recomputing_rounds_weights_again(tmp_path):
 
 
 def test_offloaded_inputs_are_in_ram_except_for_two(tmp_path):
-    full, offload = (
-        peak(tmp_path, strategy="dp", activation_checkpointing=m) for m in ("full", "offload")
+    """With offload-attention, q k v, attention and its projection are also in RAM."""
+    modes = ("full", "offload", "offload-attention")
+    full, offload, attention = (
+        peak(tmp_path, strategy="dp", activation_checkpointing=m) for m in modes
     )
     saved = (p.peak_by_component["activations"] for p in (full, offload))
     assert next(saved) - next(saved) == pytest.approx((L - 2) * TOKENS * 2 * D)
-    assert offload.host_bytes - full.host_bytes == L * 2 ** math.ceil(math.log2(TOKENS * 2 * D))
+    hidden, qkv = (2 ** math.ceil(math.log2(TOKENS * 2 * n)) for n in (D, 3 * D))
+    assert offload.host_bytes - full.host_bytes == L * hidden
+    assert attention.host_bytes - full.host_bytes == L * (3 * hidden + qkv)
 
 
 def test_dropout_saves_two_masks_per_block(tmp_path):

@@ -55,6 +55,21 @@ def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
     assert predict(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
 
 
+def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_copies(tmp_path):
+    def seconds(model, mode):
+        config = {"model": model, "weights": "random", "lora_rank": 16, "batch_size": 4}
+        config |= {"max_length": 1024, "activation_checkpointing": mode}
+        plan = plan_for(tmp_path, GPU_MACHINE, 1, **config)
+        return predict(plan, H200).step.seconds
+
+    large, small = (
+        seconds(model, "offload-attention") / seconds(model, "full")
+        for model in ("Llama-3.1-8B", "Qwen3-0.6B")
+    )
+    assert large < 0.95
+    assert small > 1.5
+
+
 @pytest.mark.parametrize(
     ("name", "gemm", "memory", "link"),
     [  # published TFLOP/s and GB/s, see constants.json

@@ -35,6 +35,7 @@ MECHANISMS = (
     checkpointing.NONE,
     checkpointing.FULL,
     checkpointing.OFFLOAD,
+    checkpointing.OFFLOAD_ATTENTION,
     checkpointing.SELECTIVE,
 )
 

@@ -33,7 +33,7 @@ def block_costs(timing: Timing) -> PassCosts:
             timing.gemm_cost(timing.tokens, n, k),
             timing.gemm_cost(k, timing.tokens, n),
         )
-    attention = _attention_cost(timing)
+    attention = attention_cost(timing)
     forward, backward = elementwise_costs(timing)
     costs[:2] += forward + attention, backward + BACKWARD_ATTENTION * attention
     return costs
@@ -61,7 +61,7 @@ def matrix_shapes(rank: PipelineRank) -> list[tuple[float, float]]:
     ]
 
 
-def _attention_cost(timing: Timing) -> Cost:
+def attention_cost(timing: Timing) -> Cost:
     """Return the cost of causal attention in the forward pass of one decoder block.
 
     If records are packed, a special kernel skips the scores between different records of a

@@ -5,7 +5,15 @@ import math
 from collections.abc import Sequence
 
 from distributed_training.predict.costs import block, lora, tp
-from distributed_training.predict.mechanism import Cost, Mechanism, PipelineRank, Timing
+from distributed_training.predict.mechanism import (
+    NETWORK,
+    Cost,
+    Mechanism,
+    PipelineRank,
+    Timing,
+    page_locked_bytes,
+)
+from distributed_training.predict.rates import FITTED
 
 
 def full_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
@@ -27,19 +35,47 @@ def selective_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_cost(timing),)
 
 
+def _wait_costs(timing: Timing, forward: Cost) -> Cost:
+    """Return the time by which the copies of a block to and from the host exceed its passes. The
+    backward pass takes twice as long as the forward pass."""
+    rate = min(timing.rates.link_bytes_per_s, FITTED.host_copy_bytes_per_s)
+    copy_s, forward_s = sum(waiting_bytes(timing)) / rate, forward.sum()
+    return (max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)) * NETWORK
+
+
+def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
+    """Return the cost of repeating what selective checkpointing repeats and the product of the
+    MLP's first matrix, whose share of all products is also its share of the values."""
+    attention = block.attention_cost(timing)
+    cheap = selective_recompute_costs(timing, forward)[0]
+    values = [math.prod(shape) for shape in block.matrix_shapes(timing)]
+    products = forward - attention - cheap
+    return cheap, max(values) / sum(values) * products, _wait_costs(timing, forward)
+
+
 def boundary_bytes(rank: PipelineRank) -> float:
     """Return the size in bytes of a block's input, or of the gradient of its output."""
     return rank.hidden_bytes * rank.hidden_share
 
 
-def inputs_on_host(rank: PipelineRank) -> float:
-    """Return the size in bytes of the block inputs that wait in host memory. In a pipeline, this is
-    the most that any schedule needs. torch rounds the size of a page-locked buffer up to a power of
-    two."""
-    if rank.config.activation_checkpointing != "offload":
+def waiting_bytes(rank: PipelineRank) -> Sequence[float]:
+    """Return the sizes in bytes of the tensors of a block that wait in host memory: its input and,
+    with `offload-attention`, the outputs of the first matrix, of attention and of the second
+    matrix."""
+    if rank.config.activation_checkpointing == "offload":
+        return (boundary_bytes(rank),)
+    (rows, _), (_, columns), *_ = block.matrix_shapes(rank)
+    token_bytes = rank.tokens * rank.dtype_bytes
+    return 2 * (boundary_bytes(rank),) + (token_bytes * rows, token_bytes * columns)
+
+
+def bytes_on_host(rank: PipelineRank) -> float:
+    """Return the size in bytes of the buffers in which tensors wait in host memory. In a pipeline,
+    this is the most that any schedule needs."""
+    if not rank.config.offloads_activations:
         return 0
-    num_inputs = rank.num_blocks * (rank.num_microbatches if rank.pp > 1 else 1)
-    return num_inputs * 2 ** math.ceil(math.log2(boundary_bytes(rank)))
+    num_passes = rank.num_blocks * (rank.num_microbatches if rank.pp > 1 else 1)
+    return num_passes * sum(map(page_locked_bytes, waiting_bytes(rank)))
 
 
 def selective_activation_bytes(rank: PipelineRank) -> float:
@@ -69,6 +105,12 @@ OFFLOAD = Mechanism(
     # One input leaves the GPU, and one returns, while a block is computed.
     backward_bytes=lambda rank: block.activation_bytes(rank) + 2 * boundary_bytes(rank),
     recomputed_costs=full_recompute_costs,
+)
+OFFLOAD_ATTENTION = Mechanism(
+    is_used=lambda plan: plan.config.activation_checkpointing == "offload-attention",
+    activation_bytes=block.statistics_bytes,
+    backward_bytes=lambda rank: block.activation_bytes(rank) + sum(waiting_bytes(rank)),
+    recomputed_costs=attention_offload_costs,
 )
 SELECTIVE = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "selective",

@@ -74,10 +74,7 @@ def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
     pipeline with FSDP also keeps gathered weights throughout all micro-batches."""
     if rank.plan.embeds_from_host:
         embedding = rank.dtype_bytes * rank.embedding_parameters
-        return {
-            "parameters": base_bytes(rank) - embedding,
-            "host": page_locked_bytes(embedding),
-        }
+        return {"parameters": base_bytes(rank) - embedding, "host": page_locked_bytes(embedding)}
     is_sharded = rank.plan.uses_fsdp or rank.zero.stage == 3
     copies = 1 / rank.shards if is_sharded else 1
     if rank.plan.uses_fsdp and rank.pp > 1:
