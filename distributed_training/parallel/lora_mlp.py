@@ -22,7 +22,9 @@ from distributed_training.models.decoder import Block, Decoder
 from distributed_training.models.llama.model import LlamaBlock
 from distributed_training.settings.config import RunConfig
 
-TILE = 64  # tokens and units that one program computes
+TILE = 64  # units that one program computes
+# Tokens that one program computes. The backward kernel's larger tiles would not fit in registers.
+FORWARD_ROWS, BACKWARD_ROWS = 64, 32
 # The tiles of both factors must fit in registers.
 MAX_RANK = 64
 
@@ -107,7 +109,7 @@ def activate(
 
     `y` [.., 2 F] is the output of the base matrix, `hidden` [.., 2 R] that of A, and `b` [2 F, 2 R]
     is B, expanded as in parallel/lora.py."""
-    grid, sizes = _launch(y, hidden, unit_size)
+    grid, sizes = _launch(y, hidden, unit_size, FORWARD_ROWS)
     act = y.new_empty(*y.shape[:-1], sizes["F"])
     _forward_kernel[grid](y, hidden, b, act, **sizes)
     return act
@@ -128,7 +130,7 @@ def activate_backward(
 
     The gradient of that result is `d_act + d_last_hidden a`. `d_act` comes from mlp_out's base
     matrix. `d_last_hidden` [.., R] is the gradient of the output of mlp_out's A, `a` [R, F]."""
-    grid, sizes = _launch(y, hidden, unit_size)
+    grid, sizes = _launch(y, hidden, unit_size, BACKWARD_ROWS)
     d_y = torch.empty_like(y)
     _backward_kernel[grid](d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, **sizes)
     return d_y
@@ -153,15 +155,16 @@ def _(
 
 
 def _launch(
-    y: torch.Tensor, hidden: torch.Tensor, unit_size: int
+    y: torch.Tensor, hidden: torch.Tensor, unit_size: int, rows: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the numbers of programs and the kernels' sizes."""
     units, rank = y.shape[-1] // 2, hidden.shape[-1] // 2
     tokens = y.numel() // (2 * units)
     # A product in registers needs at least 16 columns.
     width = max(16, triton.next_power_of_2(rank))
-    sizes = {"N": tokens, "F": units, "R": rank, "WIDTH": width, "UNIT": unit_size, "TILE": TILE}
-    return (units // TILE, triton.cdiv(tokens, TILE)), sizes
+    sizes = {"N": tokens, "F": units, "R": rank, "WIDTH": width, "UNIT": unit_size}
+    sizes |= {"ROWS": rows, "TILE": TILE}
+    return (units // TILE, triton.cdiv(tokens, rows)), sizes
 
 
 @triton.jit
@@ -188,9 +191,9 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     y, hidden, b, act, N, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, TILE: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_token = rows < N
     gate, up, _ = _gate_and_up(y, hidden, b, rows, columns, is_token, F, R, WIDTH, UNIT)
@@ -202,9 +205,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
     d_act, d_last_hidden, a, y, hidden, b, d_y, N, F: tl.constexpr, R: tl.constexpr,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_token = rows < N
     gate, up, at = _gate_and_up(y, hidden, b, rows, columns, is_token, F, R, WIDTH, UNIT)
