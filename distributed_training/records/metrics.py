@@ -77,8 +77,6 @@ def summarize_performance(
         "num_timed_steps": len(timed),
         "step_time_s": {f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)},
         "tokens_per_s": tokens_per_s,
-        "flops_per_token": flops_per_token,
-        "peak_flops_per_gpu": peak_flops,
         "mfu": None
         if peak_flops is None
         else tokens_per_s * flops_per_token / (peak_flops * world_size),

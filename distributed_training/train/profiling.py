@@ -8,7 +8,6 @@ not traced, because they compile, allocate memory and capture graphs."""
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +21,6 @@ from distributed_training.train.callbacks import Callback
 
 if TYPE_CHECKING:
     from distributed_training.train.loop import Trainer
-
-SILENT_LOG_LEVEL = "6"  # log level at which Kineto prints nothing
 
 
 def steps_to_trace(plan: Plan, last_step: int) -> range:
@@ -50,7 +47,6 @@ class Profile(Callback):
         self._steps = steps
 
     def before_training(self, trainer: Trainer) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT_LOG_LEVEL)
         # The profiler warms up in the step before the first traced step.
         wait = self._steps.start - trainer.step - 2
         self._profiler = torch.profiler.profile(

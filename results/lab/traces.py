@@ -30,7 +30,6 @@ from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
-from distributed_training.train.profiling import SILENT_LOG_LEVEL
 from results.lab import harness
 from results.lab.overlap import STEP, RankTrace, Spans, clip, read_trace, union
 from results.lab.runs import read_plan
@@ -81,7 +80,7 @@ def _trace_steps(train: Any, topology: Topology) -> RankTrace:
         if topology.device_type == "cuda":
             torch.cuda.synchronize(topology.device)
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", SILENT_LOG_LEVEL)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto then prints nothing
     activities = [ProfilerActivity.CPU]
     if topology.device_type == "cuda":
         activities.append(ProfilerActivity.CUDA)
