@@ -12,21 +12,19 @@ then trains on the base without fp8, so that the difference is the error of fp8.
 import argparse
 import json
 import math
-import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed_training.planner.layouts import OPEN_SETTINGS
-from distributed_training.records.display import fold, short_path
+from distributed_training.records.display import fold
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
-from distributed_training.records.record import METRICS_FILE, Record, provenance, write_json
+from distributed_training.records.record import METRICS_FILE, Record
 from distributed_training.records.results import EMPTY_CELL, differing_keys, format_table
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import MARK, check_replaced, plural
+from distributed_training.settings.files import plural
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies
 from distributed_training.tools import compare
@@ -54,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
-    """Train under every layout, then write the page. Return the exit code, which is 0 if the
+    """Train under every layout, then print the table. Return the exit code, which is 0 if the
     layouts compute the same results as a single process."""
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
@@ -67,7 +65,6 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.dry_run:
         compare.print_settings(trials)
         return 0
-    check_replaced(out / "parity.json")
 
     def conclude(trial: compare.Run) -> str:
         judge(trial, *references)
@@ -82,7 +79,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     finally:
         remove_checkpoint(references[0])
         if any(trial.verdict for trial in runs):
-            write_page(out, [trial for trial in trials if trial.verdict])
+            print_table([trial for trial in trials if trial.verdict])
     return exit_code([trial.verdict for trial in runs])
 
 
@@ -243,11 +240,10 @@ def relative_difference(value: Any, reference: Any) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
-    """Write parity.json, and print the table. The first two entries in `trials` are
-    the single-process reference runs."""
-    reference, layouts = trials[0].record, trials[2:]
-    assert reference is not None
+def print_table(trials: Sequence[compare.Run]) -> None:
+    """Print the table of verdicts. The first two entries in `trials` are the single-process
+    reference runs."""
+    layouts = trials[2:]
     num_ok = sum(trial.verdict == OK for trial in layouts)
     heading = f"{num_ok} of {plural(len(layouts), 'layout')} computed the same results "
     heading += "as one process."
@@ -266,19 +262,7 @@ def write_page(out: Path, trials: Sequence[compare.Run]) -> None:
         ]
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
-    rows = [
-        {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
-         "mesh": trial.record and trial.record.mesh, "seconds": trial.seconds,
-         "apart": trial.differences}
-        for trial in trials
-    ]  # fmt: skip
-    document = {
-        "generator": MARK, **provenance(shlex.join(["python", *sys.argv])), "heading": heading,
-        "rule": explanation, "config": reference.config, "machine": reference.machine,
-        "runs": rows,
-    }  # fmt: skip
-    write_json(out / "parity.json", document)
     notes = [f"{trial.name} ({trial.verdict}): {trial.why}" for trial in layouts if trial.why]
     print(f"\n{heading}\n\n{format_table(columns)}")
-    for text in (*notes, explanation, f"Wrote {short_path(out)}/parity.json."):
+    for text in (*notes, explanation):
         print(fold(printable(text)))
