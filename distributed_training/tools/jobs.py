@@ -78,7 +78,8 @@ def build_batch_script(
         header.append(
             f"# Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each."
         )
-        time = slurm_time(SAFETY_FACTOR * steps * max_step_s + OVERHEAD_S)
+        limit_s = SAFETY_FACTOR * steps * max_step_s + OVERHEAD_S
+        time = str(5 * math.ceil(limit_s / 300))  # SLURM reads a number alone as minutes
     script_words = [str(script), *options]
     script_words += [] if "--strict" in script_words else ["--strict"]
     script_words += [] if "--resume" in script_words else ["--resume", "auto"]
@@ -122,11 +123,3 @@ def build_batch_script(
 def job_template(file: Path) -> tuple[str, str]:
     """Return the name of the template for a job file, and the command that submits the job."""
     return next(entry for end, entry in TEMPLATES.items() if file.name.endswith(end))
-
-
-def slurm_time(seconds: float) -> str:
-    """Format a time limit for SLURM, rounded up to a multiple of five minutes."""
-    minutes = 5 * math.ceil(seconds / 300)
-    days, minutes = divmod(minutes, 24 * 60)
-    text = f"{minutes // 60:02}:{minutes % 60:02}:00"
-    return f"{days}-{text}" if days else text

@@ -78,7 +78,7 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     script = (repository / "job.slurm").read_text()
     assert " --strategy dp " in script
     assert "--strict --resume auto" in script
-    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "#SBATCH --time=00:20:00"):
+    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "#SBATCH --time=20"):
         assert line in script.splitlines()
 
     # Outside a job, job.slurm only checks the plan for the cluster on which it will run.

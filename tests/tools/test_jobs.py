@@ -20,7 +20,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import describe_suggestion
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
-from distributed_training.tools import dry_run, jobs
+from distributed_training.tools import dry_run
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
 from tests.pool import SCRIPT
@@ -245,11 +245,3 @@ def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, ca
         run = re.search(r"run=\((.*) \"\$@\"\)", files[1].read_text())[1]
         assert shlex.split(run)[1:] == [*options, "--strict", "--resume", "auto"]
     assert written > 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1, "00:05:00"), (3600, "01:00:00"), (3601, "01:05:00"), (90_000, "1-01:00:00")],
-)
-def test_time_limits_have_slurms_format(seconds, text):
-    assert jobs.slurm_time(seconds) == text
