@@ -5,7 +5,7 @@ of a matrix, `quantize_matrix`, which returns them, and `dequantize_matrix`. Cod
 viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits. Both have one
 row per row of the matrix, so FSDP can shard them by rows."""
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch.nn as nn
 from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.size import ModelSize
-from distributed_training.settings.errors import UserError
 
 
 class QuantizedLinear(Linear):
@@ -31,11 +30,7 @@ class QuantizedLinear(Linear):
 
 
 def _load_format(base_dtype: str) -> Any:
-    """Return the module of the format `base_dtype`. Raises UserError for NF4 if bitsandbytes is not
-    installed."""
-    if base_dtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-        what = "a base model in NF4 needs the package bitsandbytes"
-        raise UserError(what, fix="run: pip install bitsandbytes")
+    """Return the module of the format `base_dtype`. NF4 imports bitsandbytes."""
     return importlib.import_module(f"distributed_training.models.{base_dtype}")
 
 
