@@ -56,7 +56,7 @@ def generate_ids(
     `compute_logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the
     vocabulary size. If a cache `past` is given, `compute_logits` receives each token only once as
     long as all tokens fit in the context. `broadcast_choice` modifies the chosen id, int64 [1], in
-    place so that all ranks use the same id."""
+    place so that all ranks use the same id. Raises UserError if the logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
     for _ in range(num_tokens):
@@ -67,6 +67,10 @@ def generate_ids(
             last_logits = compute_logits(torch.tensor([model_ids]), past)[0, -1].float().cpu()
         num_candidates = min(top_k if temperature else 1, len(last_logits))
         top_logits, candidates = torch.topk(last_logits, num_candidates)
+        if not top_logits[0].isfinite():
+            why = "its weights are damaged, or the values of its adapters are too large"
+            fix = "check the model's loss with the eval command"
+            raise UserError("The model's logits are not finite", why, fix)
         weights = ((top_logits - top_logits[0]) / max(temperature, 1e-6)).softmax(0)
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]
         broadcast_choice(choice)

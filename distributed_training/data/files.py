@@ -208,9 +208,12 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, and decompress it if necessary. Raises UserError if it cannot be
-    read until the end."""
+    """Open a file for reading, and decompress it if necessary. Raises UserError if the file is not
+    a regular file, or if it cannot be read until the end."""
     try:
+        if not path.is_file():  # Opening a pipe could block.
+            what = f"dataset file {path} is not a regular file"
+            raise UserError(what, fix="copy its content to a regular file")
         if path.suffix in COMPRESSIONS:
             import pyarrow
 

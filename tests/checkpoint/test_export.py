@@ -26,7 +26,7 @@ from distributed_training.planner.data import load_planned_data
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
-from tests.support import edit_json, read_model
+from tests.support import edit_json, read_model, refused
 
 # Row i contains the logits that follow token i.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
@@ -59,6 +59,12 @@ def test_generation_depends_only_on_the_seed_and_is_greedy_at_temperature_zero()
     assert sample(temperature=0.0, seed=4) == sample(temperature=1e-320) == ids
     eos = first[10]
     assert sample(eos_ids=[-1, eos]) == first[: first.index(eos, 1)]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_generation_refuses_non_finite_logits(bad):
+    with refused("logits"):
+        sample(lambda window, past: torch.full((1, len(window[0]), 100), bad))
 
 
 def test_generation_samples_from_the_top_40_and_sees_only_the_context_window():

@@ -1,6 +1,7 @@
 """Test reading data files in every supported format and encoding."""
 
 import gzip
+import os
 import random
 import struct
 import subprocess
@@ -90,10 +91,14 @@ def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_pa
         texts_of(find_corpus(str(tmp_path / name))["train"][0])
 
 
-def test_a_broken_link_in_a_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])
+def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
     (tmp_path / "a.txt").write_text("a text")
     file = tmp_path / "b.txt"
-    file.symlink_to(tmp_path / "gone")
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
     with refused(str(file)):
         find_corpus(str(tmp_path))
 

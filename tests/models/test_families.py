@@ -268,6 +268,7 @@ GPT2 |= {"vocab_size": 300}
     ("changes", "words"),
     [
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, ("layer_types",)),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("sliding-window",)),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
         ({"num_attention_heads": 0}, ("config.json",)),
         ({"head_dim": 0}, ("head_dim=0",)),

@@ -104,6 +104,8 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     num_layers, num_positions = config.num_hidden_layers, model.read_num_positions(config)
     types = set(getattr(config, "layer_types", None) or ())
     unknown_types = ", ".join(sorted(types - _LAYER_TYPES))
+    no_window = "sliding_attention" in types and not getattr(config, "sliding_window", None)
+    _refuse_if(no_window, "has sliding-window layers but no sliding_window")
     _refuse_if(not getattr(config, "num_attention_heads", 0), "has no attention heads")
     _refuse_if(unknown_types, f"has layers of type {unknown_types}")
     net = model.build_net(model.make_config(document, max_layers=_FIRST_BLOCKS))

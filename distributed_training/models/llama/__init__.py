@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
+SLIDING = "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(ModelType)
 STORES_TRANSPOSED = False
@@ -102,6 +103,8 @@ class Config(FamilyConfig):
         elif set(layers) == {"full_attention"}:
             values.pop("layer_types", None)
             values.pop("sliding_window", None)
+        elif "sliding_window" not in values and SLIDING in layers:
+            raise ValueError("sliding-window layers but no sliding_window")
         if model_type == "llama":
             values.pop("sliding_window", None)
         return values
