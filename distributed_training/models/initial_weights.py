@@ -56,7 +56,6 @@ class InitialWeights:
             values = self.source(name, tuple(slice(first, first + size) for first, size in ends))
             if values.shape != local.shape:
                 local.zero_()  # Rows after the vocabulary's rows are padding.
-            values = values.to(device)
             target = local[tuple(map(slice, values.shape))]
             target.copy_(values.to(self.round_to or values.dtype))
 

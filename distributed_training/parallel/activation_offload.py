@@ -11,6 +11,8 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.private import tree_leaves
 
 # Fraction of the size of a block's input. Smaller tensors stay on the GPU.
 MIN_SIZE = 1 / 8
@@ -58,32 +60,29 @@ class _HostStore:
     def run(
         self, block: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **options: Any
     ) -> Any:
-        """Run a block's forward pass. Move the large tensors that it saves, except weights."""
-        weights = {tensor.data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+        """Run a block's forward pass. Move the large tensors that it saves, except its weights and
+        those that all blocks share, such as masks."""
+        shared = (*block.parameters(), *block.buffers(), *tree_leaves(options))
+        staying = {local_part(t).data_ptr() for t in shared if isinstance(t, torch.Tensor)}
         min_size = MIN_SIZE * x.numel()  # torch keeps `save`, which must therefore not refer to `x`
-        passes: list[_Pass] = []
+        current = _Pass(self.latest)
 
         def save(tensor: torch.Tensor) -> Any:
-            if tensor.numel() < min_size or tensor.data_ptr() in weights:
+            if tensor.numel() < min_size or tensor.data_ptr() in staying:
                 return tensor
-            if not passes:
-                passes.append(self._start_pass())
-            return self._save(tensor.detach(), passes[0])
+            return self._save(tensor.detach(), current)
 
         with saved_tensors_hooks(save, self._load):
             return forward(x, **options)
 
-    def _start_pass(self) -> _Pass:
+    def _save(self, tensor: torch.Tensor, by: _Pass) -> _Saved:
         # The first pass of a step must not wait, because a step that is captured as a CUDA graph
         # cannot wait for copies before it.
-        if self.latest is not None:
+        if self.latest not in (None, by):
             torch.cuda.current_stream().wait_stream(self.stream)
             for saved in self.latest.saved:
                 saved.on_gpu = None  # now copied, so its memory can be used again
-        self.latest = _Pass(self.latest)
-        return self.latest
-
-    def _save(self, tensor: torch.Tensor, by: _Pass) -> _Saved:
+        self.latest = by
         free = self.buffers[tensor.shape, tensor.stride(), tensor.dtype]
         buffer = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._copy(buffer, tensor)

@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves  # noqa: F401
 
 # Fused operations on lists of tensors, which torch's optimizers also use
 foreach_copy_ = torch._foreach_copy_

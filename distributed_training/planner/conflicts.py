@@ -127,12 +127,16 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         "the schedule keeps the activations for the second half of each backward pass",
         "set activation_checkpointing to none, or pipeline_schedule to 1f1b",
     )  # fmt: skip
-    yield (
-        config.activation_checkpointing == "offload-attention" and not config.compile
-        and machine.num_gpus > 0, "activation_checkpointing", "compile=False",
-        "without torch.compile, only inputs leave the GPU",
-        "set activation_checkpointing to offload",
-    )  # fmt: skip
+    for applies, other, why in (
+        (not config.compile and machine.num_gpus > 0, "compile=False",
+         "without torch.compile, only inputs leave the GPU"),
+        ("mlp_in" not in plan.size.hf_matrices, model,
+         "which of its matrices form the MLP is not known"),
+    ):  # fmt: skip
+        yield (
+            config.activation_checkpointing == "offload-attention" and applies,
+            "activation_checkpointing", other, why, "set activation_checkpointing to offload",
+        )  # fmt: skip
     yield (
         config.optimizer != "adamw" and not traits.builds_on_device, "optimizer", strategy,
         "the strategy's engine keeps the optimizer state in fp32",

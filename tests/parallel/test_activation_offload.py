@@ -75,8 +75,8 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
+    def forward(self, x, documents):
+        return x + torch.tanh(self.linear(x)) * documents[0]
 
 
 def train(order, newest_first, offloads):
@@ -90,6 +90,7 @@ def train(order, newest_first, offloads):
     if offloads:
         offload_saved(SimpleNamespace(blocks=blocks))
     waiting, inputs, in_use = [], [], 0
+    mask = torch.ones(4, 16)  # saved, but the same for all blocks
     stream = torch.cuda.Stream()
     for _ in range(3):
         stream.is_captured = False
@@ -100,7 +101,7 @@ def train(order, newest_first, offloads):
             x = torch.randn(4, 16)
             for block in blocks.values():
                 inputs.append(StorageWeakRef(x.untyped_storage()))
-                x = block(x)
+                x = block(x, documents=(mask,))
             waiting.append(x.square().sum())
             in_use = max(in_use, sum(not storage.expired() for storage in inputs))
         assert not stream.copies, "a captured step ends before its copies"

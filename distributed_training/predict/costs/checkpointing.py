@@ -35,22 +35,18 @@ def selective_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_cost(timing),)
 
 
-def _wait_costs(timing: Timing, forward: Cost) -> Cost:
-    """Return the time by which the copies of a block to and from the host exceed its passes. The
-    backward pass takes twice as long as the forward pass."""
-    rate = min(timing.rates.link_bytes_per_s, FITTED.host_copy_bytes_per_s)
-    copy_s, forward_s = sum(waiting_bytes(timing)) / rate, forward.sum()
-    return (max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)) * NETWORK
-
-
 def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating what selective checkpointing repeats and the product of the
-    MLP's first matrix, whose share of all products is also its share of the values."""
-    attention = block.attention_cost(timing)
-    cheap = selective_recompute_costs(timing, forward)[0]
+    MLP's first matrix, whose share of all products is also its share of the values. Add the time by
+    which copies to and from the host exceed the forward pass, and the backward pass, which takes
+    twice as long."""
+    (cheap,) = selective_recompute_costs(timing, forward)
     values = [math.prod(shape) for shape in block.matrix_shapes(timing)]
-    products = forward - attention - cheap
-    return cheap, max(values) / sum(values) * products, _wait_costs(timing, forward)
+    products = forward - block.attention_cost(timing) - cheap
+    rate = min(timing.rates.link_bytes_per_s, FITTED.host_copy_bytes_per_s)
+    copy_s, forward_s = sum(waiting_bytes(timing)) / rate, forward.sum()
+    wait_s = max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)
+    return cheap, max(values) / sum(values) * products, wait_s * NETWORK
 
 
 def boundary_bytes(rank: PipelineRank) -> float:
