@@ -149,6 +149,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         if overrides is not None:
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = advise_on_name(word, names)
+            if Path(unknown[0]).is_file():
+                fix = f"use --dataset {unknown[0]}"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])

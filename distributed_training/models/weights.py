@@ -150,7 +150,7 @@ def _open_bin(file: Path) -> dict[str, StoredTensor]:
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
         why = first_line(error)
-        fix = f"if you trust the file, convert it. Run: {convert_command(file.parent)}"
+        fix = "download it again, or if you trust it, save its tensors as model.safetensors"
         what = f"weights {file} cannot be read with weights_only=True"
         raise UserError(what, shown(why)[1:-1], fix) from None
     return {

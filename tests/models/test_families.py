@@ -184,7 +184,7 @@ def test_weight_files_are_chosen_as_in_transformers(tmp_path):
     bin_file.unlink()
     assert_near(ours(tmp_path)(IDS), model(IDS).logits)
     torch.save({"code": os.system}, bin_file)
-    with refused("weights_only=True", "save_pretrained"):
+    with refused("weights_only=True", "model.safetensors"):
         ours(tmp_path)
     torch.save({**state, "score.weight": torch.zeros(2)}, bin_file)
     with refused("score.weight", "does not have", "save_pretrained"):
@@ -275,7 +275,12 @@ GPT2 |= {"vocab_size": 300}
         ({"hidden_size": "32"}, ("hidden_size", "expected int")),
         ({"rope_scaling": [4.0]}, ("config.json",)),
         ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
+        (
+            {"num_key_value_heads": 3},
+            ("num_attention_heads=4", "num_key_value_heads=3", "do not fit"),
+        ),
         ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
+        ({**GPT2, "n_head": 3}, ("n_embd=32", "n_head=3")),
         ({**GPT2, "n_inner": 64}, ("n_inner=64", "128")),
         ({**GPT2, "activation_function": "relu"}, ("activation_function='relu'",)),
         ({**GPT2, "layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon=1e-06",)),

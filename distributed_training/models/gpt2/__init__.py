@@ -102,7 +102,10 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         return SIZES
     fix = "use a GPT-2 model with the published architecture, or set weights to random"
     config = parse_as(_Config, read_config(folder), str(folder / CONFIG_FILE), fix)
+    heads = config.num_heads
     width = config.hidden_size
+    if width % heads:
+        raise UserError(f"{folder}: n_embd={width} is not divisible by n_head={heads}", fix=fix)
     if config.n_inner not in (None, 4 * width):
         what = f"{folder}: n_inner={config.n_inner} is not 4 x n_embd = {4 * width}"
         raise UserError(what, fix=fix)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_as
 
 if TYPE_CHECKING:
@@ -177,6 +178,13 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if folder is None:
         return SIZES
     config = parse_as(Config, read_config(folder), str(folder / CONFIG_FILE), _FIX)
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
+    if heads % groups or config.head_dim % 2:
+        what = f"{folder}: num_attention_heads={heads}, num_key_value_heads={groups} and "
+        what += f"head_dim={config.head_dim} do not fit together"
+        why = "num_key_value_heads must divide num_attention_heads, and head_dim must be even"
+        raise UserError(what, why, "correct its config.json")
     tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
     return {folder.name: llama_size(config.model_copy(update={"tie_word_embeddings": tied}))}
 
