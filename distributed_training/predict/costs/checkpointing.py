@@ -43,7 +43,9 @@ def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     (cheap,) = selective_recompute_costs(timing, forward)
     values = [math.prod(shape) for shape in block.matrix_shapes(timing)]
     products = forward - block.attention_cost(timing) - cheap
-    rate = min(timing.rates.link_bytes_per_s, FITTED.host_copy_bytes_per_s)
+    pcie = FITTED.host_copy_bytes_per_s
+    is_new = timing.plan.machine.compute_capability >= (9, 0)
+    rate = min(timing.rates.link_bytes_per_s, pcie.pcie5 if is_new else pcie.pcie4)
     copy_s, forward_s = sum(waiting_bytes(timing)) / rate, forward.sum()
     wait_s = max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)
     return cheap, max(values) / sum(values) * products, wait_s * NETWORK
