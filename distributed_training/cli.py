@@ -148,13 +148,15 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         fix = None
         if overrides is not None:
             word = unknown[0].removeprefix("--").partition("=")[0]
-            fix = advise_on_name(word, names)
-            if Path(unknown[0]).is_file():
-                fix = f"use --dataset {unknown[0]}"
+            fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     model = parse_overrides(overrides or ()).get("model")
     allow_families([model, getattr(arguments, "model", None)])
     return arguments
+
+
+def _advise_on_file(word: str) -> str | None:
+    return f"use --dataset {shlex.quote(word)}" if Path(word).is_file() else None
 
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
@@ -415,7 +417,8 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
             raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
-            raise UserError(f"{shown(name)} is not a command", why, "see --help")
+            fix = _advise_on_file(name) or "see --help"
+            raise UserError(f"{shown(name)} is not a command", why, fix)
         use_private_caches()
         program = Program(
             config=config,

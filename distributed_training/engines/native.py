@@ -26,7 +26,7 @@ from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.context import apply_cp
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.lora import apply_lora
+from distributed_training.parallel.lora import apply_lora, move_embedding_to_host
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import (
     enable_symmetric_memory,
@@ -85,7 +85,7 @@ def parallelize(
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     blocks.reset_shards(stage)
     if plan.embeds_from_host:
-        blocks.move_embedding_to_host(stage.token_embedding)
+        move_embedding_to_host(stage.token_embedding)
     return [p for name, p in stage.named_parameters() if name in tp_partial_names]
 
 

@@ -1,4 +1,4 @@
-"""Keep what checkpointed blocks save in host memory between the forward and backward passes."""
+"""Keep the tensors that blocks save in host memory between the forward and backward passes."""
 
 import functools
 from collections import defaultdict
@@ -64,11 +64,13 @@ class _HostStore:
         those that all blocks share, such as masks."""
         shared = (*block.parameters(), *block.buffers(), *tree_leaves(options))
         staying = {local_part(t).data_ptr() for t in shared if isinstance(t, torch.Tensor)}
-        min_size = MIN_SIZE * x.numel()  # torch keeps `save`, which must therefore not refer to `x`
+        # torch keeps `save`, which must therefore not refer to `x`.
+        min_size, device = MIN_SIZE * x.numel(), x.device
         current = _Pass(self.latest)
 
         def save(tensor: torch.Tensor) -> Any:
-            if tensor.numel() < min_size or tensor.data_ptr() in staying:
+            is_large = tensor.numel() >= min_size and tensor.device == device
+            if not is_large or tensor.data_ptr() in staying:
                 return tensor
             return self._save(tensor.detach(), current)
 

@@ -71,8 +71,8 @@ class Draft:
 
     @property
     def embeds_from_host(self) -> bool:
-        """Whether a frozen embedding that is not also the output layer is in host memory, from
-        which a GPU reads the rows that it needs (parallel/blocks.py)."""
+        """Return whether the frozen embedding stays in host memory, so that a GPU reads only the
+        rows that it needs (parallel/lora.py). A tied embedding is needed as a whole."""
         is_frozen = self.config.lora_rank > 0 and not self.size.tied
         on_gpu = self.machine.num_gpus > 0 and not self.strategy.traits.takes_json
         return is_frozen and on_gpu and self.only_copies

@@ -131,7 +131,7 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         (not config.compile and machine.num_gpus > 0, "compile=False",
          "without torch.compile, only inputs leave the GPU"),
         ("mlp_in" not in plan.size.hf_matrices, model,
-         "which of its matrices form the MLP is not known"),
+         "this suite does not know which of its matrices form the MLP"),
     ):  # fmt: skip
         yield (
             config.activation_checkpointing == "offload-attention" and applies,

@@ -155,7 +155,8 @@ class RunConfig(Options):
     ] = memory_key("none")
     """Recompute activations in the backward pass instead of keeping them. selective: everything
     except matrix multiplications and attention. full: whole blocks. offload: whole blocks, whose
-    inputs wait in host memory. offload-attention: MLPs; what attention saves also waits there."""
+    inputs wait in host memory. offload-attention: only MLPs; the tensors that attention saves also
+    wait in host memory."""
     base_dtype: Literal["auto", "bf16", "fp8", "nf4"] | None = memory_key(None, work=True)
     """With lora_rank: dtype of the frozen weights. fp8: 8 bits per weight in the blocks' matrices,
     which are multiplied in fp8 (on GPUs with compute capability 8.9 or higher). nf4: 4 bits per

@@ -9,8 +9,7 @@ import torch
 
 from distributed_training.models.attention import attend, describe_documents
 from distributed_training.models.llama.model import LlamaBlock
-from distributed_training.parallel.blocks import move_embedding_to_host
-from distributed_training.parallel.lora import Adapter
+from distributed_training.parallel.lora import Adapter, move_embedding_to_host
 from tests.conftest import assert_ok, only_record, run_command, settings
 from tests.parity.support import (
     BASE,
