@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,8 +95,12 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> lis
     and the layout is unchanged, the rank needs only the files written on its node."""
     names = list(meta.files)
     missing = [name for name in names if not (folder / name).is_file()]
-    keeps_layout = plan is not None and meta.spread == plan.layout_fingerprint
-    if missing and plan is not None and plan.has_node_local_files and keeps_layout:
+    if (
+        missing
+        and plan is not None
+        and plan.has_node_local_files
+        and meta.spread == plan.layout_fingerprint
+    ):
         names = [rank_file_name(other) for other in plan.ranks_on_disk(rank)]
         missing = [name for name in missing if name in names]
     if missing and meta.hosts:
@@ -127,14 +130,13 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     """Return the checkpoint that the `resume` setting requests, or None if a new run should start.
     Append a note to `notes` if the state must be resharded."""
-    resumed = find_checkpoint(plan, notes)
-    if resumed is None:
+    checkpoint = find_checkpoint(plan, notes)
+    if checkpoint is None:
         return None
-    checkpoint, meta = resumed
     new = plan.layout_fingerprint
     changes = [
         f"{key} was {old} and is now {new.get(key)}"
-        for key, old in meta.spread.items()
+        for key, old in read_meta(checkpoint).spread.items()
         if old != new.get(key)
     ]
     if changes:
@@ -142,8 +144,8 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     return checkpoint
 
 
-def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    """Return the checkpoint to resume from and its metadata, or None if a new run should start.
+def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
+    """Return the checkpoint to resume from, or None if a new run should start.
 
     If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
     same `work` as `plan`. A run with the strategy of `plan` is preferred to a newer run with
@@ -176,11 +178,11 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     if run.status == "ok" and run.step > meta.step:
         steps = f"Steps {meta.step + 1} to {run.step}"
         notes.append(f"{checkpoint.parents[1].name} has finished. {steps} will be repeated.")
-    return checkpoint, meta
+    return checkpoint
 
 
-def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    found = list[tuple[tuple[bool, str, str], Path, Meta, Record]]()
+def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
+    runs: dict[tuple[bool, str, Path], tuple[Meta, Record]] = {}
     obstacle = ""
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
@@ -195,8 +197,9 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
                 # each strategy's own run.
                 is_same = meta.spread.get("strategy") == plan.strategy.name
-                found.append(((is_same, run.started_at, checkpoint.name), checkpoint, meta, run))
-    for (is_same, *_), checkpoint, meta, run in sorted(found, key=itemgetter(0), reverse=True):
+                runs[is_same, run.started_at, checkpoint] = meta, run
+    for is_same, started_at, checkpoint in sorted(runs, reverse=True):
+        meta, run = runs[is_same, started_at, checkpoint]
         if run.status == "ok":
             why = "has finished"
         elif differences := _differences(meta, plan):
@@ -209,7 +212,7 @@ def _find_newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
             why = "is damaged"
             with _skip_damaged(checkpoint):
                 check_files(checkpoint, meta, plan)
-                return checkpoint, meta
+                return checkpoint
         obstacle = obstacle or f"{checkpoint.parents[1].name} {why}"
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")

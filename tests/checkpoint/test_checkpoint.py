@@ -95,8 +95,7 @@ def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, shared_di
     plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
     notes = []
-    resumed = resume.find_checkpoint(plan, notes)
-    return notes if resumed is None else resumed[0]
+    return resume.find_checkpoint(plan, notes) or notes
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK, started_at=None):
