@@ -146,6 +146,4 @@ def _repeat_heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return k and v with each head repeated, so that they have as many heads as q."""
     repeats = q.shape[1] // k.shape[1]
-    k = k[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2)
-    v = v[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2)
-    return k, v
+    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
