@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from distributed_training.models import OUTPUT_LAYER
 from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
@@ -26,16 +25,17 @@ if TYPE_CHECKING:
 
 # Our names -> Hugging Face names
 _NAMES = {
-    "token_embedding": "wte",
-    "position_embedding": "wpe",
-    "blocks": "h",
+    "token_embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "blocks": "transformer.h",
     "norm_1": "ln_1",
     "qkv": "attn.c_attn",
     "attention_out": "attn.c_proj",
     "norm_2": "ln_2",
     "mlp_in": "mlp.c_fc",
     "mlp_out": "mlp.c_proj",
-    "norm_out": "ln_f",
+    "norm_out": "transformer.ln_f",
+    "output_rows": "lm_head",
 }
 
 
@@ -71,7 +71,6 @@ HUB_IDS = {name: shape.pop("hub_id") for name, shape in _NAMED.items() if "hub_i
 SIZES = {name: gpt2_size(**shape) for name, shape in _NAMED.items()}
 MODEL_TYPES = ("gpt2",)
 STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
-_OUTPUT_ROWS = "output_rows.weight"
 
 
 class _Config(FamilyConfig, populate_by_name=True):
@@ -124,14 +123,12 @@ def build(size: ModelSize, *, dropout: float) -> Decoder:
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
-    if our_name == _OUTPUT_ROWS:
-        return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in our_name.split("."))
-    if our_name.startswith("token_embedding"):
+    if our_name.startswith(("token_embedding", "output_rows")):
         tensor = tensor[: size.vocab_size]
     if ".qkv." in our_name:  # (head, q/k/v, K) -> (q/k/v, head, K)
         tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1)
-    return {f"transformer.{name}": tensor}
+    return {name: tensor}
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
