@@ -52,18 +52,6 @@ class ModelSize:
     traced_values: dict[str, LinearCost] = field(default_factory=dict)
     config: Any = None  # additional settings for the family's modules
 
-    @property
-    def column_parallel_outputs(self) -> int:
-        """Return the number of output values per token, summed over the column-parallel matrices of
-        a block. tp shards the rows of these [out, in] matrices."""
-        return sum(rows for rows, _ in self.block_matrices[::2])
-
-    @property
-    def row_parallel_inputs(self) -> int:
-        """Return the number of input values per token, summed over the row-parallel matrices of a
-        block. tp shards the columns of these [out, in] matrices."""
-        return sum(columns for _, columns in self.block_matrices[1::2])
-
     def split_values(self, mode: str, length: int) -> float:
         """Return the number of values per token that a block keeps for the backward pass and that
         tp shards, in samples of `length` tokens. Values of the hidden size between the layers,
@@ -71,9 +59,13 @@ class ModelSize:
         if self.traced_values:
             base, slope = self.traced_values[mode]
             return base + slope * length
+        # The matrices are [out, in]. tp shards the outputs of every first matrix and the inputs of
+        # every second one.
+        outputs = sum(rows for rows, _ in self.block_matrices[::2])
         if mode == "selective":
-            return self.column_parallel_outputs + self.attention_width
-        return self.column_parallel_outputs + self.row_parallel_inputs + self.kept_values
+            return outputs + self.attention_width
+        inputs = sum(columns for _, columns in self.block_matrices[1::2])
+        return outputs + inputs + self.kept_values
 
     @property
     def padded_vocab_size(self) -> int:
