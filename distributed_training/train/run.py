@@ -170,17 +170,13 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     """Build the plan's engine and seed dropout. The initial weights are the same under every
     strategy. All ranks must call this function. Raises UserError if adapters do not fit the
     weights."""
-    config = plan.config
     model, weights, fingerprint = build_model(plan, topology)
-    initial_adapters = None
     if plan.adapters_dir is not None:
         initial_adapters = peft.read_folder(plan.model, plan.adapters_dir)
+        initial_adapters.check_base(fingerprint)
         weights = replace(weights, adapters=initial_adapters.tensors)
     engine = plan.strategy.load_engine()(model, weights, plan, topology)
-    if config.lora_rank:
-        engine.base_fingerprint = fingerprint
-        if initial_adapters is not None:
-            initial_adapters.check_base(fingerprint)
+    engine.base_fingerprint = fingerprint
     seed_dropout(plan, topology, 0)
     return engine
 
