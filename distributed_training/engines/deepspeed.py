@@ -51,7 +51,6 @@ class DeepSpeedEngine(base.Engine):
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         vocab_names = set(model.vocabulary_parameters())
         rows = model.size.vocab_size
-        self.tied_names = vocab_names if model.size.tied else set()
         self.shapes = {  # shapes before sharding, without padding
             name: (rows if name in vocab_names else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
@@ -144,9 +143,10 @@ class DeepSpeedEngine(base.Engine):
             _, offset, start, count = fragment
             count = max(0, min(count, math.prod(self.shapes[name]) - start))
             flat_range = slice(offset, offset + count)
-            # With a pipeline, the last stage has a copy of the tied embedding. Only the first stage
-            # writes the embedding, unless the stages may be on nodes without a shared disk.
-            is_copy = name in self.tied_names and self.topology.pp_rank > 0
+            # With a pipeline, only the first stage has the embedding, unless it is tied. The last
+            # stage then has a copy, which is written only if the stages may be on nodes without a
+            # shared disk.
+            is_copy = name == "token_embedding.weight" and self.topology.pp_rank > 0
             written_here = not is_copy or self.plan.has_node_local_files
             for tensor_name in tensor_names:
 
