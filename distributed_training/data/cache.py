@@ -22,6 +22,7 @@ from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN, Counts, re
 from distributed_training.data.corpus import Corpus, count_corpus_bytes, fingerprint
 from distributed_training.data.files import sha256_of
 from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Piece
+from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import private_folder
 from distributed_training.settings.config import RunConfig
@@ -87,7 +88,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def load_bytes(folder: Path) -> np.ndarray:
     """Return the number of UTF-8 bytes of text that each token id represents, int32 [num_tokens].
-    `Tokenizer.count_bytes` computes these numbers."""
+    `text_bytes.count_bytes` computes these numbers."""
     return np.load(folder / _BYTES_FILE)
 
 
@@ -176,7 +177,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         "sha256": _digest(folder),
     }  # fmt: skip
     (folder / _META_FILE).write_text(json.dumps(meta))
-    np.save(folder / _BYTES_FILE, tokenizer.count_bytes())
+    np.save(folder / _BYTES_FILE, count_bytes(tokenizer))
 
 
 def _tokenize_split(

@@ -18,7 +18,6 @@ import numpy as np
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
-from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import load_json, shown
 
@@ -151,7 +150,7 @@ class Tokenizer:
             transformers_logging.set_verbosity_error()
 
     @cached_property
-    def _backend(self) -> Any:
+    def backend(self) -> Any:
         """Object from the `tokenizers` library that computes the ids, or None if Python code
         computes them."""
         if not self._hf_tokenizer.is_fast:
@@ -178,10 +177,10 @@ class Tokenizer:
         # For some types of models, transformers never uses the class that the folder names.
         is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
         is_replaced &= (self.folder / "config.json").is_file()
-        if self._backend is not None and file.is_file() and not is_replaced:
+        if self.backend is not None and file.is_file() and not is_replaced:
             from tokenizers import Tokenizer as Backend
 
-            if _split(Backend.from_file(str(file))) != _split(self._backend):
+            if _split(Backend.from_file(str(file))) != _split(self.backend):
                 raise UserError(what, f"{why}splits text differently than tokenizer.json", fix)
         ids = self._probe()
         with TemporaryDirectory() as name:
@@ -247,11 +246,6 @@ class Tokenizer:
         tokens = self._hf_tokenizer.convert_ids_to_tokens(self.special_ids.tolist())
         return re.compile("|".join(re.escape(str(token)) for token in tokens))
 
-    def count_bytes(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of text that each token id represents, int32
-        [num_tokens]. See data/text_bytes.py."""
-        return count_bytes(self._hf_tokenizer, self.special_ids, self.num_tokens)
-
     @cached_property
     def can_cut(self) -> bool:
         """True if data/pieces.py may cut documents. Concatenating the ids of the pieces then gives
@@ -263,9 +257,9 @@ class Tokenizer:
         - the pre-tokenizer splits text before a space that follows a non-white-space character, and
           before a line feed that follows a letter or digit;
         - no added token contains a space or line feed, or strips white space."""
-        if self._backend is None:
+        if self.backend is None:
             return False
-        backend_settings = json.loads(self._backend.to_str())
+        backend_settings = json.loads(self.backend.to_str())
         normalizer = backend_settings["normalizer"]
         splits = backend_settings["pre_tokenizer"] or {}
         *first_splits, last = splits.get("pretokenizers", [splits])
@@ -300,10 +294,10 @@ class Tokenizer:
         """Return an int32 array of ids for each string. If `add_special_tokens` is set, add the
         special tokens that the tokenizer puts at the beginning and end of a string."""
         options = {"add_special_tokens": add_special_tokens}
-        if self._backend is None:
+        if self.backend is None:
             rows = (self._hf_tokenizer(text, **options)["input_ids"] for text in texts)
         else:  # The "fast" variant omits character offsets, which would double the time.
-            encodings = self._backend.encode_batch_fast(list(texts), **options)
+            encodings = self.backend.encode_batch_fast(list(texts), **options)
             rows = (encoding.ids for encoding in encodings)
         return [np.array(ids, np.int32) for ids in rows]
 
@@ -319,7 +313,7 @@ class Tokenizer:
                 mask = np.ones(len(ids), bool)
             else:
                 ids, mask = self._encode_spans(piece)
-            if self._backend is None and not piece.templated:
+            if self.backend is None and not piece.templated:
                 # Some Python tokenizers add an end only to text without one.
                 (ids,) = self.encode_texts([piece.text], add_special_tokens=True)
                 mask = np.ones(len(ids), bool)
@@ -342,11 +336,11 @@ class Tokenizer:
         the span but contains other characters. Raises UserError if the tokenizer does not tell
         which characters a token stands for."""
         assert piece.spans is not None
-        if self._backend is None:
+        if self.backend is None:
             what = f"tokenizer {self.folder} cannot be used for data with answers"
             why = f"{self.facts.kind} does not tell which characters a token stands for"
             raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
-        encoding = self._backend.encode(piece.text, add_special_tokens=False)
+        encoding = self.backend.encode(piece.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
         mask = np.zeros(len(ids), bool)
@@ -374,7 +368,7 @@ class Tokenizer:
         lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
         previous_ends = np.concatenate([[0], lasts])
         next_starts = np.concatenate([offsets[:, 0], [len(text)]])
-        normalizer = self._backend.normalizer
+        normalizer = self.backend.normalizer
         for index in np.flatnonzero(next_starts > previous_ends):
             gap = text[previous_ends[index] : next_starts[index]].strip()
             if gap and normalizer is not None:

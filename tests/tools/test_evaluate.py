@@ -16,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data.test_samples import jsonl
@@ -160,7 +161,7 @@ def test_invalid_evaluations_are_refused(model, tmp_path):
 @pytest.mark.parametrize("place", [EMBEDDED_DIR, None])
 def test_bytes_of_tokens_add_up_to_the_text(place, folder):  # noqa: F811
     tokenizer = Tokenizer(place or folder)
-    bytes_per_token = tokenizer.count_bytes()
+    bytes_per_token = count_bytes(tokenizer)
     assert (bytes_per_token[tokenizer.special_ids] == 0).all()
     for text in SAMPLES:
         (ids,) = tokenizer.encode_texts([text])
