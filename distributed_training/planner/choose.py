@@ -30,14 +30,7 @@ from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import gpu_rates
 from distributed_training.predict.speed import StepCosts
-from distributed_training.settings.config import (
-    AUTO,
-    KEYS,
-    Request,
-    RunConfig,
-    validate,
-    with_values,
-)
+from distributed_training.settings.config import AUTO, Request, RunConfig, validate, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine, parse_gpu
@@ -157,7 +150,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         resolved["pipeline_schedule"] = candidate.schedule_name
     if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
-    config = validate(RunConfig, {name: getattr(request, name) for name in KEYS} | resolved)
+    # RunConfig's own method leaves out the options of the strategy's engine.
+    config = validate(RunConfig, RunConfig.to_key_values(request) | resolved)
     output_dir = Path(config.output_dir)
     timestamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{timestamp}-{strategy.name}-{model.label}-x{num_processes}"

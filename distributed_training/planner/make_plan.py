@@ -180,10 +180,10 @@ def keep_global_batch(
             f"batch on {earlier.num_processes} processes"
         )
         raise UserError(what, why, f"use a number of processes that divides {size}")
-    max_batch_size = earlier.config.batch_size if config.batch_size == AUTO else config.batch_size
-    if int(max_batch_size) * config.grad_accum_steps == per_process:
+    max_batch_size = int(config.batch_size)  # as in the earlier run
+    if max_batch_size * config.grad_accum_steps == per_process:
         return config
-    batch_size = max(n for n in range(1, int(max_batch_size) + 1) if per_process % n == 0)
+    batch_size = max(n for n in range(1, max_batch_size + 1) if per_process % n == 0)
     batch = {"batch_size": batch_size, "grad_accum_steps": per_process // batch_size}
     config = config.model_copy(update={**batch, **OPEN_BATCH})
     factors = " x ".join(f"{key} {value}" for key, value in batch.items())
