@@ -13,7 +13,7 @@ micro-batches:
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,13 @@ def _check_divisible(candidate: Candidate) -> None:
         if mesh["cp"] > 1 and mesh[axis] > 1:
             what = f"cp={mesh['cp']} cannot be used with {axis}={mesh[axis]}"
             raise UserError(what, fix=f"set {axis} to 1, or cp to 1")
-    _check_splits(candidate)
+    traits = candidate.strategy.traits
+    is_pipeline = traits.takes_json and "pp" in traits.axes
+    is_split = is_pipeline or max(pp, mesh["cp"], mesh["tp"]) > 1
+    if is_split and not size.splits:
+        what = f"strategy={candidate.strategy.name!r} cannot split {label}"
+        why = "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "
+        raise UserError(what, f"{why}qwen2 or qwen3 model")
     stages_per_rank = candidate.schedule.stages_per_rank
     if pp * stages_per_rank > size.num_layers:
         what = (
@@ -159,19 +165,6 @@ def _check_divisible(candidate: Candidate) -> None:
         why = f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process"
         fix = f"use a model with more blocks (on a CPU, gpt2-tiny-4-blocks), or {LAYOUT_ADVICE}"
         raise UserError(what, why, fix)
-
-
-def _check_splits(candidate: Candidate) -> None:
-    """Raise UserError if the strategy or the mesh splits a model that cannot be split."""
-    traits = candidate.strategy.traits
-    is_pipeline = traits.takes_json and "pp" in traits.axes
-    if candidate.model.size.splits or not (
-        is_pipeline or max(candidate.mesh[axis] for axis in ("pp", "cp", "tp")) > 1
-    ):
-        return
-    what = f"strategy={candidate.strategy.name!r} cannot split {candidate.model.label}"
-    why = "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, qwen2 "
-    raise UserError(what, f"{why}or qwen3 model")
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
@@ -234,7 +227,12 @@ def split_batch(candidate: Candidate) -> Batch:
         and config.num_microbatches in (AUTO, count)
     ]
     if not counts:
-        raise _micro_batch_error(candidate, possible_counts, sequences)
+        what = f"micro_batch_size={config.micro_batch_size} with num_microbatches="
+        what += f"{config.num_microbatches} does not fit: a replica has {sequences} sequences per "
+        possible = ", ".join(map(str, possible_counts))
+        why = f"with {candidate.schedule_name} over {pp=}, num_microbatches must be one of "
+        why += f"{possible}, and micro_batch_size {sequences} divided by it"
+        raise UserError(f"{what}step", why, "set micro_batch_size and num_microbatches to auto")
     # A block keeps 16 values per hidden unit (predict/costs/block.py). Four of these values are
     # between the layers that tp shards. Only sequence parallelism shards these four values.
     tp = candidate.mesh["tp"]
@@ -256,15 +254,3 @@ def split_batch(candidate: Candidate) -> Batch:
         num_microbatches=num_microbatches,
         num_replicas=num_replicas,
     )
-
-
-def _micro_batch_error(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
-    """Return the error for an impossible number or size of micro-batches, with the possible
-    numbers."""
-    config = candidate.config
-    what = f"micro_batch_size={config.micro_batch_size} with num_microbatches="
-    what += f"{config.num_microbatches} does not fit: a replica has {sequences} sequences per step"
-    possible = ", ".join(map(str, counts))
-    why = f"with {candidate.schedule_name} over pp={candidate.mesh['pp']}, num_microbatches must "
-    why += f"be one of {possible}, and micro_batch_size {sequences} divided by it"
-    return UserError(what, why, "set micro_batch_size and num_microbatches to auto")
