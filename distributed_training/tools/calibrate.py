@@ -108,31 +108,24 @@ def time_all_gathers(group: Group) -> list[dict[str, Any]]:
     return entries
 
 
-def calibrate(group: Group) -> dict[str, Any]:
-    """Measure the speed of this GPU and of communication in the group. Return the results, or
-    {} on ranks that measure only communication. All ranks must call this function."""
-    collectives = time_all_gathers(group) if group.process.world_size > 1 else []
-    if group.process.rank > 0:  # only rank 0 measures; the others wait at the end of the group
-        return {}
-    group = replace(group, synchronized=False)
-    return {
-        "matrix_products": time_matmuls(group),
-        "attention": [time_attention(group)],
-        "seconds": time_launches(group),
-        "memory_bytes_per_s": time_memory_traffic(group),
-        "collectives": collectives,
-    }
-
-
 def main(file: Path) -> int:
     """Measure the speed of this machine in all processes that the launcher started. Without a
     launcher, measure it in this process alone. Rank 0 writes the results to `file`. Return the exit
     code."""
     start = time.perf_counter()
     with open_group() as group:
-        results = calibrate(group)
-    if group.process.rank == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, provenance("python real_model_example.py plan --calibrate") | results)
-        print(f"Wrote {file} after {time.perf_counter() - start:.0f} s.")
+        collectives = time_all_gathers(group) if group.process.world_size > 1 else []
+        if group.process.rank > 0:  # only rank 0 measures; the others wait at the end of the group
+            return 0
+        group = replace(group, synchronized=False)
+        results = {
+            "matrix_products": time_matmuls(group),
+            "attention": [time_attention(group)],
+            "seconds": time_launches(group),
+            "memory_bytes_per_s": time_memory_traffic(group),
+            "collectives": collectives,
+        }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, provenance("python real_model_example.py plan --calibrate") | results)
+    print(f"Wrote {file} after {time.perf_counter() - start:.0f} s.")
     return 0

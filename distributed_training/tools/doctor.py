@@ -53,15 +53,6 @@ def check(is_good: bool, topic: str, text: str, fix: str = "") -> Finding:
     return ok(topic, text) if is_good else warn(topic, text, fix)
 
 
-def run_program(*command: str) -> str:
-    """Return the standard output of a program, or "" if the program is missing, fails or times
-    out."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return result.stdout
-    return ""
-
-
 def check_gpus(machine: Machine) -> Iterator[Finding]:
     """Check the GPUs and their free memory."""
     if not machine.num_gpus:
@@ -78,10 +69,9 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     if find_gpu(machine.gpu_name) is None:
         fix = f"Describe it, for example:\nplan --gpu '{GPU_EXAMPLE}'"
         yield warn("rates", "This GPU is not in the planner's table.", fix)
-    query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
-    used_mebibytes = [
-        int(word) for word in run_program("nvidia-smi", *query).split() if word.isdecimal()
-    ]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    output = subprocess.run(query, capture_output=True, text=True).stdout
+    used_mebibytes = [int(word) for word in output.split() if word.isdecimal()]
     busy = ", ".join(
         str(index) for index, mebibytes in enumerate(used_mebibytes) if mebibytes > 1024
     )

@@ -87,14 +87,12 @@ def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
     amount: Amount | str = plan.amount or UNKNOWN
     machine = asdict(plan.machine)
     sentence = verdict(amount, machine, plan.num_processes, layout_name(plan), plan.prediction)
-    lines = [fold(sentence)]
-    if plan.amount is None:
-        lines += [f"  {UNKNOWN}"]
     num_steps = plan.amount.num_steps if plan.amount else None
     predicted = describe_prediction(plan.prediction, num_steps, on_gpu=on_gpu)
-    lines += [
+    lines = [
+        fold(sentence),
         f"  batch: {plan.batch.describe()}",
-        f"  work: {plan.amount.total}" if plan.amount else "",
+        f"  work: {plan.amount.total}" if plan.amount else f"  {UNKNOWN}",
         f"  predicted: {predicted}",
         f"  resumes from: {plan.checkpoint}" if plan.checkpoint else "",
         f"launch command\n  {printable(command)}",

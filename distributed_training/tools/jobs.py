@@ -69,12 +69,12 @@ def build_batch_script(
     template, submit = job_template(file)
     header = [f"# Submit:  {submit} {shlex.quote(file.name)}", f"# {MARK}:  {plan_command}"]
     time = "04:00:00"
-    if isinstance(amount, str) or choice.step is None:
+    if isinstance(amount, str) or choice.likely_s is None:
         reason = amount if isinstance(amount, str) else "the GPU's speed is unknown"
         header.append(f"# The time is unknown: {reason}.")
     else:
         steps = math.ceil(amount.num_steps * (1 + amount.error))
-        min_step_s, max_step_s = choice.likely_s or (choice.step.seconds, choice.step.seconds)
+        min_step_s, max_step_s = choice.likely_s
         header.append(
             f"# Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each."
         )

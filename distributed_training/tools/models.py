@@ -80,20 +80,16 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     return load_plan(folder).model, folder / weights_name
 
 
-def find_tokenizer(folder: Path, spec: ModelSpec) -> Path:
-    """Return the folder that contains the tokenizer for the weights in `folder`: the tokenizer in
-    `folder` or the tokenizer of the adapters' base model or of the published model `spec`."""
-    config = build_config({"model": spec.hub_id or str(folder)})
-    source = "pretrained" if spec.hub_id and not hub.has_tokenizer(folder) else str(folder)
-    return choose_tokenizer(config, config, spec, source, [])[1]
-
-
 def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:
     """Return the weights and the tokenizer of a run, and whether the run trained on
     conversations."""
     spec, folder = find_weights(name, weights_name)
     trained = open_trained_folder(spec, folder, base_folder(folder))
-    tokenizer = Tokenizer(find_tokenizer(folder, spec), spec.class_keys)
+    # The tokenizer is in `folder`, or in the adapters' base model or the published model.
+    config = build_config({"model": spec.hub_id or str(folder)})
+    source = "pretrained" if spec.hub_id and not hub.has_tokenizer(folder) else str(folder)
+    _, tokenizer_dir = choose_tokenizer(config, config, spec, source, [])
+    tokenizer = Tokenizer(tokenizer_dir, spec.class_keys)
     chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
     if (folder.parent / RECORD_FILE).is_file():
         chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))

@@ -17,8 +17,8 @@ from tests.support import CPU_MACHINE, GPU_MACHINE
 def machine(monkeypatch):
     """Replace the results of nvidia-smi and torch. Return an object whose attributes set the
     results."""
-    told = SimpleNamespace(used="3\n4\n2\n1\n", sees_gpu=True)
-    monkeypatch.setattr(doctor, "run_program", lambda *_: told.used)
+    told = SimpleNamespace(stdout="3\n4\n2\n1\n", sees_gpu=True)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: told)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: told.sees_gpu)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28))
     return told
@@ -31,7 +31,7 @@ def levels(findings):
 def test_problems_with_gpus_are_reported(machine, monkeypatch):
     fine = levels([*doctor.check_gpus(GPU_MACHINE), *doctor.check_torch_and_driver(GPU_MACHINE)])
     assert fine == dict.fromkeys(("GPUs", "in use", "torch"), "ok")
-    machine.used = "3\n40000\n2\n1\n"
+    machine.stdout = "3\n40000\n2\n1\n"
     unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
     findings = {finding.topic: finding for finding in doctor.check_gpus(unknown)}
     expected_levels = dict.fromkeys(("rates", "in use"), "warn")
