@@ -162,7 +162,14 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         return _find_newest(plan, notes)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
-    extended_keys = _find_extended_keys(meta, plan)
+    # Keys that the user set to a new value, if the run then trains beyond the checkpoint
+    extended_keys = {
+        key
+        for key in ("max_steps", "epochs")
+        if plan.requested.is_set(key) and meta.work.get(key) != plan.work.get(key)
+    }
+    if plan.num_steps is not None and plan.num_steps <= meta.step:
+        extended_keys = set()
     if differences := _differences(meta, plan, extended_keys):
         fix = "restore these settings, or start a new run from that run's weights: --weights "
         fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"
@@ -240,15 +247,6 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
         why = f"it is on the run's first node, {meta.hosts.get(rank_file_name(0))}"
         raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
     return load_record(run_dir)
-
-
-def _find_extended_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys among "max_steps" and "epochs" that the user set to a new value. Return an
-    empty set if the run would not train beyond the checkpoint."""
-    if plan.num_steps is not None and plan.num_steps <= meta.step:
-        return set()
-    keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
-    return {key for key in keys if meta.work.get(key) != plan.work.get(key)}
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:

@@ -99,9 +99,9 @@ def run_and_report_errors(act: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print_stderr("interrupted")  # once training has begun, Ctrl-C saves a checkpoint instead
         return 128 + signal.SIGINT
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-            prefix = f"{printable(str(error.filename))}: " if error.filename else ""
-            print_stderr(f"error: {prefix}{error.strerror}")
-            return UserError.exit_code
-        raise
+    except OSError as error:
+        if error.errno not in STORAGE_ERRNOS:
+            raise
+        prefix = f"{printable(str(error.filename))}: " if error.filename else ""
+        print_stderr(f"error: {prefix}{error.strerror}")
+        return UserError.exit_code

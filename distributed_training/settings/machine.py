@@ -91,6 +91,8 @@ def threads_per_process(processes_here: int) -> int:
 
 
 class _VisibleGpu(NamedTuple):
+    number: str  # its index, as in CUDA_VISIBLE_DEVICES
+    uuid: str
     name: str
     memory_bytes: int
     capability: tuple[int, int]
@@ -115,18 +117,21 @@ def _visible_gpus() -> list[_VisibleGpu]:
         return []
     gpus = []
     for line in result.stdout.splitlines():
-        index, uuid, name, mebibytes, version, *watts = line.split(", ")
+        number, uuid, name, mebibytes, version, watts = line.split(", ")
         # For a GPU that shares the host's memory (GB10, Jetson), nvidia-smi reports [N/A]. Such a
         # GPU can use the available RAM.
         memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
         major, _, minor = version.partition(".")
-        power_w = float(watts[0]) if watts and watts[0][0].isdecimal() else None
-        gpus.append((index, uuid, _VisibleGpu(name, memory, (int(major), int(minor)), power_w)))
+        capability = int(major), int(minor)
+        power_w = float(watts) if watts[0].isdecimal() else None
+        gpus.append(_VisibleGpu(number, uuid, name, memory, capability, power_w))
     if visible is None:
-        return [gpu for _, _, gpu in gpus]
+        return gpus
     visible_gpus = []
     for entry in map(str.strip, visible.split(",")):
-        matches = [gpu for i, uuid, gpu in gpus if entry and (entry == i or uuid.startswith(entry))]
+        matches = [
+            gpu for gpu in gpus if entry and (entry == gpu.number or gpu.uuid.startswith(entry))
+        ]
         if not matches:
             break  # CUDA also stops at the first unknown entry
         visible_gpus += matches[:1]

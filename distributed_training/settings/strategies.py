@@ -218,9 +218,7 @@ def load_strategy(config: RunConfig) -> Strategy:
         source, document, parsed = _read_json(
             strategy_file._path, user_json or strategy_file.deepspeed
         )
-        own = parsed
-        if user_json is not None:
-            own = _read_json(strategy_file._path, strategy_file.deepspeed)[2]
+        own = _read_json(strategy_file._path, strategy_file.deepspeed)[2]
         if (form := _describe_form(parsed)) != (own_form := _describe_form(own)):
             what = f"{source} describes {form}, but {setting} needs {own_form}"
             raise UserError(what, fix="change the JSON, or set strategy to auto")

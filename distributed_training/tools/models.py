@@ -268,10 +268,10 @@ def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
     plan, record = load_plan(run_dir), load_record(run_dir)
     tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
     chat = tokenizer.is_chat_form(record.data.get("form"))
-    stored_names = [name for name in files.stored_parts if name.startswith("weight/")]
+    prefix = "weight/"
     export.write_folder(
-        [name.removeprefix("weight/") for name in stored_names],
-        lambda name: files.read_whole(f"weight/{name}").float(),
+        [name.removeprefix(prefix) for name in files.stored_parts if name.startswith(prefix)],
+        lambda name: files.read_whole(f"{prefix}{name}").float(),
         meta.base_fingerprint, plan, tokenizer, chat, folder,
     )  # fmt: skip
     export.write_card(folder, record.model_copy(update={"step": meta.step}))

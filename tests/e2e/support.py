@@ -65,7 +65,7 @@ def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
     rows = []
     for index, gpu in enumerate(gpus):
         name, memory, capability = gpu.split(", ")
-        rows.append(f"{index}, GPU-{index:08d}, {name}, {memory}, {capability}")
+        rows.append(f"{index}, GPU-{index:08d}, {name}, {memory}, {capability}, [N/A]")
     script = folder / "nvidia-smi"
     script.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
     script.chmod(0o755)

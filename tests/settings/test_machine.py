@@ -65,7 +65,7 @@ def test_a_driver_without_gpus_means_no_gpus(nvidia_smi):
 
 def test_a_gpu_that_does_not_report_its_memory(nvidia_smi, monkeypatch):
     """Integrated GPUs (GB10, Jetson) report [N/A] because they share the host's memory."""
-    nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1\n")
+    nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1, [N/A]\n")
     monkeypatch.setattr(machines, "available_ram_bytes", lambda: 99 * MIB)
     machine = machines.detect_machine()
     assert (machine.num_gpus, machine.compute_capability) == (1, (12, 1))
