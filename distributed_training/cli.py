@@ -77,8 +77,9 @@ def format_key_help(key: Key, *details: str) -> str:
 
 
 def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) -> None:
-    """Add an option for each key, and the options that control how a run is started. The option
-    --dataset takes several values unless the command has positional arguments."""
+    """Add an option for each key of CONFIG and of the strategies' engines, and the options that
+    control how a run is started. The option --dataset takes several values unless the command has
+    positional arguments."""
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
@@ -116,7 +117,10 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
         "and tokenizer, and random weights"
     )
     add("--strict", action="store_true", help=strict_help)
-    for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
+    keys = dict(KEYS)
+    for strategy in strategies.list_strategies():
+        keys |= read_keys(strategies.strategy_options(strategy))
+    for title, members in itertools.groupby(keys.values(), lambda key: key.group):
         group = parser.add_argument_group(title)
         for key in members:
             text = format_key_help(key, f"default {key.default!r}").replace("%", "%%")
@@ -124,14 +128,6 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
                 f"--{key.name}", action=AddOverride, dest="overrides", metavar="",
                 nargs="+" if key.name == "dataset" and not has_arguments else None, help=text,
             )  # fmt: skip
-
-
-def all_keys() -> dict[str, Key]:
-    """Return CONFIG's keys, followed by the keys that the strategies' engines add."""
-    keys = dict(KEYS)
-    for strategy in strategies.list_strategies():
-        keys |= read_keys(strategies.strategy_options(strategy))
-    return keys
 
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -324,7 +320,7 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
     merge_help = "merge a run's exported adapters into the whole model (default folder: merged/)"
     add("--merge", action="store_true", help=merge_help)
-    return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
+    return lambda a: _load("tools.models").export_checkpoint(a)
 
 
 def push(parser: argparse.ArgumentParser, program: Program) -> Act:
@@ -335,7 +331,7 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     add_model(parser)
     add("--best", action="store_true", help="upload best/ instead of hf/")
     add("--public", action="store_true", help="create a public repository instead of a private one")
-    return lambda a: _load("tools.models").push(a.run, a.name, best=a.best, public=a.public)
+    return lambda a: _load("tools.models").push(a)
 
 
 def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:

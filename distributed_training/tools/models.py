@@ -248,18 +248,19 @@ def measure(
     return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_per_token))
 
 
-def export_checkpoint(name: str, to: str | None, *, merge: bool) -> int:
-    """Write weights from a checkpoint to the folder `to`, by default to the run's hf/. `name` is a
-    checkpoint or a run. If `name` is a run, the run's newest checkpoint is used. If `merge` is set,
-    merge exported adapters instead. Return the exit code."""
-    run = resolve_user_path(name).resolve()
-    if merge:
+def export_checkpoint(arguments: argparse.Namespace) -> int:
+    """Write weights from a checkpoint to the folder --to, by default to the run's hf/. If a run is
+    named, the run's newest checkpoint is used. With --merge, merge exported adapters instead.
+    Return the exit code."""
+    run = resolve_user_path(arguments.run).resolve()
+    to = arguments.to
+    if arguments.merge:
         best = run / (BEST if (run / BEST).is_dir() else LAST)
         return merge_adapters(run if is_adapter(run) else best, to)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
-        raise UserError(f"{name} is not a folder with a checkpoint", fix=fix)
+        raise UserError(f"{arguments.run} is not a folder with a checkpoint", fix=fix)
     run_dir = checkpoint.parents[1]
     folder = run_dir / LAST if to is None else Path(to).expanduser()
     _require_new(folder)
@@ -308,9 +309,10 @@ def _require_new(folder: Path) -> None:
         raise UserError(f"{folder} already exists", fix="name another folder with --to")
 
 
-def push(name: str, repo_id: str, *, best: bool, public: bool) -> int:
+def push(arguments: argparse.Namespace) -> int:
     """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
-    _, folder = find_weights(name, BEST if best else LAST)
-    check_push(repo_id)
-    print(f"Uploaded the model to {export.push_folder(folder, repo_id, public=public)}")
+    _, folder = find_weights(arguments.run, BEST if arguments.best else LAST)
+    check_push(arguments.name)
+    url = export.push_folder(folder, arguments.name, public=arguments.public)
+    print(f"Uploaded the model to {url}")
     return 0

@@ -105,7 +105,7 @@ def build_references(layouts: Sequence[compare.Run], build: compare.Build) -> li
     """Return the reference and a second run with another micro-batch size. Both train in a single
     process, with the same global batch size and the same values of `Plan.work` as the layouts."""
     first, config = next((run, run.config) for run in layouts if run.config)
-    shared_keys = compare.WORK_KEYS | DEFAULTS.keys() | FORCED_VALUES.keys() | {"precision"}
+    shared_keys = compare.WORK_KEYS | DEFAULTS.keys() | FORCED_VALUES.keys()
     shared = {name: value for name, value in first.values.items() if name in shared_keys}
     size = int(config.batch_size)
     global_batch_size = size * config.grad_accum_steps * first.num_processes
