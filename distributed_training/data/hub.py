@@ -80,11 +80,6 @@ def is_repo_id(name: str) -> bool:
     return _REPO_ID.fullmatch(name) is not None
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether `folder` contains tokenizer files."""
-    return folder.is_dir() and any(is_tokenizer_file(file.name) for file in folder.iterdir())
-
-
 def fetch_tokenizer(repo_id: str) -> Path:
     """Return the folder that contains all of a model's tokenizer files. Raises OSError if the files
     are not available."""

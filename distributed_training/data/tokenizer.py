@@ -109,13 +109,13 @@ class Tokenizer:
         fingerprints produce equal ids."""
         digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
         digest.update(f"{sorted(self._class_keys.items())}".encode())
-        for name in self._files:
+        for name in self.files:
             content = (self.folder / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
         return digest.hexdigest()
 
     @property
-    def _files(self) -> list[str]:
+    def files(self) -> list[str]:
         """Names of the tokenizer's files, relative to its folder."""
         paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
         names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
@@ -127,7 +127,7 @@ class Tokenizer:
         loaded."""
         what = f"tokenizer {self.folder} cannot be read"
         fix = "use the folder that the model's tokenizer was saved in, or set tokenizer to auto"
-        if not self._files:
+        if not self.files:
             raise UserError(what, "the folder contains no tokenizer files", fix)
         from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
         from transformers.utils import logging as transformers_logging

@@ -326,7 +326,7 @@ def choose_tokenizer(
         folders.append(spec.weights_dir)
     if tokenizer == AUTO:
         for folder in folders:
-            if hub.has_tokenizer(folder):
+            if Tokenizer(folder).files:
                 return str(folder), folder
         if folders and source != "random" and weights.weight_files(folders[-1]):
             what = f"the folder {folders[-1]} has weights but no tokenizer"
@@ -369,7 +369,7 @@ def choose_tokenizer(
 def _check_embedded(weights_dir: Path, spec: ModelSpec) -> None:
     """Raise UserError if the weights were not trained with the embedded tokenizer."""
     embedded = Tokenizer(EMBEDDED_DIR)
-    if hub.has_tokenizer(weights_dir):
+    if Tokenizer(weights_dir).files:
         is_same_tokenizer = Tokenizer(weights_dir).vocabulary == embedded.vocabulary
     else:
         is_same_tokenizer = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS

@@ -87,7 +87,7 @@ def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer,
     trained = open_trained_folder(spec, folder, base_folder(folder))
     # The tokenizer is in `folder`, or in the adapters' base model or the published model.
     config = build_config({"model": spec.hub_id or str(folder)})
-    source = "pretrained" if spec.hub_id and not hub.has_tokenizer(folder) else str(folder)
+    source = "pretrained" if spec.hub_id and not Tokenizer(folder).files else str(folder)
     _, tokenizer_dir = choose_tokenizer(config, config, spec, source, [])
     tokenizer = Tokenizer(tokenizer_dir, spec.class_keys)
     chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
