@@ -64,9 +64,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     if file.is_file():
         generation: dict[str, Any] = load_json(file, "model")
         return generation
-    file = folder / CONFIG_FILE
-    config = load_json(file, "model") if file.is_file() else {}
-    return {key: value for key, value in config.items() if key == "eos_token_id"}
+    return {"eos_token_id": load_json(folder / CONFIG_FILE, "model").get("eos_token_id")}
 
 
 def cached_json(key: str, compute: Callable[[], str]) -> str:
