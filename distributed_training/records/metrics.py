@@ -70,16 +70,12 @@ def summarize_performance(
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))
-    known_gpu = find_gpu(device_name)
-    # None for unknown GPUs and for partial GPUs (MIG)
-    peak_flops = known_gpu.flops if known_gpu else None
+    gpu = find_gpu(device_name)  # None for unknown GPUs and for partial GPUs (MIG)
     return {
         "num_timed_steps": len(timed),
         "step_time_s": {f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)},
         "tokens_per_s": tokens_per_s,
-        "mfu": None
-        if peak_flops is None
-        else tokens_per_s * flops_per_token / (peak_flops * world_size),
+        "mfu": tokens_per_s * flops_per_token / (gpu.flops * world_size) if gpu else None,
     }
 
 
