@@ -57,7 +57,6 @@ def tokenize(
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
     tokenizer.facts.check_rows(embedding_rows, config.model)
     if not is_cached:  # A complete cache may be read-only, so do not lock it.
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not is_intact(folder):
                 with atomic_folder(folder) as unfinished:
