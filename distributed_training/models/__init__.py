@@ -30,7 +30,6 @@ from distributed_training.data.tokenizer import CLASS_KEYS
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import (
-    FLOATS,
     TORCH_DTYPES,
     StoredTensor,
     all_finite,
@@ -180,7 +179,7 @@ class ModelSpec:
                 if name not in stored and self.size.tied and our_name.startswith("token_embedding"):
                     name = OUTPUT_LAYER
                 tensor = stored.get(name)
-                if tensor is None or tensor.shape != shape or tensor.dtype not in FLOATS:
+                if tensor is None or tensor.shape != shape or tensor.dtype not in TORCH_DTYPES:
                     why = f"{expected} is missing"
                     if tensor is not None:
                         why = f"{expected} is {tensor.dtype} {tensor.shape}"

@@ -86,8 +86,7 @@ def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     starts = indices - positions
     same_document = starts[:, :, None] == starts[:, None, :]
     visible = same_document & (indices[:, None] >= indices)
-    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
-    return mask.masked_fill_(~visible, -torch.inf)[:, None]
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 def attend(

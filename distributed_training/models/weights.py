@@ -33,7 +33,6 @@ WEIGHT_FORMATS = (
 )
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-FLOATS = set(TORCH_DTYPES)
 _DTYPE_CODES = {name: code for code, name in {**TORCH_DTYPES, "U8": "uint8"}.items()}
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
