@@ -17,7 +17,7 @@ _FIX = "use plain LoRA adapters, or merge these adapters into their base model w
 # Keys that do not affect the computation of trained adapters
 _IGNORED_KEYS = {
     "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
-    "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
+    "target_modules", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 
 
@@ -31,7 +31,6 @@ class AdapterConfig(BaseModel, strict=True):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
     revision: Literal["main"] | None = None
-    target_modules: list[str] | str | None = None
     bias: Literal["none"] = "none"
     # The initializations that leave the base weights unchanged
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
