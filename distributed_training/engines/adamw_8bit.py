@@ -1,6 +1,5 @@
 """Define AdamW with 8-bit Adam moments. This module requires the optional package torchao."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -25,10 +24,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
         self.state[parameter] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def step(self, closure: None = None) -> None:
-        stance = contextlib.nullcontext()
-        if not self.compiled:
-            stance = torch.compiler.set_stance("force_eager")
-        with stance:
+        with torch.compiler.set_stance("default" if self.compiled else "force_eager"):
             super().step()
 
 

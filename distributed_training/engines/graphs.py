@@ -117,7 +117,6 @@ class StepGraph:
         """Free the memory that was reserved for the graph, and prevent further attempts to capture
         a graph."""
         self.captures = False
-        self.graph = None
         self.inputs = []
         self.outputs = ()
         del self.pool
