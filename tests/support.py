@@ -253,6 +253,16 @@ def fingerprint(spec: ModelSpec, folder: Path) -> int:
     return weights_checksum(spec.build_meta_model(), spec.weights_source(folder))
 
 
+def save_model(
+    spec: ModelSpec,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the weights in `state` to a folder that transformers can load."""
+    spec.save(lambda name, _: state[name], folder, eos_token_id=7, dtype=dtype)
+
+
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:
     """Return the model for `spec` with the weights from a Hugging Face folder."""
     model = spec.build_meta_model()

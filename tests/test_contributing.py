@@ -16,7 +16,7 @@ from distributed_training.settings.keys import read_keys
 from distributed_training.settings.own_code import allow_families
 from distributed_training.settings.request import build_config
 from tests.conftest import assert_ok, heavy_pool
-from tests.support import CPU_MACHINE, read_model, refused
+from tests.support import CPU_MACHINE, read_model, refused, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -59,7 +59,7 @@ def test_example_of_a_model(folder):
     padding = (spec.size.padded_vocab_size - spec.size.vocab_size) * spec.size.hidden_size
     assert sum(p.numel() for p in model.parameters()) - padding == spec.size.num_parameters
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    spec.save(state, folder / "hf", eos_token_id=0)
+    save_model(spec, state, folder / "hf")
     spec.check_weights(folder / "hf")
     other = read_model(spec, folder / "hf")
     assert all((other.state_dict()[name] == state[name]).all() for name in state)

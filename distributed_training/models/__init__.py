@@ -198,21 +198,12 @@ class ModelSpec:
         return pieces
 
     def save(
-        self,
-        weights: WeightSource | Mapping[str, torch.Tensor],
-        folder: Path,
-        *,
-        eos_token_id: int,
-        dtype: torch.dtype | None = None,
+        self, weights: WeightSource, folder: Path, *, eos_token_id: int, dtype: torch.dtype
     ) -> None:
         """Write the model's weights and config to a folder that transformers can load.
 
-        `weights` must be on the CPU. If `weights` is a source, one parameter is read at a time. The
-        weights are stored in `dtype`, by default fp32. Raises RunError if a value is non-finite in
-        this dtype."""
-        import torch
-
-        dtype = dtype or torch.float32
+        `weights` must be on the CPU. One parameter is read at a time. The weights are stored in
+        `dtype`. Raises RunError if a value is non-finite in this dtype."""
         meta_model = self.build_meta_model()
         meta = {name: value.to(dtype) for name, value in meta_model.named_parameters()}
         header = {
@@ -223,8 +214,7 @@ class ModelSpec:
 
         def iter_converted() -> Iterator[torch.Tensor]:
             for our_name in meta:
-                values = weights(our_name, ()) if callable(weights) else weights[our_name]
-                for name, rows in self._stored_tensors(our_name, values):
+                for name, rows in self._stored_tensors(our_name, weights(our_name, ())):
                     converted_rows = rows.to(dtype)
                     if not all_finite(converted_rows):
                         what = f"{name} has non-finite values in {dtype_name(dtype)}"

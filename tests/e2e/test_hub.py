@@ -16,7 +16,7 @@ from tests.conftest import assert_ok, hub_pool, only_record, train
 from tests.data.test_tokenizer import folder  # noqa: F401
 from tests.e2e.hub_stub import hub_environment, serve
 from tests.e2e.support import assert_refused
-from tests.support import small_text
+from tests.support import save_model, small_text
 
 AUTO_LIMIT_S = 60  # three seconds per probe of the Hub, with a margin for a busy machine
 
@@ -92,7 +92,7 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run):
 def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
     """The stub serves a small tokenizer in place of GPT-2's tokenizer."""
     tiny = find_model("gpt2-tiny")
-    tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path / "hub", eos_token_id=0)
+    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), tmp_path / "hub")
     names = ("vocab.json", "merges.txt")
     gpt2 = {f"{TOKENIZER_ID}/resolve/main/{name}": EMBEDDED_DIR / name for name in names}
     names = ("config.json", "model.safetensors")

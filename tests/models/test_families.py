@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed_training.models import ModelSpec, find_model, gpt2, llama
 from tests.models.hub_folders import random_model
-from tests.support import assert_near, edit_json, read_model, refused
+from tests.support import assert_near, edit_json, read_model, refused, save_model
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -59,7 +59,7 @@ def ours(folder: Path, spec=None):
 
 def exported(state, folder: Path) -> torch.nn.Module:
     """Save our weights, and return the model that transformers loads from the saved folder."""
-    find_model(str(folder)).save(dict(state), folder / "ours", eos_token_id=7)
+    save_model(find_model(str(folder)), state, folder / "ours")
     return AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
 
 

@@ -18,7 +18,7 @@ from distributed_training.models.decoder import KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
-from tests.support import assert_near, edit_json, read_model, refused
+from tests.support import assert_near, edit_json, read_model, refused, save_model
 
 LENGTH = 40  # longer than the sliding windows
 
@@ -58,7 +58,7 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
         assert_near(parameter.grad, theirs.pop(their_name).grad)
     assert not theirs
 
-    spec.save(dict(model.state_dict()), tmp_path / "ours", eos_token_id=0)
+    save_model(spec, model.state_dict(), tmp_path / "ours")
     before, after = (
         load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours")
     )

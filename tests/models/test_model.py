@@ -15,6 +15,7 @@ from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
+from tests.support import save_model
 
 # The vocabulary size 300 is not a multiple of 128, so the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
@@ -222,7 +223,7 @@ def test_any_slice_of_a_weight_file_is_read(model, tmp_path):
     model = spec.build(dropout=0.0, seed=1)
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
-        spec.save(model.state_dict(), folder, eos_token_id=0, dtype=torch.bfloat16)
+        save_model(spec, model.state_dict(), folder, torch.bfloat16)
     names = ("model.safetensors", "config.json")
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names)
     read = spec.weights_source(one)

@@ -11,7 +11,7 @@ from distributed_training.models import find_model, folder_label
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.own_code import allow_families
 from tests.planner.helpers import plan_for
-from tests.support import CPU_MACHINE, refused
+from tests.support import CPU_MACHINE, refused, save_model
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 
@@ -37,8 +37,7 @@ def test_plans_with_model_folders(tmp_path):
     assert "-dp-four-x1" in plan.run_dir.name
     assert plan.config.weights == "random"
     tiny = find_model("gpt2-tiny")
-    weights = dict(tiny.build(dropout=0.0, seed=0).state_dict())
-    tiny.save(weights, tmp_path / "hf", eos_token_id=0)
+    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), tmp_path / "hf")
     assert planned(tmp_path / "hf", tmp_path).weights_dir == tmp_path / "hf"
     assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
 

@@ -12,7 +12,7 @@ from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import gpu, plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, save_model, small_text
 
 GIB = 2**30
 
@@ -96,7 +96,7 @@ def test_missing_weights_are_pointed_out(monkeypatch):
 
 def test_learning_rate_follows_the_weights(tmp_path):
     tiny = find_model("gpt2-tiny")
-    tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path, eos_token_id=0)
+    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), tmp_path)
     for rate, config in {
         3e-3: {"model": "gpt2-tiny"}, 3e-4: {"weights": "random"},
         5e-5: {"weights": str(tmp_path), "tokenizer": "embedded", "model": "gpt2-tiny"},
