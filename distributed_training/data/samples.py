@@ -150,16 +150,16 @@ class Data:
     validation: Samples
     fingerprint: str  # equal for the same tokens in the same order
     tokenizer: Tokenizer  # the tokenizer that produced the tokens
-    cache: str = ""  # name of the folder in the token cache
-    form: str = RUNNING  # form of the training text (data/pieces.py)
-    packs: bool = True  # True for full blocks and packed records, False for padded samples
+    cache: str  # name of the folder in the token cache
+    form: str  # form of the training text (data/pieces.py)
+    packs: bool  # True for full blocks and packed records, False for padded samples
+    # Number of bytes of text that each token represents (data/text_bytes.py)
+    bytes_per_token: np.ndarray
     counts: dict[str, Any] = field(default_factory=dict)  # statistics (data/report.py)
     # For data from a sample of the text: size of the text relative to the sample, and relative
     # uncertainty of numbers that are scaled up
     scale: float = 1.0
     error: float = 0.0
-    # Number of bytes of text that each token represents (data/text_bytes.py)
-    bytes_per_token: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def is_chat(self) -> bool:
@@ -208,10 +208,10 @@ def cut_samples(
         validation = validation.packed()
         identity += f" in {len(train)} blocks"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    bytes_per_token = load_bytes(folder)
     return Data(
-        train, validation, fingerprint, tokenizer, folder.name, form, packs,
-        bytes_per_token=load_bytes(folder),
-    )  # fmt: skip
+        train, validation, fingerprint, tokenizer, folder.name, form, packs, bytes_per_token
+    )
 
 
 def divide(splits: list[Samples], config: RunConfig) -> tuple[Samples, Samples]:

@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +234,9 @@ class Trainer:
     data: Data
     sampler: Sampler
     display: Display
-    callbacks: Sequence[Callback] = ()
-    history: records.History = field(default_factory=records.History)
-    # Function that publishes the current activity (start/progress.py)
-    set_activity: Callable[[str], None] = lambda name: None
+    callbacks: Sequence[Callback]
+    history: records.History
+    set_activity: Callable[[str], None]  # publishes the current activity (start/progress.py)
     sample: str | None = None  # text that the trained model generated
     stop_signum: int = 0  # number of the signal that stops all ranks, or 0
 

@@ -108,7 +108,10 @@ def make_trainer(engine=None, record=None, **config):
             samples.select(slice(2)),
             "",
             SimpleNamespace(is_chat_form=lambda form: False),
-            bytes_per_token=np.ones(100, np.int32),
+            "",
+            "",
+            True,
+            np.ones(100, np.int32),
         ),
         sampler=Sampler(
             num_samples=STEPS_PER_EPOCH,
@@ -121,6 +124,8 @@ def make_trainer(engine=None, record=None, **config):
         ),
         display=Display(enabled=True),
         callbacks=[Recorder(record, Tracker()), KeepBest(), EarlyStopping()],
+        history=History(),
+        set_activity=lambda name: None,
     )
 
 
