@@ -4,13 +4,13 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distributed_training.checkpoint.trained import TrainedModel, trained_model_of_run
+from distributed_training.checkpoint.trained import TrainedModel
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
 from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
@@ -81,21 +81,14 @@ def generate_ids(
 
 
 def write_folder(
-    names: Iterable[str],
-    read: Callable[[str], torch.Tensor],
-    base_fingerprint: int,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    chat: bool,
-    folder: Path,
+    trained: TrainedModel, plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path
 ) -> None:
-    """Write a run's trained weights and tokenizer to `folder`. `names` are the names of the trained
-    parameters, and `read` returns the tensor of a name. `folder` appears only when it is complete.
-    For a LoRA run, only the adapters are written unless the base model has random weights.
+    """Write a run's trained weights and tokenizer to `folder`, which appears only when it is
+    complete. For a LoRA run, only the adapters are written unless the base model has random
+    weights.
 
     Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
-    trained = trained_model_of_run(plan, names, read, base_fingerprint)
     if trained.adapters is None or plan.weights_dir is None:
         dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
         save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)

@@ -12,7 +12,11 @@ import torch
 from tqdm import tqdm
 
 from distributed_training.checkpoint import export, resume
-from distributed_training.checkpoint.trained import TrainedModel, open_trained_folder
+from distributed_training.checkpoint.trained import (
+    TrainedModel,
+    open_trained_folder,
+    trained_model_of_run,
+)
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus
@@ -187,9 +191,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
         columns = arguments.columns or config.columns
         dataset = choose_dataset(arguments.dataset, notes)
         config = with_values(config, dataset=dataset, columns=columns)
-        samples, bytes_per_token, split, more_notes = _load_samples(config, tokenizer, size)
+        samples, bytes_per_token, split = _load_samples(config, tokenizer, size, notes)
         text = f"{config.dataset}{split}"
-        for note in [*notes, *more_notes]:
+        for note in notes:
             display.note(note)
     model, device = load(trained)
     row = measure(model, samples, bytes_per_token, device)
@@ -207,11 +211,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _load_samples(
-    config: RunConfig, tokenizer: Tokenizer, size: ModelSize
-) -> tuple[Samples, np.ndarray, str, list[str]]:
-    """Return (samples, number of bytes for each token id, note about the split, other notes). The
-    samples come from the dataset's validation split if there is one. The other notes mention
-    records that are omitted or truncated."""
+    config: RunConfig, tokenizer: Tokenizer, size: ModelSize, notes: list[str]
+) -> tuple[Samples, np.ndarray, str]:
+    """Return (samples, number of bytes for each token id, note about the split). The samples come
+    from the dataset's validation split if there is one. Notes about records that are omitted or
+    truncated are added to `notes`."""
     corpus = find_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     split_corpus = {"train": corpus[split]}
@@ -225,11 +229,11 @@ def _load_samples(
         what = f"dataset={config.dataset!r} has nothing to evaluate"
         raise UserError(what, "it has no tokens to predict", "use more text or more records")
     counts = report.summarize(folder, config, can_pack=size.packs)
-    notes = [f"{counts['records']:,} records read, {counts['used']:,} used"]
+    notes.append(f"{counts['records']:,} records read, {counts['used']:,} used")
     notes += report.describe(counts, config.max_length)
     split_note = " (validation split)" if split == "validation" else ""
     samples = samples.packed() if packs and form != RUNNING else samples
-    return samples, load_bytes(folder), split_note, notes
+    return samples, load_bytes(folder), split_note
 
 
 @torch.inference_mode()
@@ -270,11 +274,13 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
     chat = tokenizer.is_chat_form(record.data.get("form"))
     prefix = "weight/"
-    export.write_folder(
+    trained = trained_model_of_run(
+        plan,
         [name.removeprefix(prefix) for name in files.stored_parts if name.startswith(prefix)],
         lambda name: files.read_whole(f"{prefix}{name}").float(),
-        meta.base_fingerprint, plan, tokenizer, chat, folder,
-    )  # fmt: skip
+        meta.base_fingerprint,
+    )
+    export.write_folder(trained, plan, tokenizer, chat, folder)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")

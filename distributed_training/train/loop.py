@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distributed_training.checkpoint import export
 from distributed_training.checkpoint.saver import Saver
+from distributed_training.checkpoint.trained import trained_model_of_run
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
@@ -460,10 +461,10 @@ class Trainer:
         """Gather the weights on rank 0, and write the model to `folder` there."""
         state = self.engine.full_state()
         if state is not None:
-            export.write_folder(
-                state, state.__getitem__, self.engine.base_fingerprint, self.plan,
-                self.data.tokenizer, self.data.is_chat, folder,
-            )  # fmt: skip
+            trained = trained_model_of_run(
+                self.plan, state, state.__getitem__, self.engine.base_fingerprint
+            )
+            export.write_folder(trained, self.plan, self.data.tokenizer, self.data.is_chat, folder)
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.
