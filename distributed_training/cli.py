@@ -39,7 +39,6 @@ from distributed_training.start.streams import open_lasting, replace_unencodable
 from distributed_training.tools.dry_run import print_plan
 
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
-PLANNED_MACHINES = ("cluster", "gpu")
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
 Act = Callable[[argparse.Namespace], int]
 
@@ -174,7 +173,7 @@ def _load(module: str) -> Any:
 
 def refuse_planned_machines(arguments: argparse.Namespace) -> None:
     """Raise UserError if an option describes the machines of a plan."""
-    for option in PLANNED_MACHINES:
+    for option in ("cluster", "gpu"):
         if getattr(arguments, option) is not None:
             what = f"--{option} describes machines to plan for"
             raise UserError(what, fix="add --dry-run to a training command, or use plan")

@@ -30,11 +30,10 @@ def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> Non
     plan = prediction.plan
     if cluster.is_local:
         check_packages(plan)
-    check_gpus(plan)
-    check_memory(prediction, cluster)
-    if cluster.is_local:
         check_disk(plan, notes)
         check_extensions(plan)
+    check_gpus(plan)
+    check_memory(prediction, cluster)
     if plan.config.push is not None:
         check_push(plan.config.push)
 

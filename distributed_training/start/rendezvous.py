@@ -115,14 +115,14 @@ def continue_run(config: Request) -> tuple[Request, list[str]]:
     that resumes the run's last checkpoint, and a list with a note. If there is no such run, or if
     it starts from the beginning, return `config` unchanged."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    folders = []
+    folder = None
     for file in sorted(Path(config.output_dir).glob(f"*/{PLAN_FILE}")):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a foreign or damaged file
             if file.is_file() and json.loads(file.read_bytes()).get("run_id") == run_id != "none":
-                folders.append(file.parent.resolve())
-    if not folders or has_finished(folders[-1]):
+                folder = file.parent.resolve()
+    if folder is None or has_finished(folder):
         return config, []
-    checkpoint, note = run_dir.plan_restart(load_plan(folders[-1]))
+    checkpoint, note = run_dir.plan_restart(load_plan(folder))
     if checkpoint:
         config = config.model_copy(update={"resume": str(checkpoint)})
     return config, [note]

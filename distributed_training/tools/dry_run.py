@@ -100,7 +100,8 @@ def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
         *(f"note: {printable(note)}" for note in plan.notes),
     ]
     if not explain:
-        return "\n".join([*filter(None, lines), "To show all settings, add --explain."])
+        lines.append("To show all settings, add --explain.")
+        return "\n".join(filter(None, lines))
     lines.append("resolved CONFIG")
     requested = plan.requested.to_key_values()
     for key, value in plan.settings.items():
