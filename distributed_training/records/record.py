@@ -27,7 +27,6 @@ TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 OWNER_FILE = ".owner.json"  # lock of a run's folder (supervise/claims.py)
 LOST_PEER = "lost the connection to another process"
-_OPEN_CONFIG = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 
 
 class History(BaseModel):
@@ -72,12 +71,12 @@ class Record(History):
     """Fields of a run's record that this package reads. The record also contains other fields.
     REAL_MODELS_GUIDE.md documents the main fields."""
 
-    model_config = _OPEN_CONFIG
+    # Unknown keys are kept.
+    model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     schema_version: Literal[2]
     status: Literal["running", "ok", "oom", "failed", "interrupted"]
     error: str | None = None  # the reason why the run failed
-    started_at: str  # UTC, ISO 8601, like finished_at
-    finished_at: str | None = None
+    started_at: str  # UTC, ISO 8601
     hostname: str | None = None  # host of the process that writes the record
     run_dir: str  # "" if the run left no folder
     # CONFIG after all "auto" values have been resolved
