@@ -66,7 +66,7 @@ class Source:
         size."""
         return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
 
-    def read_texts(self, *, by_line: bool, can_cut: bool = True) -> Iterator[Piece]:
+    def read_texts(self, *, by_line: bool, can_cut: bool) -> Iterator[Piece]:
         """Yield the running text in pieces, in order. If `by_line` is set, yield one piece per
         line."""
         read = partial(read_text, by_line=by_line)

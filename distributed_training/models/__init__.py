@@ -238,7 +238,7 @@ class ModelSpec:
             rows = part.reshape(-1, *values.shape[1:])
             yield file_name(name, self.size), rows.t() if transposed else rows
 
-    def hf_rows(self, matrix: str, targets: str | None = None) -> dict[str, torch.Tensor]:
+    def hf_rows(self, matrix: str, targets: str | None) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
         those parts of the matrix named `matrix` that `targets` selects (see
         `ModelSize.adapted_parts`)."""

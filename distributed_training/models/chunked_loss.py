@@ -101,8 +101,8 @@ def loss_and_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
-    shard: VocabularyShard | None = None,
-    cap: float = 0.0,
+    shard: VocabularyShard | None,
+    cap: float,
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for logits [N, P / R] and targets [N]. Overwrite the
     logits with their gradient. With a `shard`, all-gather two fp32 numbers per token over the

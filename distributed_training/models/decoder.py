@@ -96,7 +96,7 @@ class KVCache:
                 torch.cat(pair, dim=2) for pair in zip(self._by_block[block], tensors, strict=True)
             )
         self._by_block[block] = tensors
-        return self._by_block[block]
+        return tensors
 
 
 class Block(nn.Module):
@@ -126,7 +126,7 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
 
     def attention(
-        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
+        self, x: torch.Tensor, past: KVCache | None, documents: Documents | None
     ) -> torch.Tensor:
         """Return the output of causal self-attention, [B, T, D] -> [B, T, D]. With `documents`,
         each token attends only within its document."""

@@ -22,7 +22,7 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[Span]
-    num_without_end_token: int = 0  # answers that the template ends without a special token
+    num_without_end_token: int  # answers that the template ends without a special token
 
 
 class _Answer(NamedTuple):
@@ -37,8 +37,8 @@ def align(
     render: Render,
     messages: Sequence[Message],
     *,
-    skip: Sequence[int] = (),
-    render_marked: Callable[[], Sequence[Span]] | None = None,
+    skip: Sequence[int],
+    render_marked: Callable[[], Sequence[Span]] | None,
     special_pattern: re.Pattern[str],
 ) -> list[Rendered]:
     """Return the samples of a conversation.

@@ -39,7 +39,7 @@ class Rotary(nn.Module):
         self.settings = (rope, positions, head_size)
         self.register_buffer("table", cos_sin_table(*self.settings), persistent=False)
 
-    def forward(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Rotate pairs of numbers in `x` [B, T, ..., K] by the angles of the tokens' `positions`.
         The two numbers of a pair are K / 2 apart in the last dimension."""
         if isinstance(positions, int):
