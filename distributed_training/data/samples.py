@@ -308,8 +308,7 @@ def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 def _concatenate_ranges(counts: np.ndarray) -> np.ndarray:
     """Return one array that contains `0, ..., counts[0] - 1`, then `0, ..., counts[1] - 1`, and so
     on."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
