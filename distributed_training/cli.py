@@ -249,17 +249,17 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--num_gpus", metavar="N", help=num_gpus_help)
 
     def act(arguments: argparse.Namespace) -> int:
-        if arguments.nodes and current_process() is not None:
+        if not arguments.nodes:
+            if arguments.num_gpus is not None:
+                raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
+            return _load("tools.doctor").main(program.output_dir)
+        if current_process() is not None:
             return _load("tools.links").check_nodes()
-        if arguments.nodes:
-            count = launch.requested_processes(arguments.num_gpus or "all", detect_machine(), {})
-            if count == 1:
-                fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
-                raise UserError("one process has no links to measure", fix=fix)
-            return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
-        if arguments.num_gpus is not None:
-            raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
-        return _load("tools.doctor").main(program.output_dir)
+        count = launch.requested_processes(arguments.num_gpus or "all", detect_machine(), {})
+        if count == 1:
+            fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
+            raise UserError("one process has no links to measure", fix=fix)
+        return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 
     return act
 

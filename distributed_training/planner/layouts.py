@@ -112,11 +112,11 @@ def build_layout(candidate: Candidate) -> Layout:
     size = candidate.model.size
     pp = candidate.mesh["pp"]
     ranks = candidate.schedule.ranks(pp)
-    if pp == 1 and config.pipeline_cut is not None:
-        what = "pipeline_cut is set, but there is no pipeline with pp=1"
-        raise UserError(what, fix="set pipeline_cut to None")
     counts = balanced_cut(size, config.max_length, ranks)
     if config.pipeline_cut is not None:
+        if pp == 1:
+            what = "pipeline_cut is set, but there is no pipeline with pp=1"
+            raise UserError(what, fix="set pipeline_cut to None")
         example = ",".join(map(str, counts))
         words = config.pipeline_cut.split(",")
         counts = [int(word) if word.strip().isdecimal() else 0 for word in words]

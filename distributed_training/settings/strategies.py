@@ -137,7 +137,7 @@ class Strategy:
     named_axes: tuple[str, ...]
     engine: str  # a built-in engine or a .py file in the strategy's folder
     traits: Traits
-    work_options: tuple[str, ...] = ()  # keys of the strategy's engine that change the computation
+    work_options: tuple[str, ...]  # keys of the strategy's engine that change the computation
 
     def load_engine(self) -> Any:
         """Import and return the engine's class. The class is looked up by the strategy's name,
@@ -211,9 +211,6 @@ def load_strategy(config: RunConfig) -> Strategy:
     document: Mapping[str, Any] = {}
     parsed = _DeepSpeed()
     user_json = config.deepspeed_config
-    if strategy_file.deepspeed is None and user_json is not None:
-        what = f"{setting} would ignore deepspeed_config={user_json!r}"
-        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
     if strategy_file.deepspeed is not None:
         source, document, parsed = _read_json(
             strategy_file._path, user_json or strategy_file.deepspeed
@@ -224,6 +221,9 @@ def load_strategy(config: RunConfig) -> Strategy:
             raise UserError(what, fix="change the JSON, or set strategy to auto")
         stages = {"pp": parsed.pipeline.stages} if "pipeline" in document else {}
         mesh = {"dp_shard": -1, **stages}
+    elif user_json is not None:
+        what = f"{setting} would ignore deepspeed_config={user_json!r}"
+        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
     traits, options = _find_engine(strategy_file)
     for axis in MESH_AXES:
         if (size := getattr(config, axis)) is not None:

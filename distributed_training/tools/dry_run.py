@@ -45,10 +45,10 @@ def print_plan(
     """Print a plan and the command that starts the run. Return the exit code. The plan is for the
     cluster given by --cluster or, without --cluster, for the processes that the launcher started.
     Without a launcher, the plan is for this machine."""
-    if process is not None and process.rank > 0:
-        return 0
     launched = None
     if process is not None:
+        if process.rank > 0:
+            return 0
         launched = local_cluster(detect_machine(), process.world_size, process.local_world_size)
     cluster = planned_cluster(options) or launched or requested_cluster(config, options.num_gpus)
     plan = make_plan(config, cluster, peek_data, needs_weights=config.strict)
