@@ -55,11 +55,13 @@ class DeepSpeedEngine(base.Engine):
             name: (rows if name in vocab_names else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
-        blocks.apply_checkpointing(model, config.activation_checkpointing)
+        blocks.apply_checkpointing(
+            model, config.activation_checkpointing, config.checkpointed_blocks
+        )
         model.loss = blocks.build_loss(config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
         if config.offloads_activations and topology.device_type == "cuda":
-            offload_saved(model)
+            offload_saved(model, config.checkpointed_blocks)
         if strategy.zero.stage == 3:
             # Gather all parameters of a block together. DeepSpeed then runs fewer but larger
             # all-gathers, and no hooks inside compiled blocks.

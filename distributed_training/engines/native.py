@@ -69,13 +69,13 @@ def parallelize(
     if topology.cp > 1:
         apply_cp(stage, topology.cp)
     mode, compiled = config.activation_checkpointing, bool(config.compile)
-    blocks.apply_checkpointing(stage, mode, compiled=compiled)
+    blocks.apply_checkpointing(stage, mode, config.checkpointed_blocks, compiled=compiled)
     stage.loss = blocks.build_loss(config)
     if tp_mesh is not None:
         stage.loss, stage.project = shard_output(stage.loss, tp_mesh, plan.tp_parts)
     blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
     if config.offloads_activations and topology.device.type == "cuda":
-        offload_saved(stage)
+        offload_saved(stage, config.checkpointed_blocks)
     if mesh is not None and plan.uses_fsdp:
         # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
         # needs whole models.

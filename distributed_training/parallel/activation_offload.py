@@ -18,15 +18,15 @@ from distributed_training.parallel.private import tree_leaves
 MIN_SIZE = 1 / 8
 
 
-def offload_saved(model: Decoder) -> None:
-    """Let the large tensors that a model's blocks save, such as their inputs [B, T, D], wait in
-    host memory, in place. Call this function after apply_checkpointing and apply_compile. It needs
-    a GPU.
+def offload_saved(model: Decoder, num_blocks: int | None = None) -> None:
+    """Let the large tensors that the first `num_blocks` blocks of a model save, such as their
+    inputs [B, T, D], wait in host memory, in place. By default, those of all blocks do. Call this
+    function after apply_checkpointing and apply_compile. It needs a GPU.
 
     Copies overlap with computation. Tensors leave the GPU while the next block runs forward, and
     return while the next block runs backward."""
     store = _HostStore()
-    for block in model.blocks.values():
+    for block in list(model.blocks.values())[:num_blocks]:
         block.forward = functools.partial(store.run, block, block.forward)
 
 

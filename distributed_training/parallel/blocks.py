@@ -29,9 +29,12 @@ QUANTIZED_MATMULS = {
 }
 
 
-def apply_checkpointing(model: Decoder, mode: str, *, compiled: bool = False) -> None:
-    """Apply activation checkpointing to every block, in place. Call this function after apply_lora
-    and before apply_compile. `compiled` indicates whether the blocks will be compiled.
+def apply_checkpointing(
+    model: Decoder, mode: str, num_blocks: int | None = None, *, compiled: bool = False
+) -> None:
+    """Apply activation checkpointing to the first `num_blocks` blocks, by default all, in place.
+    Call this function after apply_lora and before apply_compile. `compiled` indicates whether the
+    blocks will be compiled.
 
     "full" and "offload" save only the input of a block, [B, T, D]. "selective" also saves the
     outputs of attention and of matrix multiplications. Recomputing the other operations (norms,
@@ -49,7 +52,7 @@ def apply_checkpointing(model: Decoder, mode: str, *, compiled: bool = False) ->
         policy = _SelectivePolicy(ranks, unsaved if mode != "selective" else set(), compiled)
         context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
         checkpoint_fn = functools.partial(checkpoint_fn, context_fn=context)
-    for block in model.blocks.values():
+    for block in list(model.blocks.values())[:num_blocks]:
         block.forward = functools.partial(checkpoint_fn, block.forward)
 
 

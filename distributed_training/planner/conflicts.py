@@ -26,6 +26,8 @@ CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Draft], bool], str], ...] = (
      "there is no pipeline with pp=1"),
     (("sequence_parallel",), lambda plan: plan.mesh["tp"] > 1,
      "no layers are split with tp=1"),
+    (("checkpointed_blocks",), lambda plan: plan.config.activation_checkpointing != "none",
+     "no blocks recompute activations"),
     (("offload_dir",), lambda plan: plan.strategy.swaps_to_disk,
      "the strategy keeps no state on disk"),
     (("lora_alpha", "lora_dropout", "lora_targets"),

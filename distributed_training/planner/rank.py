@@ -42,7 +42,7 @@ from distributed_training.settings.strategies import (
 TOLERANCE = 0.03
 TOLERANCE_ON_CPU = 0.2
 TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
-MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated
+MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated, or a simpler setting
 # Values of activation_checkpointing, fastest first
 MODES = ("none", "selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
@@ -102,11 +102,13 @@ def rank(
     if not choices:
         raise _explain_no_layout(request, cluster)
     ranked = sorted(choices.values(), key=lambda choice: choice.sort_key)
-    if cluster.machine.num_gpus and not request.is_set("activation_checkpointing"):
+    may_recompute = cluster.machine.num_gpus > 0 and not request.is_set("activation_checkpointing")
+    if may_recompute:
         ranked = [_with_checkpointing(choice, cluster, predictor) for choice in ranked]
         ranked.sort(key=lambda choice: choice.sort_key)
     first = _first_choice(ranked)
-    return [first, *(choice for choice in ranked if choice is not first)]
+    others = [choice for choice in ranked if choice is not first]
+    return [_with_some_blocks(first, cluster) if may_recompute else first, *others]
 
 
 class Predictor:
@@ -194,6 +196,27 @@ def _with_checkpointing(choice: Prediction, cluster: Cluster, predictor: Predict
     return choice
 
 
+def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
+    """Return the layout with activation checkpointing in as few blocks as necessary, if a step is
+    then clearly shorter."""
+    plan = choice.plan
+    if plan.config.activation_checkpointing == "none" or choice.step is None:
+        return choice
+
+    def predict_with(count: int) -> Prediction:
+        request = plan.requested.model_copy(update={"checkpointed_blocks": count})
+        return predict(lay_out(replace(_candidate(plan), config=request), cluster), choice.rates)
+
+    counts = range(1, max(plan.layout.blocks_per_stage) + 1)
+    index = bisect.bisect_left(
+        counts, True, key=lambda count: predict_with(count).memory_fit == choice.memory_fit
+    )
+    some = predict_with(counts[index])
+    assert some.step is not None
+    is_faster = some.step.seconds * (1 + MAX_SLOWDOWN) < choice.step.seconds
+    return some if is_faster else choice
+
+
 def _simplicity_key(plan: Draft) -> tuple[int, bool]:
     """Return a sort key for strategies that produce the same layout. Strategies that need fewer
     settings come first. If fsdp and dp need the same number of settings to shard the state, fsdp
@@ -259,6 +282,8 @@ def layout_settings(plan: Draft) -> dict[str, Any]:
     mode = plan.requested.activation_checkpointing
     if mode != "none" and not plan.requested.is_set("activation_checkpointing"):
         settings["activation_checkpointing"] = mode
+        if plan.requested.checkpointed_blocks is not None:
+            settings["checkpointed_blocks"] = plan.requested.checkpointed_blocks
     return settings
 
 

@@ -96,7 +96,12 @@ class PipelineRank:
             index in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1
         )
         stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
-        self.num_blocks = sum(count for rank, count in stages if rank == index)
+        sizes = [count for rank, count in stages if rank == index]
+        self.num_blocks = sum(sizes)
+        # Share of these blocks that recompute activations
+        limit = config.checkpointed_blocks or max(sizes)
+        num_recomputing = self.recomputes * sum(min(count, limit) for count in sizes)
+        self.recomputed_share = num_recomputing / self.num_blocks
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         replicated_parameters = size.block_parameters - size.block_parameters_split
         self.parameters_in_blocks = self.num_blocks * (

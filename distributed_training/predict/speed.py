@@ -146,7 +146,7 @@ class StepCosts(Timing):
         weights *= self.trained_share
         for mechanism in self.mechanisms:
             for cost in mechanism.recomputed_costs(self, forward):
-                inputs += cost
+                inputs += self.recomputed_share * cost
         return costs
 
     def update_s(self, process: PipelineRank) -> float:

@@ -257,10 +257,13 @@ def _row(choice: Prediction, label: str) -> dict[str, str]:
 
 def _layout_and_mode(choice: Prediction) -> str:
     """Return the name of the layout, followed by the mode of activation checkpointing unless the
-    mode is "none"."""
-    mode = choice.plan.config.activation_checkpointing
+    mode is "none", and by the number of blocks that it applies to unless it applies to all."""
+    config = choice.plan.config
     name = layout_name(choice.plan)
-    return name if mode == "none" else f"{name} +{mode}"
+    if config.activation_checkpointing == "none":
+        return name
+    count = config.checkpointed_blocks
+    return f"{name} +{config.activation_checkpointing}" + (f":{count}" if count else "")
 
 
 def legend(cluster: Cluster) -> str:
@@ -278,7 +281,7 @@ def legend(cluster: Cluster) -> str:
         source += f" {cluster.assumption}."
     return f"""\
 first: the simplest of the fastest layouts
-m2, m4: micro-batches per replica; +full, +offload ...: activation_checkpointing
+m2, m4: micro-batches per replica; +full, +offload:9 ...: activation_checkpointing, of 9 blocks
 GiB: allocated memory and CUDA context of the fullest process; tight, unlikely: may not fit
 MFU: share of the peak FLOP/s; error: measured times relative to predictions
 not validated: never measured. {source}"""

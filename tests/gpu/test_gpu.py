@@ -184,16 +184,21 @@ def test_inputs_that_wait_on_the_host_change_no_bits(count):
         },
     }[count]
     cases = {
-        f"{name}, {mode}": {**DEEP, **values, "activation_checkpointing": mode}
+        f"{name}, {mode}": {
+            **DEEP, **values, "activation_checkpointing": mode, "checkpointed_blocks": 4,
+        }
         for name, values in layouts.items()
-        for mode in ("full", "offload")
-    }
+        for mode in ("full", "offload", "offload-attention")
+        if mode != "offload-attention" or "eager" not in name
+    }  # fmt: skip
     found = run_cases(cases, count, function="train_exactly", steps=NUM_REPLAYED, **exactly(count))
-    for name in layouts:
-        print(f"comparing {name}")
-        offload, full = found[f"{name}, offload"], found[f"{name}, full"]
-        assert offload["replayed"] == full["replayed"]
-        assert_same_bits(offload, full)
+    for case, others in found.items():
+        print(f"comparing {case}")
+        full = found[f"{case.split(', ')[0]}, full"]
+        assert others["replayed"] == full["replayed"]
+        # Different graphs are compiled for offload-attention, which round differently.
+        compare = assert_equal_runs if "attention" in case else assert_same_bits
+        compare(others, full)
 
 
 def test_a_failed_capture_continues_without_a_graph():

@@ -1,6 +1,8 @@
 import copy
+import functools
 import math
 import random
+import types
 
 import pytest
 import torch
@@ -126,6 +128,13 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
         mlp_in = math.prod(SIZE.block_matrices[2])
         repeated = 2 * random_batch()[0].numel() * mlp_in * SIZE.num_layers
         assert flops["offload-attention"] == flops["none"] + repeated
+
+
+def test_only_the_first_blocks_recompute():
+    model = random_model()
+    apply_checkpointing(model, "full", 2)
+    kinds = [type(block.forward) for block in model.blocks.values()]
+    assert kinds == [functools.partial, functools.partial, types.MethodType]
 
 
 @pytest.mark.parametrize(("dtype", "num_scales"), [("nf4", 0), ("fp8", 1)])

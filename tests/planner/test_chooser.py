@@ -54,6 +54,18 @@ def test_the_first_choice_is_one_that_a_practitioner_would_accept():
     assert listed == {"dp", "offload", "infinity"}
 
 
+def test_no_more_blocks_recompute_than_necessary_if_that_is_clearly_faster():
+    values = {"model": "Llama-3.1-8B", "lora_rank": 16, "batch_size": 1, "max_length": 4096}
+    first = first_of("RTX-4090", **values)[0]
+    config = first.plan.config
+    values["activation_checkpointing"] = config.activation_checkpointing
+    fewer = first_of("RTX-4090", checkpointed_blocks=config.checkpointed_blocks - 1, **values)[0]
+    assert first.memory_fit == "yes" != fewer.memory_fit
+    small_gain = first_of("4xL4", model="Qwen/Qwen3-4B", batch_size=8)[0].plan.config
+    assert small_gain.activation_checkpointing == "full"
+    assert small_gain.checkpointed_blocks is None
+
+
 def test_no_layout_is_chosen_without_the_ram_that_it_needs():
     large = {"model": "Qwen/Qwen3-8B", "strategy": AUTO}
     desktop, server = parse_cluster("RTX-4090"), parse_cluster("RTX-4090")

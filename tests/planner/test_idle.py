@@ -18,6 +18,7 @@ CASES = [
     ("gradient_compression=none", {}, {"strategy": "fsdp"}),
     ("pipeline_schedule=gpipe", {"strategy": "pp"}, {}),
     ("sequence_parallel=False", {"strategy": "tp"}, {}),
+    ("checkpointed_blocks=1", {"activation_checkpointing": "full"}, {}),
     ("offload_dir=/tmp/offload", {"strategy": "infinity"}, {}),
     ("lora_alpha=8", LORA, {}),
     ("lora_dropout=0.1", LORA, {}),

@@ -170,6 +170,8 @@ def test_recomputing_rounds_weights_again(tmp_path):
     backward = block + TOKENS * 2 * 4 * D
     assert some["activations"] == pytest.approx(L * kept + backward, rel=0.01)
     assert full["activations"] == pytest.approx(L * TOKENS * 2 * D + backward), "a block's input"
+    one = peak(tmp_path, activation_checkpointing="full", checkpointed_blocks=1).peak_by_component
+    assert none["activations"] - one["activations"] == pytest.approx(block - TOKENS * 2 * D)
 
 
 def test_offloaded_inputs_are_in_ram_except_for_two(tmp_path):

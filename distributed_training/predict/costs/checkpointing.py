@@ -72,8 +72,12 @@ def bytes_on_host(rank: PipelineRank) -> float:
     this is the most that any schedule needs."""
     if not rank.config.offloads_activations:
         return 0
-    num_passes = rank.num_blocks * (rank.num_microbatches if rank.pp > 1 else 1)
-    return num_passes * sum(map(page_locked_bytes, waiting_bytes(rank)))
+    num_blocks = rank.recomputed_share * rank.num_blocks
+    return (
+        num_blocks
+        * (rank.num_microbatches if rank.pp > 1 else 1)
+        * sum(map(page_locked_bytes, waiting_bytes(rank)))
+    )
 
 
 def selective_activation_bytes(rank: PipelineRank) -> float:
@@ -85,34 +89,42 @@ def selective_activation_bytes(rank: PipelineRank) -> float:
     return rank.hidden_bytes * values + block.statistics_bytes(rank)
 
 
+def recomputed_bytes(rank: PipelineRank) -> float:
+    """Return the number of additional bytes that the backward pass of a block with checkpointing
+    needs. Blocks without it run backward first, so their activations are then free."""
+    kept_bytes = block.activation_bytes(rank)
+    num_kept = (1 - rank.recomputed_share) * rank.num_blocks
+    return max(boundary_bytes(rank), (1 - num_kept) * kept_bytes)
+
+
 # Without recomputation, the incoming gradient needs memory in addition to the activations that the
 # block keeps. In a recomputed block, the gradient reuses the memory of the block's input.
 NONE = Mechanism(
-    is_used=lambda plan: plan.config.activation_checkpointing == "none",
-    activation_bytes=block.activation_bytes,
-    backward_bytes=boundary_bytes,
+    is_used=lambda plan: True,
+    activation_bytes=lambda rank: (1 - rank.recomputed_share) * block.activation_bytes(rank),
+    backward_bytes=lambda rank: 0 if rank.recomputes else boundary_bytes(rank),
 )
 FULL = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "full",
-    activation_bytes=boundary_bytes,
-    backward_bytes=block.activation_bytes,
+    activation_bytes=lambda rank: rank.recomputed_share * boundary_bytes(rank),
+    backward_bytes=recomputed_bytes,
     recomputed_costs=full_recompute_costs,
 )
 OFFLOAD = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "offload",
     # One input leaves the GPU, and one returns, while a block is computed.
-    backward_bytes=lambda rank: block.activation_bytes(rank) + 2 * boundary_bytes(rank),
+    backward_bytes=lambda rank: recomputed_bytes(rank) + 2 * boundary_bytes(rank),
     recomputed_costs=full_recompute_costs,
 )
 OFFLOAD_ATTENTION = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "offload-attention",
-    activation_bytes=block.statistics_bytes,
-    backward_bytes=lambda rank: block.activation_bytes(rank) + sum(waiting_bytes(rank)),
+    activation_bytes=lambda rank: rank.recomputed_share * block.statistics_bytes(rank),
+    backward_bytes=lambda rank: recomputed_bytes(rank) + sum(waiting_bytes(rank)),
     recomputed_costs=attention_offload_costs,
 )
 SELECTIVE = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "selective",
-    activation_bytes=selective_activation_bytes,
-    backward_bytes=block.activation_bytes,
+    activation_bytes=lambda rank: rank.recomputed_share * selective_activation_bytes(rank),
+    backward_bytes=recomputed_bytes,
     recomputed_costs=selective_recompute_costs,
 )

@@ -63,10 +63,9 @@ def exchanged_bytes(rank: PipelineRank) -> float:
 def kept_bytes(rank: PipelineRank) -> float:
     """Return by how many bytes cp changes what a block keeps. Selective checkpointing does not keep
     the product with attention's output."""
-    if rank.recomputes:
-        is_selective = rank.config.activation_checkpointing == "selective"
-        return -rank.hidden_bytes if is_selective else 0
-    return exchanged_bytes(rank)
+    is_selective = rank.config.activation_checkpointing == "selective"
+    kept = (1 - rank.recomputed_share) * exchanged_bytes(rank)
+    return kept - is_selective * rank.recomputed_share * rank.hidden_bytes
 
 
 CP = Mechanism(

@@ -36,18 +36,18 @@ def adapter_costs(timing: Timing) -> PassCosts:
 
 def unsaved_bytes(rank: PipelineRank) -> float:
     """Return the size in bytes, as a negative number, of the activations of a block that are
-    computed again although no activation checkpointing is set: the outputs of two norms
-    (parallel/blocks.py) and the input of the MLP's second matrix, if it is an element-wise function
-    of the first matrix's output or if the MLP is fused (parallel/lora_mlp.py)."""
+    computed again although it has no activation checkpointing: the outputs of two norms, if no
+    block has any (parallel/blocks.py), and the input of the MLP's second matrix, if it is an
+    element-wise function of the first matrix's output or if the MLP is fused
+    (parallel/lora_mlp.py)."""
     config = rank.config
-    is_kept = config.activation_checkpointing != "none" or rank.tp > 1
-    if is_kept or rank.plan.strategy.traits.takes_json or not rank.size.splits:
+    if rank.tp > 1 or rank.plan.strategy.traits.takes_json or not rank.size.splits:
         return 0
-    values = 2 * rank.size.hidden_size if config.compile else 0
+    values = 2 * rank.size.hidden_size if config.compile and not rank.recomputes else 0
     first_outputs, second_inputs = mlp_values(rank)
     if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
         values += second_inputs
-    return -rank.tokens * rank.dtype_bytes * values
+    return -(1 - rank.recomputed_share) * rank.tokens * rank.dtype_bytes * values
 
 
 def _fuses_mlp(rank: PipelineRank) -> bool:

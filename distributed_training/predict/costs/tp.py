@@ -45,7 +45,9 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
             * embedding_bytes_per_value
         )
     # Recomputation stops before the last exchange of the forward pass, whose result is unused.
-    recomputed_bytes = rank.recomputes * num_microbatches * rank.num_blocks * rank.hidden_bytes
+    recomputed_bytes = (
+        rank.recomputed_share * num_microbatches * rank.num_blocks * rank.hidden_bytes
+    )
     # With "selective", the sum is kept, and compiled blocks do not repeat it.
     keeps_sum = rank.config.activation_checkpointing == "selective" and rank.config.compile
     recomputed_sum_bytes = 0 if keeps_sum else recomputed_bytes
