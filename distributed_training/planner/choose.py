@@ -234,7 +234,7 @@ def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
     config = plan.config
     capability = plan.machine.compute_capability
     on_gpu = plan.machine.num_gpus > 0
-    can_compile = capability >= (7, 0)
+    can_compile = on_gpu and capability >= (7, 0)
     compiled = _decide_switch(config, "compile", can_compile, _compile_obstacle(plan), notes)
     obstacle = _async_tp_obstacle(plan, compiled)
     async_tp = _decide_switch(config, "async_tp", capability == (9, 0), obstacle, [])
