@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.models import ModelSpec
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.mesh import Topology
@@ -261,6 +261,12 @@ def save_model(
 ) -> None:
     """Write the weights in `state` to a folder that transformers can load."""
     spec.save(lambda name, _: state[name], folder, eos_token_id=7, dtype=dtype)
+
+
+def save_tiny(folder: Path) -> None:
+    """Write gpt2-tiny with random weights to a folder that transformers can load."""
+    tiny = find_model("gpt2-tiny")
+    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), folder)
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:

@@ -11,12 +11,11 @@ import pytest
 
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.models import find_model
 from tests.conftest import assert_ok, hub_pool, only_record, train
 from tests.data.test_tokenizer import folder  # noqa: F401
 from tests.e2e.hub_stub import hub_environment, serve
 from tests.e2e.support import assert_refused
-from tests.support import save_model, small_text
+from tests.support import save_tiny, small_text
 
 AUTO_LIMIT_S = 60  # three seconds per probe of the Hub, with a margin for a busy machine
 
@@ -91,8 +90,7 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run):
 
 def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
     """The stub serves a small tokenizer in place of GPT-2's tokenizer."""
-    tiny = find_model("gpt2-tiny")
-    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), tmp_path / "hub")
+    save_tiny(tmp_path / "hub")
     names = ("vocab.json", "merges.txt")
     gpt2 = {f"{TOKENIZER_ID}/resolve/main/{name}": EMBEDDED_DIR / name for name in names}
     names = ("config.json", "model.safetensors")

@@ -11,7 +11,7 @@ from distributed_training.models import find_model, folder_label
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.own_code import allow_families
 from tests.planner.helpers import plan_for
-from tests.support import CPU_MACHINE, refused, save_model
+from tests.support import CPU_MACHINE, refused, save_tiny
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 
@@ -36,8 +36,7 @@ def test_plans_with_model_folders(tmp_path):
     assert (plan.size.num_layers, plan.size.num_heads, plan.size.num_positions) == (4, 2, 1024)
     assert "-dp-four-x1" in plan.run_dir.name
     assert plan.config.weights == "random"
-    tiny = find_model("gpt2-tiny")
-    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), tmp_path / "hf")
+    save_tiny(tmp_path / "hf")
     assert planned(tmp_path / "hf", tmp_path).weights_dir == tmp_path / "hf"
     assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
 

@@ -5,14 +5,14 @@ import pytest
 
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.models import find_model, weights
+from distributed_training.models import weights
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import gpu, plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused, save_model, small_text
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, save_tiny, small_text
 
 GIB = 2**30
 
@@ -95,8 +95,7 @@ def test_missing_weights_are_pointed_out(monkeypatch):
 
 
 def test_learning_rate_follows_the_weights(tmp_path):
-    tiny = find_model("gpt2-tiny")
-    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), tmp_path)
+    save_tiny(tmp_path)
     for rate, config in {
         3e-3: {"model": "gpt2-tiny"}, 3e-4: {"weights": "random"},
         5e-5: {"weights": str(tmp_path), "tokenizer": "embedded", "model": "gpt2-tiny"},
