@@ -129,6 +129,11 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         "the schedule keeps the activations for the second half of each backward pass",
         "set activation_checkpointing to none, or pipeline_schedule to 1f1b",
     )  # fmt: skip
+    yield (
+        config.checkpointed_blocks is not None and mesh["pp"] > 1, "checkpointed_blocks", strategy,
+        "its ranks need memory for different numbers of micro-batches",
+        "set checkpointed_blocks to None",
+    )  # fmt: skip
     for applies, other, why in (
         (not config.compile and machine.num_gpus > 0, "compile=False",
          "without torch.compile, only inputs leave the GPU"),

@@ -108,7 +108,9 @@ def rank(
         ranked.sort(key=lambda choice: choice.sort_key)
     first = _first_choice(ranked)
     others = [choice for choice in ranked if choice is not first]
-    return [_with_some_blocks(first, cluster) if may_recompute else first, *others]
+    if may_recompute and not request.is_set("checkpointed_blocks"):
+        first = _with_some_blocks(first, cluster)
+    return [first, *others]
 
 
 class Predictor:
@@ -200,7 +202,8 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with activation checkpointing in as few blocks as necessary, if a step is
     then clearly shorter."""
     plan = choice.plan
-    if plan.config.activation_checkpointing == "none" or choice.step is None:
+    is_none = plan.config.activation_checkpointing == "none"
+    if is_none or plan.mesh["pp"] > 1 or choice.step is None:
         return choice
 
     def predict_with(count: int) -> Prediction:
@@ -279,11 +282,12 @@ def layout_settings(plan: Draft) -> dict[str, Any]:
         settings["pipeline_schedule"] = schedule
     if plan.requested.num_microbatches == plan.batch.num_microbatches:
         settings["num_microbatches"] = plan.batch.num_microbatches
-    mode = plan.requested.activation_checkpointing
+    mode = plan.config.activation_checkpointing
     if mode != "none" and not plan.requested.is_set("activation_checkpointing"):
         settings["activation_checkpointing"] = mode
-        if plan.requested.checkpointed_blocks is not None:
-            settings["checkpointed_blocks"] = plan.requested.checkpointed_blocks
+        count = plan.config.checkpointed_blocks
+        if count is not None and not plan.requested.is_set("checkpointed_blocks"):
+            settings["checkpointed_blocks"] = count
     return settings
 
 

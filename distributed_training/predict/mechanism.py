@@ -75,7 +75,6 @@ class PipelineRank:
         self.trained_share = 0 if config.lora_rank else 1
         # True if DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
-        self.recomputes = config.activation_checkpointing != "none"
         self.dtype_bytes = 4 if config.precision == "fp32" else 2
         # Bytes per trained weight, and per value of its gradient, in engines without a master copy
         self.weight_bytes = 2 if config.has_bf16_weights else 4
@@ -96,12 +95,14 @@ class PipelineRank:
             index in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1
         )
         stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
-        sizes = [count for rank, count in stages if rank == index]
-        self.num_blocks = sum(sizes)
-        # Share of these blocks that recompute activations
-        limit = config.checkpointed_blocks or max(sizes)
-        num_recomputing = self.recomputes * sum(min(count, limit) for count in sizes)
-        self.recomputed_share = num_recomputing / self.num_blocks
+        self.num_blocks = sum(count for rank, count in stages if rank == index)
+        # Share of the blocks that recompute activations
+        self.recomputed_share = 0.0
+        if config.activation_checkpointing != "none":
+            limit = config.checkpointed_blocks or self.num_blocks
+            self.recomputed_share = min(1.0, limit / self.num_blocks)
+        # Whether the last block, whose backward pass runs first, recomputes activations
+        self.recomputes = self.recomputed_share == 1
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         replicated_parameters = size.block_parameters - size.block_parameters_split
         self.parameters_in_blocks = self.num_blocks * (

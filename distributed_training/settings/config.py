@@ -158,8 +158,8 @@ class RunConfig(Options):
     inputs wait in host memory. offload-attention: only MLPs; the tensors that attention saves also
     wait in host memory."""
     checkpointed_blocks: Count | None = memory_key(None)
-    """With activation_checkpointing: number of blocks in each pipeline stage, from the first, that
-    recompute. The others keep their activations. None: all."""
+    """With activation_checkpointing: number of blocks, from the first, that recompute. The others
+    keep their activations. None: all."""
     base_dtype: Literal["auto", "bf16", "fp8", "nf4"] | None = memory_key(None, work=True)
     """With lora_rank: dtype of the frozen weights. fp8: 8 bits per weight in the blocks' matrices,
     which are multiplied in fp8 (on GPUs with compute capability 8.9 or higher). nf4: 4 bits per

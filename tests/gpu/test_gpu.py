@@ -175,22 +175,22 @@ def test_inputs_that_wait_on_the_host_change_no_bits(count):
         1: {
             "dp": {"strategy": "dp", **micro_batches(2)},
             "dp eager": {"strategy": "dp", **micro_batches(1), "compile": False},
-            "dp lora": {"strategy": "dp", **micro_batches(1), "lora_rank": 4},
+            "dp lora": {
+                "strategy": "dp", **micro_batches(1), "lora_rank": 4, "checkpointed_blocks": 4,
+            },
         },
         2: {
-            "fsdp": {"strategy": "fsdp", **micro_batches(2)},
+            "fsdp": {"strategy": "fsdp", **micro_batches(2), "checkpointed_blocks": 4},
             "tp2": {**mesh(tp=2), **micro_batches(1)},
             "pp2": {**mesh(pp=2), **micro_batches(4)},
         },
-    }[count]
+    }[count]  # fmt: skip
     cases = {
-        f"{name}, {mode}": {
-            **DEEP, **values, "activation_checkpointing": mode, "checkpointed_blocks": 4,
-        }
+        f"{name}, {mode}": {**DEEP, **values, "activation_checkpointing": mode}
         for name, values in layouts.items()
         for mode in ("full", "offload", "offload-attention")
         if mode != "offload-attention" or "eager" not in name
-    }  # fmt: skip
+    }
     found = run_cases(cases, count, function="train_exactly", steps=NUM_REPLAYED, **exactly(count))
     for case, others in found.items():
         print(f"comparing {case}")

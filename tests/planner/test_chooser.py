@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.planner.rank import rank, suggest
+from distributed_training.planner.rank import layout_settings, rank, suggest
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.request import build_config
@@ -57,13 +57,13 @@ def test_the_first_choice_is_one_that_a_practitioner_would_accept():
 def test_no_more_blocks_recompute_than_necessary_if_that_is_clearly_faster():
     values = {"model": "Llama-3.1-8B", "lora_rank": 16, "batch_size": 1, "max_length": 4096}
     first = first_of("RTX-4090", **values)[0]
-    config = first.plan.config
-    values["activation_checkpointing"] = config.activation_checkpointing
-    fewer = first_of("RTX-4090", checkpointed_blocks=config.checkpointed_blocks - 1, **values)[0]
-    assert first.memory_fit == "yes" != fewer.memory_fit
-    small_gain = first_of("4xL4", model="Qwen/Qwen3-4B", batch_size=8)[0].plan.config
-    assert small_gain.activation_checkpointing == "full"
-    assert small_gain.checkpointed_blocks is None
+    settings = layout_settings(first.plan)
+    planned = draft_plan(build_config({**values, "strategy": AUTO}), parse_cluster("RTX-4090"))
+    assert layout_settings(planned) == settings
+    settings["checkpointed_blocks"] -= 1
+    assert first.memory_fit == "yes" != first_of("RTX-4090", **values, **settings)[0].memory_fit
+    small_gain = first_of("4xL4", model="Qwen/Qwen3-4B", batch_size=8)[0]
+    assert layout_settings(small_gain.plan) == {"activation_checkpointing": "full"}
 
 
 def test_no_layout_is_chosen_without_the_ram_that_it_needs():

@@ -172,6 +172,7 @@ def test_recomputing_rounds_weights_again(tmp_path):
     assert full["activations"] == pytest.approx(L * TOKENS * 2 * D + backward), "a block's input"
     one = peak(tmp_path, activation_checkpointing="full", checkpointed_blocks=1).peak_by_component
     assert none["activations"] - one["activations"] == pytest.approx(block - TOKENS * 2 * D)
+    assert none["copies"] - one["copies"] == pytest.approx(2 * SIZE.block_parameters)
 
 
 def test_offloaded_inputs_are_in_ram_except_for_two(tmp_path):

@@ -90,11 +90,9 @@ def selective_activation_bytes(rank: PipelineRank) -> float:
 
 
 def recomputed_bytes(rank: PipelineRank) -> float:
-    """Return the number of additional bytes that the backward pass of a block with checkpointing
-    needs. Blocks without it run backward first, so their activations are then free."""
-    kept_bytes = block.activation_bytes(rank)
-    num_kept = (1 - rank.recomputed_share) * rank.num_blocks
-    return max(boundary_bytes(rank), (1 - num_kept) * kept_bytes)
+    """Return the size in bytes of the activations that the first backward pass recomputes. The
+    activations of blocks that recompute none are freed before other blocks run backward."""
+    return rank.recomputes * block.activation_bytes(rank)
 
 
 # Without recomputation, the incoming gradient needs memory in addition to the activations that the

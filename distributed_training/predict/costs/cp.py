@@ -30,7 +30,7 @@ def exchanged_values(rank: PipelineRank) -> tuple[float, float]:
 def cp_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over the cp axis: for each block and pass, an all-to-all before attention
     and one after it."""
-    num_passes = 3 if rank.recomputes else 2
+    num_passes = 2 + rank.recomputed_share
     values = num_passes * rank.num_microbatches * rank.num_blocks * sum(exchanged_values(rank))
     return Counter({("cp", "all_to_all"): int(values * rank.tokens * rank.dtype_bytes)})
 

@@ -43,7 +43,7 @@ def unsaved_bytes(rank: PipelineRank) -> float:
     config = rank.config
     if rank.tp > 1 or rank.plan.strategy.traits.takes_json or not rank.size.splits:
         return 0
-    values = 2 * rank.size.hidden_size if config.compile and not rank.recomputes else 0
+    values = 2 * rank.size.hidden_size if config.compile and not rank.recomputed_share else 0
     first_outputs, second_inputs = mlp_values(rank)
     if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
         values += second_inputs

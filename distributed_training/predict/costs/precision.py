@@ -30,13 +30,13 @@ def state_bytes(rank: PipelineRank) -> ComponentBytes:
 
 def rounded_weight_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of the rounded weights that autograd keeps for the backward pass.
-    With recomputation, the rounded weights of blocks are not kept, because the recomputation rounds
-    the weights again."""
+    Those of blocks that recompute activations are not kept, because the recomputation rounds the
+    weights again."""
     if point == "update" and (rank.plan.only_copies or rank.trained_share):
         return {}
-    num_kept = rank.trained_parameters
-    if rank.trained_share and rank.recomputes:
-        num_kept = rank.parameters_outside_blocks
+    num_kept: float = rank.trained_parameters
+    if rank.trained_share:
+        num_kept -= rank.recomputed_share * rank.parameters_in_blocks
     divisor = rank.num_blocks if point == "first block" and rank.trained_share else 1
     return {"copies": 2 * num_kept / divisor}
 
