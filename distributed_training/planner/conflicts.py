@@ -130,7 +130,9 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         "set activation_checkpointing to none, or pipeline_schedule to 1f1b",
     )  # fmt: skip
     yield (
-        config.checkpointed_blocks is not None and mesh["pp"] > 1, "checkpointed_blocks", strategy,
+        config.activation_checkpointing != "none"
+        and config.checkpointed_blocks is not None and mesh["pp"] > 1,
+        "checkpointed_blocks", strategy,
         "its ranks need memory for different numbers of micro-batches",
         "set checkpointed_blocks to None",
     )  # fmt: skip

@@ -141,9 +141,9 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
     lost = set[str]()
     if "strategy" in kept and config.strategy != earlier.strategy.name:
-        lost = {*OPEN_SETTINGS, *earlier.engine_options}
+        lost = {*OPEN_SETTINGS, "checkpointed_blocks", *earlier.engine_options}
     elif num_processes != earlier.num_processes:
-        lost = OPEN_SETTINGS.keys() - {"deepspeed_config"}
+        lost = {*OPEN_SETTINGS, "checkpointed_blocks"} - {"deepspeed_config"}
     inherited = {key: value for key, value in earlier.settings.items() if key not in kept}
     changed = [key for key in inherited if new.get(key) != old[key]]
     for what, keys in {

@@ -418,6 +418,9 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     changes |= {"strategy": AUTO, "model": plan.config.model}
     if request.batch_size != AUTO:
         changes["batch_size"] = plan.config.batch_size
+    # The number of blocks is left to the planner, even if the user set it.
+    set_by = {key: by for key, by in request.set_by.items() if key != "checkpointed_blocks"}
+    request = request.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
     request = as_typed(request, **changes)
     suggestions: list[tuple[Settings, Prediction]] = []
     alternatives: list[Settings] = [{}]
@@ -438,6 +441,8 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
                 if first.plan.strategy.name != plan.requested.strategy:
                     settings["strategy"] = first.plan.strategy.name
                 settings |= layout_settings(first.plan)
+                if plan.requested.is_set("checkpointed_blocks"):
+                    settings.setdefault("checkpointed_blocks", None)
             suggestions.append((settings, first))
             if not alternative and not first.plan.strategy.offloads:
                 break

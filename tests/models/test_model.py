@@ -1,8 +1,6 @@
 import copy
-import functools
 import math
 import random
-import types
 
 import pytest
 import torch
@@ -133,8 +131,8 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
 def test_only_the_first_blocks_recompute():
     model = random_model()
     apply_checkpointing(model, "full", 2)
-    kinds = [type(block.forward) for block in model.blocks.values()]
-    assert kinds == [functools.partial, functools.partial, types.MethodType]
+    blocks = model.blocks.values()
+    assert [hasattr(block.forward, "func") for block in blocks] == [True, True, False]
 
 
 @pytest.mark.parametrize(("dtype", "num_scales"), [("nf4", 0), ("fp8", 1)])

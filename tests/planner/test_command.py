@@ -72,8 +72,7 @@ def test_open_values_are_searched_and_typed_values_are_kept(plan):
     recommended = re.search(r"--batch_size auto uses (\d+)", out)[1]
     out = plan(*arguments, "--batch_size", "auto")
     assert re.search(rf"--batch_size {recommended} .*--strategy dp", out)
-    out = plan(*arguments, "--batch_size", "64", "--micro_batch_size", "64")
-    out = " ".join(out.split())
+    out = " ".join(plan(*arguments, "--batch_size", "64", "--micro_batch_size", "64").split())
     assert " of 64 x 1,024 tokens" in out
     assert re.search(r"--activation_checkpointing (selective|full)", out)
 

@@ -124,13 +124,14 @@ def test_resuming_a_named_run_inherits_every_key(saved_plan):
         assert f"{key}={OTHER[key]!r}" in notes[0]
 
 
+@pytest.mark.parametrize("key", ["dp_replicate", "checkpointed_blocks"])
 @pytest.mark.parametrize(("count", "strategy"), [(2, "local_sgd"), (4, "fsdp")])
-def test_settings_of_another_layout_are_named_and_not_inherited(count, strategy, saved_plan):
-    with_setting(saved_plan, "dp_replicate", 4)
+def test_settings_of_another_layout_are_named_and_not_inherited(count, strategy, key, saved_plan):
+    with_setting(saved_plan, key, 4)
     config, notes = resume(saved_plan, f"strategy={strategy}", count=count)
-    assert config.dp_replicate is None
-    assert "dp_replicate=4" in notes[1]
-    assert "dp_replicate" not in notes[0]
+    assert getattr(config, key) is None
+    assert key in notes[1]
+    assert key not in notes[0]
 
 
 @pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
