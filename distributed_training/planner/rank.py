@@ -418,7 +418,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     changes |= {"strategy": AUTO, "model": plan.config.model}
     if request.batch_size != AUTO:
         changes["batch_size"] = plan.config.batch_size
-    # The number of blocks is left to the planner, even if the user set it.
+    # The user's number of blocks may be too small to fit, so the planner chooses another.
     set_by = {key: by for key, by in request.set_by.items() if key != "checkpointed_blocks"}
     request = request.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
     request = as_typed(request, **changes)

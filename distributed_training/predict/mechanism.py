@@ -101,7 +101,7 @@ class PipelineRank:
         if config.activation_checkpointing != "none":
             limit = config.checkpointed_blocks or self.num_blocks
             self.recomputed_share = min(1.0, limit / self.num_blocks)
-        # Whether the last block, whose backward pass runs first, recomputes activations
+        # If the last block recomputes, its backward pass, the first one, adds to the peak memory.
         self.recomputes = self.recomputed_share == 1
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         replicated_parameters = size.block_parameters - size.block_parameters_split
