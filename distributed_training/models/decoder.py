@@ -60,14 +60,16 @@ class Linear(nn.Linear):
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
-        # Module that maps (x, y) to a new output, where y is the output without an adapter
-        # (parallel/lora.py)
+        # Module that maps (this layer, x) to an output (parallel/lora.py)
         self.adapter: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x) if self.adapter is None else self.adapter(self, x)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output without an adapter."""
         override = self.matmul_override
-        y = self.matmul(x) if override is None else override(self, x)
-        return y if self.adapter is None else self.adapter(x, y)
+        return self.matmul(x) if override is None else override(self, x)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x W^T`, plus the bias if this layer adds it."""

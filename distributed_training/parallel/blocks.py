@@ -21,11 +21,12 @@ from distributed_training.parallel.private import (
 )
 from distributed_training.settings.config import RunConfig
 
-# Operation that multiplies by a matrix in models/nf4.py or models/fp8.py -> argument that contains
-# the codes
-QUANTIZED_MATMULS = {
+# Operation that multiplies by a frozen matrix in models/nf4.py, models/fp8.py or parallel/lora.py
+# -> argument that contains the matrix or its codes
+FROZEN_MATMULS = {
     "distributed_training.nf4_matmul.default": 1,
     "distributed_training.fp8_matmul.default": 2,
+    "distributed_training.sum_of_linears.default": 1,
 }
 
 
@@ -92,17 +93,17 @@ class _SelectivePolicy:
             return False
         if op in ATTENTION_OPS:
             return True
-        is_quantized = name in QUANTIZED_MATMULS
-        if not is_quantized and op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        is_frozen = name in FROZEN_MATMULS
+        if not is_frozen and op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return False
         if self.follows_exchange:
             self.follows_exchange = False
             return False
-        rows = len(args[QUANTIZED_MATMULS[name]]) if is_quantized else args[-1].shape[1]
+        rows = len(args[FROZEN_MATMULS[name]]) if is_frozen else args[-1].shape[1]
         if rows in self.unsaved_rows:
             return False
         # The products with A are as small as they are slow to compute again.
-        return is_quantized or args[-1].shape[0] not in self.lora_ranks
+        return is_frozen or args[-1].shape[0] not in self.lora_ranks
 
 
 def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:

@@ -4,9 +4,10 @@ The layers mlp_in and mlp_out have the base matrices and adapters of models/llam
 this module, the output of mlp_in's adapters is written to memory, read again, and added to the
 largest activation of the block. The same happens to the gradient of mlp_out's input. Here, two
 Triton kernels instead multiply the adapters' factors in registers while they compute the
-activation function or its gradient. The activation function's result is also not kept for the
-backward pass. For Llama-3.1-8B with one sample of 4,096 tokens on an H100, a step takes 263 ms
-instead of 278 ms (results/records/h100-unsloth).
+activation function or its gradient. The backward kernel also sums the gradients of mlp_in's B and
+mlp_out's A. The activation function's result is not kept for the backward pass. For Llama-3.1-8B
+with one sample of 4,096 tokens on an H100, the first version of these kernels reduced a step from
+278 ms to 263 ms (results/records/h100-unsloth).
 
 In shapes, N is the number of tokens, F the number of units of the MLP, and R the rank."""
 
@@ -20,11 +21,13 @@ import triton.language as tl
 from distributed_training.models import fp8
 from distributed_training.models.decoder import Block, Decoder
 from distributed_training.models.llama.model import LlamaBlock
+from distributed_training.parallel.lora import sum_of_linears
 from distributed_training.settings.config import RunConfig
 
-TILE = 64  # units that one program computes
-# Tokens that one program computes. The backward kernel's larger tiles would not fit in registers.
-FORWARD_ROWS, BACKWARD_ROWS = 64, 32
+# Tokens and units of the kernels' tiles, and warps. Each program computes every n-th tile of
+# the same units, so that it can load tiles ahead. About PROGRAMS programs run.
+FORWARD, BACKWARD = (64, 64, 8), (64, 32, 4)
+PROGRAMS = 8 * 132
 # The tiles of both factors must fit in registers.
 MAX_RANK = 64
 
@@ -42,7 +45,7 @@ def apply_fused_mlp(model: Decoder, config: RunConfig) -> None:
 
 
 def _is_supported(block: Block, rank: int) -> bool:
-    if not isinstance(block, LlamaBlock) or block.mlp_out.in_features % TILE:
+    if not isinstance(block, LlamaBlock) or block.mlp_out.in_features % FORWARD[1]:
         return False
     first: Any = block.mlp_in.adapter
     is_whole = first is not None and len(first.a) == 2 * rank  # gate and up have adapters.
@@ -57,47 +60,47 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     stored = [linear.weight.to(x.dtype)]
     if hasattr(linear, "scales"):  # codes and their scales
         stored = [linear.weight, linear.scales]
-    factors = first.factors(x)
+    a, b = first.matrices(x.dtype)
     is_fp8 = isinstance(linear, fp8.QuantizedLinear)  # otherwise, codes are NF4
-    y, hidden = _GatedMLP.apply(
-        block.mlp_in.matmul(x), *factors, last.a.to(x.dtype), block.unit_size, is_fp8, *stored
-    )
-    return y + F.linear(hidden * last.scale, last.b.to(x.dtype))  # type: ignore[no-any-return]
+    return _GatedMLP.apply(  # type: ignore[no-any-return]
+        block.mlp_in.matmul(x), F.linear(x, a), b, *last.matrices(x.dtype), block.unit_size, is_fp8,
+        *stored,
+    )  # fmt: skip
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Multiply the activations by mlp_out's frozen matrix and by A of its adapters.
+    """Compute the activations, and multiply them by mlp_out's frozen matrix and adapters.
 
     The activations are not saved. The backward pass computes them again, for the gradient of A."""
 
     @staticmethod
-    def forward(ctx, y, hidden, b, a, unit_size, is_fp8, *stored):  # type: ignore[no-untyped-def]
+    def forward(ctx, y, hidden, b, a, last_b, unit_size, is_fp8, *stored):  # type: ignore[no-untyped-def]
         act = activate(y, hidden, b, unit_size)
-        ctx.save_for_backward(y, hidden, b, a, *stored)
+        last_hidden = F.linear(act, a)
+        ctx.save_for_backward(y, hidden, b, a, last_b, last_hidden, *stored)
         ctx.unit_size = unit_size
         ctx.is_fp8 = is_fp8
         if len(stored) == 1:
-            out = F.linear(act, *stored)
-        elif is_fp8:
+            return sum_of_linears(act, *stored, last_hidden, last_b, None)
+        if is_fp8:
             out = fp8.product(act, *stored)
         else:
             out = torch.ops.distributed_training.nf4_matmul(act, *stored)
-        return out, F.linear(act, a)
+        return out + F.linear(last_hidden, last_b)
 
     @staticmethod
-    def backward(ctx, d_out, d_last_hidden):  # type: ignore[no-untyped-def]
-        y, hidden, b, a, *stored = ctx.saved_tensors
+    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
+        y, hidden, b, a, last_b, last_hidden, *stored = ctx.saved_tensors
+        d_last_hidden = d_out @ last_b
+        d_last_b = d_out.flatten(0, -2).t() @ last_hidden.flatten(0, -2)
         if len(stored) == 1:
             d_act = d_out @ stored[0]
         elif ctx.is_fp8:
             d_act = fp8.input_gradient(d_out, *stored)
         else:
             d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored)
-        d_y = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
-        act = d_act  # overwritten
-        d_a = d_last_hidden.flatten(0, -2).t() @ act.flatten(0, -2)
-        d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)
-        return d_y, d_y @ b, d_b, d_a, None, None, *[None] * len(stored)
+        d_y, d_b, d_a = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
+        return d_y, d_y @ b, d_b, d_a, d_last_b, None, None, *[None] * len(stored)
 
 
 # These are not `triton_op`s, because torch.compile would see inside them, and copy y (torch 2.11).
@@ -109,13 +112,13 @@ def activate(
 
     `y` [.., 2 F] is the output of the base matrix, `hidden` [.., 2 R] that of A, and `b` [2 F, 2 R]
     is B, expanded as in parallel/lora.py."""
-    grid, sizes = _launch(y, hidden, unit_size, FORWARD_ROWS)
+    grid, sizes = _launch(y, hidden, unit_size, *FORWARD)
     act = y.new_empty(*y.shape[:-1], sizes["F"])
     _forward_kernel[grid](y, hidden, b, act, **sizes)
     return act
 
 
-@torch.library.custom_op("distributed_training::lora_activate_backward", mutates_args=("d_act",))
+@torch.library.custom_op("distributed_training::lora_activate_backward", mutates_args=())
 def activate_backward(
     d_act: torch.Tensor,
     d_last_hidden: torch.Tensor,
@@ -124,16 +127,19 @@ def activate_backward(
     hidden: torch.Tensor,
     b: torch.Tensor,
     unit_size: int,
-) -> torch.Tensor:
-    """Return the gradient of `y + hidden b^T`, [.., 2 F], and overwrite `d_act` with the result of
-    `activate`, [.., F].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of `y + hidden b^T`, [.., 2 F], of `b`, and of `a`.
 
-    The gradient of that result is `d_act + d_last_hidden a`. `d_act` comes from mlp_out's base
-    matrix. `d_last_hidden` [.., R] is the gradient of the output of mlp_out's A, `a` [R, F]."""
-    grid, sizes = _launch(y, hidden, unit_size, BACKWARD_ROWS)
+    The gradient of the result of `activate` is `d_act + d_last_hidden a`. `d_act` [.., F] is from
+    mlp_out's base matrix. `d_last_hidden` [.., R] is the gradient of the output of mlp_out's A,
+    `a` [R, F]."""
+    grid, sizes = _launch(y, hidden, unit_size, *BACKWARD)
     d_y = torch.empty_like(y)
-    _backward_kernel[grid](d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, **sizes)
-    return d_y
+    d_b, d_a = (b.new_empty(grid[1], *t.shape, dtype=torch.float32) for t in (b, a))
+    _backward_kernel[grid](
+        d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, d_b, d_a, **sizes
+    )
+    return d_y, d_b.sum(0).to(b.dtype), d_a.sum(0).to(a.dtype)
 
 
 @activate.register_fake
@@ -150,12 +156,12 @@ def _(
     hidden: torch.Tensor,
     b: torch.Tensor,
     unit_size: int,
-) -> torch.Tensor:
-    return torch.empty_like(y)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(y), torch.empty_like(b), torch.empty_like(a)
 
 
 def _launch(
-    y: torch.Tensor, hidden: torch.Tensor, unit_size: int, rows: int
+    y: torch.Tensor, hidden: torch.Tensor, unit_size: int, rows: int, tile: int, warps: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the numbers of programs and the kernels' sizes."""
     units, rank = y.shape[-1] // 2, hidden.shape[-1] // 2
@@ -163,29 +169,31 @@ def _launch(
     # A product in registers needs at least 16 columns.
     width = max(16, triton.next_power_of_2(rank))
     sizes = {"N": tokens, "F": units, "R": rank, "WIDTH": width, "UNIT": unit_size}
-    sizes |= {"ROWS": rows, "TILE": TILE}
-    return (units // TILE, triton.cdiv(tokens, rows)), sizes
+    sizes |= {"ROWS": rows, "TILE": tile, "num_warps": warps}
+    columns = units // tile
+    return (columns, max(1, min(triton.cdiv(tokens, rows), round(PROGRAMS / columns)))), sizes
 
 
 @triton.jit
 def _gate_and_up(  # type: ignore[no-untyped-def]
-    y, hidden, b, rows, columns, is_token, F: tl.constexpr, R: tl.constexpr,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    y, hidden_tile, b_tile, at, is_token, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of gate and up in fp32. Return also the places of gate in y."""
-    gate_rows = columns // UNIT * (2 * UNIT) + columns % UNIT  # rows of b
-    r = tl.arange(0, WIDTH)
-    at = rows[:, None].to(tl.int64) * (2 * F) + gate_rows[None, :]
-    hidden_at = hidden + rows[:, None] * (2 * R) + r[None, :]
-    b_at = b + gate_rows[None, :] * (2 * R) + r[:, None]
-    is_used = is_token[:, None] & (r[None, :] < R)
-    gate = tl.load(y + at, mask=is_token[:, None], other=0.0).to(tl.float32)
-    up = tl.load(y + at + UNIT, mask=is_token[:, None], other=0.0).to(tl.float32)
-    hidden_gate = tl.load(hidden_at, mask=is_used, other=0.0)
-    hidden_up = tl.load(hidden_at + R, mask=is_used, other=0.0)
-    b_gate = tl.load(b_at, mask=r[:, None] < R, other=0.0)
-    b_up = tl.load(b_at + UNIT * 2 * R + R, mask=r[:, None] < R, other=0.0)
-    return gate + tl.dot(hidden_gate, b_gate), up + tl.dot(hidden_up, b_up), at
+    """Compute a tile of gate and up in fp32."""
+    both = tl.load(y + at, mask=is_token, other=0.0).to(tl.float32)
+    both = tl.dot(hidden_tile, b_tile, both).reshape(ROWS, TILE // UNIT, 2, UNIT)
+    gate, up = both.permute(0, 1, 3, 2).split()
+    return gate.reshape(ROWS, TILE), up.reshape(ROWS, TILE)
+
+
+@triton.jit
+def _load_factor(factor, rows, N, R: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load rows of a matrix [N, R], padded with zeros to [rows, WIDTH]."""
+    r = tl.arange(0, WIDTH)[None, :]
+    is_loaded = (rows < N)[:, None]
+    if R < WIDTH:  # A mask that depends on r makes loads slow.
+        is_loaded = is_loaded & (r < R)
+    return tl.load(factor + rows[:, None] * R + r, mask=is_loaded, other=0.0)
 
 
 @triton.jit
@@ -193,35 +201,53 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     y, hidden, b, act, N, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    is_token = rows < N
-    gate, up, _ = _gate_and_up(y, hidden, b, rows, columns, is_token, F, R, WIDTH, UNIT)
-    act_at = rows[:, None].to(tl.int64) * F + columns[None, :]
-    values = gate * tl.sigmoid(gate) * up
-    tl.store(act + act_at, values.to(act.dtype.element_ty), mask=is_token[:, None])
+    units = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
+    b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
+    for start in tl.range(tl.program_id(1) * ROWS, N, tl.num_programs(1) * ROWS, num_stages=3):
+        rows = start + tl.arange(0, ROWS)
+        is_token = (rows < N)[:, None]
+        at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
+        hidden_tile = _load_factor(hidden, rows, N, 2 * R, 2 * WIDTH)
+        gate, up = _gate_and_up(y, hidden_tile, b_tile, at, is_token, UNIT, ROWS, TILE)
+        values = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
+        tl.store(act + rows[:, None].to(tl.int64) * F + units[None, :], values, mask=is_token)
 
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    d_act, d_last_hidden, a, y, hidden, b, d_y, N, F: tl.constexpr, R: tl.constexpr,
+    d_act, d_last_hidden, a, y, hidden, b, d_y, d_b, d_a, N, F: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    is_token = rows < N
-    gate, up, at = _gate_and_up(y, hidden, b, rows, columns, is_token, F, R, WIDTH, UNIT)
-    r = tl.arange(0, WIDTH)
-    is_used = is_token[:, None] & (r[None, :] < R)
-    d_hidden_tile = tl.load(d_last_hidden + rows[:, None] * R + r[None, :], mask=is_used, other=0.0)
-    a_tile = tl.load(a + r[:, None] * F + columns[None, :], mask=r[:, None] < R, other=0.0)
-    act_at = rows[:, None].to(tl.int64) * F + columns[None, :]
-    d = tl.load(d_act + act_at, mask=is_token[:, None], other=0.0).to(tl.float32)
-    d += tl.dot(d_hidden_tile, a_tile)
-    gate_sigmoid = tl.sigmoid(gate)
-    silu = gate * gate_sigmoid
-    d_gate = d * up * (gate_sigmoid + silu * (1 - gate_sigmoid))
-    dtype = d_act.dtype.element_ty
-    tl.store(d_y + at, d_gate.to(dtype), mask=is_token[:, None])
-    tl.store(d_y + at + UNIT, (d * silu).to(dtype), mask=is_token[:, None])
-    tl.store(d_act + act_at, (silu * up).to(dtype), mask=is_token[:, None])
+    units = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
+    b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
+    r = tl.arange(0, WIDTH)[:, None]
+    a_at = r * F + units[None, :]
+    a_tile = tl.load(a + a_at, mask=r < R, other=0.0)
+    sum_a = tl.zeros((WIDTH, TILE), tl.float32)
+    sum_b = tl.zeros((2 * TILE, 2 * WIDTH), tl.float32)
+    dtype = d_y.dtype.element_ty
+    for start in tl.range(tl.program_id(1) * ROWS, N, tl.num_programs(1) * ROWS, num_stages=3):
+        rows = start + tl.arange(0, ROWS)
+        is_token = (rows < N)[:, None]
+        at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
+        hidden_tile = _load_factor(hidden, rows, N, 2 * R, 2 * WIDTH)
+        gate, up = _gate_and_up(y, hidden_tile, b_tile, at, is_token, UNIT, ROWS, TILE)
+        d_hidden_tile = _load_factor(d_last_hidden, rows, N, R, WIDTH)
+        d_at = rows[:, None].to(tl.int64) * F + units[None, :]
+        d = tl.load(d_act + d_at, mask=is_token, other=0.0).to(tl.float32)
+        d = tl.dot(d_hidden_tile, a_tile, d)
+        gate_sigmoid = tl.sigmoid(gate)
+        silu = gate * gate_sigmoid
+        d_gate = d * up * (gate_sigmoid + silu * (1 - gate_sigmoid))
+        both = tl.join(d_gate.to(dtype), (d * silu).to(dtype))
+        both = both.reshape(ROWS, TILE // UNIT, UNIT, 2).permute(0, 1, 3, 2)
+        both = both.reshape(ROWS, 2 * TILE)
+        tl.store(d_y + at, both, mask=is_token)
+        sum_a = tl.dot(d_hidden_tile.trans(), (silu * up).to(dtype), sum_a)
+        sum_b = tl.dot(both.trans(), hidden_tile, sum_b)
+    tl.store(d_a + tl.program_id(1) * (R * F) + a_at, sum_a, mask=r < R)
+    r = tl.arange(0, 2 * WIDTH)[None, :]
+    b_at = tl.program_id(1) * (4 * F * R) + columns[:, None] * (2 * R) + r
+    tl.store(d_b + b_at, sum_b, mask=r < 2 * R)

@@ -14,6 +14,7 @@ from distributed_training.checkpoint.trained import open_trained_folder
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import HUB_PREFIX, find_model, peft
+from distributed_training.models.decoder import Linear
 from distributed_training.models.peft import to_peft
 from distributed_training.parallel.lora import Adapter, apply_lora
 from distributed_training.settings.config import RunConfig
@@ -53,12 +54,12 @@ def test_dropout_acts_on_the_inputs_and_only_in_training():
     a, b, x = torch.randn(3, 8), torch.randn(5, 3), torch.randn(8).expand(20_000, 1, 8)
     config = RunConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25)
     adapter = Adapter(a, b, config)
-    y = torch.ones(20_000, 1, 5)
-    exact = 1 + 2.0 * (x @ a.T @ b.T)
-    found = adapter(x, y)
+    linear = Linear(8, 5).requires_grad_(False)
+    exact = linear(x) + 2.0 * (x @ a.T @ b.T)
+    found = adapter(linear, x)
     assert len(found.unique(dim=0)) > 200  # of the 256 masks
     torch.testing.assert_close(found.mean(0), exact[0], rtol=0, atol=0.2)
-    torch.testing.assert_close(adapter.eval()(x, y), exact)
+    torch.testing.assert_close(adapter.eval()(linear, x), exact)
 
 
 def made_by_peft(folder, kind="llama", **options):

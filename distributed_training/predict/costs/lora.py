@@ -17,21 +17,19 @@ from distributed_training.predict.rates import FITTED
 
 
 def adapter_costs(timing: Timing) -> PassCosts:
-    """Return the costs of a block's adapters, which are bound by memory bandwidth. If the MLP is
-    fused, the adapters' output of its first matrix is neither written, read again nor added, and
-    the same holds for the gradient of the second matrix's input."""
-    size = timing.size
-    adapted = size.adapted_parts(timing.config.lora_targets)
+    """Return the costs of a block's adapters, which are bound by memory bandwidth. They count how
+    often the outputs of the matrices are written or read. This happens less often if the product
+    with a matrix is added to the adapters' output (parallel/lora.py), and for the first matrix of a
+    fused MLP (parallel/lora_mlp.py)."""
+    size, config = timing.size, timing.config
+    adapted = size.adapted_parts(config.lora_targets)
     matrices = zip(size.hf_matrices, size.block_matrices, strict=True)
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
-    passes = np.outer(
-        (4, 7, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * sum(outputs.values()))
-    )
-    if _fuses_mlp(timing):
-        passes -= np.outer(
-            (3, 2, 0), timing.memory_cost(timing.tokens * timing.dtype_bytes * outputs["mlp_in"])
-        )
-    return passes
+    in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
+    adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
+    times = (2, 5, 0) if adds_product else (4, 7, 0)
+    costs = timing.memory_cost(timing.tokens * timing.dtype_bytes)
+    return np.outer(times, costs) * sum(outputs.values()) + np.outer((0, 2.5, 0), costs) * in_fused
 
 
 def unsaved_bytes(rank: PipelineRank) -> float:

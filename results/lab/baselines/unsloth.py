@@ -66,6 +66,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     ids = torch.randint(50_000, (num_steps * args.batch, args.length)).tolist()
     config = SFTConfig(
         output_dir=str(folder / "out"), per_device_train_batch_size=args.batch, bf16=True,
+        gradient_accumulation_steps=1,  # Unsloth's default is 2.
         max_steps=num_steps, max_length=args.length, optim="adamw_torch_fused", report_to="none",
         save_strategy="no", logging_strategy="no", gradient_checkpointing=bool(checkpointing),
     )  # fmt: skip
@@ -74,6 +75,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         model=model, processing_class=tokenizer, train_dataset=data, args=config,
         callbacks=[Clock()],
     )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()  # Loading is not part of training.
     trainer.train()
     seconds = statistics.median(
         b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
