@@ -43,7 +43,7 @@ LAST_HELP = "use the last weights instead of those with the lowest validation lo
 Act = Callable[[argparse.Namespace], int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """Script that the user runs, with its CONFIG and its command line."""
 

@@ -23,7 +23,7 @@ ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the Adam moments in torch and DeepSpeed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepResult:
     """Results of one optimizer step."""
 

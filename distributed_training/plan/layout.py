@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from distributed_training.settings.files import plural
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Stages of a pipeline. Without a pipeline, a single stage contains all blocks."""
 

@@ -23,7 +23,7 @@ PLAN_FILE = "plan.json"
 FORMAT = 3  # version of plan.json
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Packing:
     """Statistics about packed records."""
 
@@ -33,7 +33,7 @@ class Packing:
     mean_length: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """Part of a plan that can be determined from CONFIG and the machine before any file is read.
     Predictions need only this part."""
@@ -131,7 +131,7 @@ class Draft:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan(Draft):
     """Plan of a run, after all checks that need no process group have passed."""
 

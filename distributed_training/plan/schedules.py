@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 P2P_CHANNELS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Requirements of a pipeline schedule."""
 
@@ -38,7 +38,7 @@ class Schedule:
         return [m for m in divisors(num_sequences) if self.accepts(p, m)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TimedOrders:
     """Order of operations on each rank of a V-shaped pipeline, and the predicted durations in
     seconds."""

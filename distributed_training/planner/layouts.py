@@ -35,7 +35,7 @@ OPEN_SETTINGS: Settings = (
 LAYOUT_ADVICE = "set strategy to auto, or list the layouts that fit with the command plan"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """CONFIG, a strategy, a model and a mesh, which may still be incompatible."""
 

@@ -78,7 +78,7 @@ def make_plan(
         most_gib = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: the run may need up to {most_gib:.1f} GiB per GPU")
     return Plan(
-        **{name: getattr(draft, name) for name in Draft.__dataclass_fields__},
+        **vars(draft),
         deepspeed_json=deepspeed_json,
         deepspeed_changes=deepspeed_changes,
         **folders,

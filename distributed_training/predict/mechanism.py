@@ -183,7 +183,7 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
     return [PipelineRank(plan, rank) for rank in range(plan.mesh["pp"])]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """Costs that one mechanism, such as tensor parallelism, adds to each plan that uses it. Omitted
     fields add nothing."""

@@ -29,7 +29,7 @@ STATE = ("parameters", "gradients", "optimizer")
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Estimated peak memory of the processes on each pipeline rank, in bytes."""
 

@@ -35,7 +35,7 @@ MemoryFit = Literal["yes", "tight", "unlikely", "no"]
 MEMORY_FITS: tuple[MemoryFit, ...] = get_args(MemoryFit)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Identical nodes on which the processes of a plan run."""
 
@@ -102,7 +102,7 @@ def local_cluster(machine: Machine, num_processes: int, processes_here: int) -> 
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Predicted memory of a plan and, if the GPU's rates are known, its predicted time."""
 

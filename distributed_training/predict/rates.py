@@ -29,7 +29,7 @@ def scale_launch_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespa
     return SimpleNamespace(**{name: factor * value for name, value in vars(seconds).items()})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Rates (per second) and latencies (in seconds) of one process."""
 

@@ -144,7 +144,7 @@ PREDICTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutRow:
     """Row of a table: a layout with one run per seed, or a single run."""
 
@@ -174,7 +174,7 @@ class LayoutRow:
         return f"{word} {r.step}/{r.num_steps}" if has_steps else word
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Layouts whose runs are compared."""
 

@@ -43,7 +43,7 @@ Positive = Annotated[float, Field(gt=0)]
 GPU_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Hardware properties on which "auto" values and preflight checks depend."""
 

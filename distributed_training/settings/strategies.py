@@ -32,7 +32,7 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path}'
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Traits:
     """Capabilities of an engine. Other code checks these capabilities, never the engine's name."""
 
@@ -124,7 +124,7 @@ class _DeepSpeed(BaseModel, strict=True):
     optimizer: _Optimizer = _Optimizer()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Definition of how the training state is distributed over ranks."""
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import textwrap
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.checkpoint.resume import choose_checkpoint
@@ -85,7 +85,7 @@ def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
     source = os.path.relpath(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0
     amount: Amount | str = plan.amount or UNKNOWN
-    machine = asdict(plan.machine)
+    machine = vars(plan.machine)
     sentence = verdict(amount, machine, plan.num_processes, layout_name(plan), plan.prediction)
     num_steps = plan.amount.num_steps if plan.amount else None
     predicted = describe_prediction(plan.prediction, num_steps, on_gpu=on_gpu)

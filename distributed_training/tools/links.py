@@ -25,7 +25,7 @@ ROUNDS = 3  # the fastest round counts, because other programs can only slow a l
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """Process group for measurements, and this process's rank in the group."""
 

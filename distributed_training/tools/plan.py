@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def run(
     first = picks[0][1]
     amount = count_work(first.plan, notes)
     sentence = verdict(
-        amount, asdict(machine), cluster.num_processes, _layout_and_mode(first),
+        amount, vars(machine), cluster.num_processes, _layout_and_mode(first),
         first.as_record(), arguments.price,
     )  # fmt: skip
     lines = [sentence]
