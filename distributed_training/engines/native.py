@@ -55,7 +55,7 @@ def parallelize(
     with its initial `weights`. Return the parameters whose gradients must be summed over tp. All
     ranks must call this function."""
     config = plan.config
-    tp_partial_names: set[str] = set()
+    tp_partial_names = set()
     tp_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
     if tp_mesh is not None:
         tp_partial_names = apply_tp(stage, tp_mesh, plan.tp_parts)

@@ -29,7 +29,7 @@ def parameter_groups(
     """Return the parameters that require gradients as groups for AdamW. Weight decay applies to
     matrices, but not to biases and norms, which are one-dimensional."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups: list[dict[str, object]] = [
+    groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
@@ -107,7 +107,7 @@ class AdamWBf16(torch.optim.Optimizer):
         keys, firsts = [], []
         # Parameter -> (values per row of the shard, values between two of its rows), or None if the
         # shard's rows are consecutive in the whole parameter
-        self.rows: dict[torch.Tensor, tuple[int, int] | None] = {}
+        self.rows = {}
         for local, (name, parameter) in origins.items():
             start = locate_local(parameter)[1]
             keys.append(zlib.crc32(f"{seed} {name}".encode()))

@@ -57,7 +57,7 @@ def _build_1f1b_order(schedule: str, p: int, m: int, rank: int) -> Order:
     if schedule == "gpipe":
         num_warmup = num_forwards
     splits_backward = schedule == "zb-h1"
-    order: list[Step] = []  # (kind, local stage)
+    order = []  # (kind, local stage)
     for step in range(num_forwards + num_warmup):
         if step < num_forwards:
             order.append(("F", step // round_size % stages_per_rank))

@@ -49,7 +49,7 @@ class TimedOrders:
     message_s: float  # time until a result has reached the next rank
 
 
-SCHEDULES: dict[str, Schedule] = {
+SCHEDULES = {
     "1f1b": Schedule(kept_micro_batches=lambda p, m: min(p, m), accepts=lambda p, m: m >= p),
     "gpipe": Schedule(kept_micro_batches=lambda p, m: m),
     "interleaved": Schedule(

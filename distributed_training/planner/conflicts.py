@@ -175,7 +175,7 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
     divisor = 16 * tp
     odd_sizes = [n for shape in matrices for n in shape if n % divisor]
     odd_columns = [columns for _, columns in matrices if columns % 64]
-    base_conflicts: tuple[tuple[tuple[str, ...], bool, str, str, str], ...] = (
+    for dtypes, applies, other, why, fix in (
         (("bf16", "fp8", "nf4"), config.lora_rank == 0, "lora_rank=0",
          "without LoRA, no weights are frozen", "set lora_rank to 16, or base_dtype to None"),
         (("bf16",), config.precision != "bf16", precision,
@@ -192,6 +192,5 @@ def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
         (("nf4",), bool(odd_columns), model,
          f"each group of 64 values shares a scale, but 64 does not divide {odd_columns} columns",
          "set base_dtype to None"),
-    )  # fmt: skip
-    for dtypes, applies, other, why, fix in base_conflicts:
+    ):  # fmt: skip
         yield config.base_dtype in dtypes and applies, "base_dtype", other, why, fix

@@ -76,7 +76,7 @@ def find_sources(
             learning_rate = 5e-5
         elif config.model.startswith("gpt2-tiny"):
             learning_rate = 3e-3
-    config_values: dict[str, Any] = {
+    config_values = {
         "learning_rate": learning_rate,
         "tokenizer": tokenizer,
         "weights": source,

@@ -12,7 +12,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 # AdamW settings that every strategy uses. A DeepSpeed configuration may repeat these values.
-OPTIMIZER_VALUES: dict[str, Any] = {
+OPTIMIZER_VALUES = {
     "betas": [0.9, 0.999],
     "eps": 1e-8,
     "adam_w_mode": True,

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
@@ -65,7 +64,7 @@ def make_plan(
         config = draft.config.model_copy(update={"keep_best": keeps_best})
         draft = replace(draft, config=config)
     deepspeed_json = None
-    deepspeed_changes: dict[str, Any] = {}
+    deepspeed_changes = {}
     if draft.strategy.traits.takes_json:
         deepspeed_json = fill_deepspeed_json(draft)
         deepspeed_changes = other_settings(deepspeed_json)

@@ -84,7 +84,7 @@ def rank(
     of it as necessary. `request` must have a batch size. `names` restricts strategy=auto to these
     strategies. With `num_best`, only the first choice and this many of the best layouts are certain
     to be in the list, which takes less time. Raises UserError if no layout is valid."""
-    choices: dict[object, Prediction] = {}
+    choices = {}
     predictor = Predictor(cluster, num_best)
     for plan in _useful_plans(request, cluster, names or list_strategies()):
         # Two strategies that give the same layout have the same key.
@@ -262,12 +262,12 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                         yield lay_out(replace(candidate, config=counted, mesh=mesh), cluster)
 
 
-def layout_settings(plan: Draft) -> dict[str, Any]:
+def layout_settings(plan: Draft) -> Settings:
     """Return the settings, other than `strategy`, that produce the plan's layout, including
     activation checkpointing that the planner chose."""
     named_mesh = plan.strategy.mesh
     mesh = plan.mesh
-    settings: dict[str, Any] = {
+    settings: Settings = {
         axis: size for axis, size in mesh.items() if named_mesh[axis] not in (-1, size)
     }
     # An axis of size -1 gets all remaining processes, which may not be intended. Only one axis may
@@ -382,7 +382,7 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
     none fits, choose 1."""
     if request.batch_size != AUTO:
         return request
-    speeds: dict[int, float] = {}
+    speeds = {}
     sizes = [2**power for power in range(MAX_BATCH_POWER + 1)]
     for names in (SIMPLE, None) if request.strategy == AUTO else (None,):
         for size in sizes:
@@ -414,15 +414,17 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
     for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
     4-bit base, then offload. Settings that fit safely come before settings that may fit."""
     request = plan.requested
-    changes: Settings = OPEN_SETTINGS | {"pipeline_schedule": AUTO, "engine_options": {}}
-    changes |= {"strategy": AUTO, "model": plan.config.model}
+    changes = OPEN_SETTINGS | {
+        "pipeline_schedule": AUTO, "engine_options": {}, "strategy": AUTO,
+        "model": plan.config.model,
+    }  # fmt: skip
     if request.batch_size != AUTO:
         changes["batch_size"] = plan.config.batch_size
     # The user's number of blocks may be too small to fit, so the planner chooses another.
     set_by = {key: by for key, by in request.set_by.items() if key != "checkpointed_blocks"}
     request = request.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
     request = as_typed(request, **changes)
-    suggestions: list[tuple[Settings, Prediction]] = []
+    suggestions = []
     alternatives: list[Settings] = [{}]
     if not request.lora_rank and not request.has_bf16_weights:
         alternatives.append({"optimizer": "adamw-bf16-weights"})

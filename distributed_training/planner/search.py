@@ -50,7 +50,7 @@ def search_orders(
     durations["F", last_stage] += durations[fused_step]
     consumers = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
     consumers["F", last_stage] = consumers.pop(fused_step)
-    best: list[list[Step]] = [
+    best = [
         [step[:2] for step in order if step[:2] != fused_step]
         for order in build_orders("zb-auto", p, m)
     ]
@@ -113,7 +113,7 @@ def search_orders(
             best = list(orders)
     by_place = []
     for order in best:
-        steps: list[Step] = []
+        steps = []
         for step in order:
             steps += [step, fused_step] if step == ("F", last_stage) else [step]
         by_place.append(number_micro_batches(steps))

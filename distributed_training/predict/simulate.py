@@ -25,7 +25,7 @@ def map_consumers(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[St
     """Map each operation to (the operation that needs its result, the time in seconds to send the
     result). The time is 0 if both operations run on the same rank. `ranks` contains the rank of
     each stage."""
-    consumers: dict[Step, tuple[Step, float]] = {}
+    consumers = {}
     for stage, (rank, next_rank) in enumerate(itertools.pairwise(ranks)):
         transfer_s = 0.0 if rank == next_rank else message_s
         consumers["F", stage] = ("F", stage + 1), transfer_s

@@ -139,7 +139,7 @@ class RunRecord:
     def update(self, **values: Any) -> None:
         """Set top-level entries and write the file."""
         self.values.update(values)
-        end: dict[str, Any] = {}
+        end = {}
         if has_begun(self.run_dir) and self.values["status"] != "ok":
             written = json.loads((self.run_dir / RECORD_FILE).read_bytes())
             if written["error"]:  # another process has recorded why the run ends

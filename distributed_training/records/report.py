@@ -106,7 +106,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     """Return the records in `paths`, without duplicates. Each path is a run, a folder of runs or a
     record file. Each record's `run_dir` is set to its actual location. Raises
     UserError for a file that is not a record."""
-    records: dict[Path, Record] = {}
+    records = {}
     for path in map(resolve_user_path, paths):
         if not path.exists():
             fix = "name a run, a folder of runs, or a record"

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, shown
-from distributed_training.settings.keys import Key, Options, config_key, read_keys
+from distributed_training.settings.keys import Options, config_key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
@@ -283,7 +283,7 @@ class Request(RunConfig):
         return super().to_key_values() | self.engine_options
 
 
-KEYS: dict[str, Key] = read_keys(RunConfig)
+KEYS = read_keys(RunConfig)
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 

@@ -53,7 +53,7 @@ class Traits:
     takes_json: bool = False
 
 
-ENGINES: dict[str, Traits] = {
+ENGINES = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
         schedules=PIPELINE_SCHEDULES,

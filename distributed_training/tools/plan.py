@@ -23,7 +23,6 @@ from distributed_training.planner.data import count_work
 from distributed_training.planner.rank import (
     NEAR_BEST,
     SIMPLE,
-    Settings,
     as_typed,
     choose_batch_size,
     describe_suggestion,
@@ -119,7 +118,7 @@ def run(
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
     first = choices[0]
-    suggestions: list[tuple[Settings, Prediction]] = []
+    suggestions = []
     if strategy_text and (not first.fits or first.plan.strategy.offloads):
         suggestions = suggest(replace(first.plan, requested=request), cluster)
         if suggestions:

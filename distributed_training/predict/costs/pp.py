@@ -22,7 +22,7 @@ def stage_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic between stages in one step: activations, their gradients and, if the
     embedding is tied, the embedding's gradient."""
     values = rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes
-    traffic: Traffic = Counter({("pp", "send"): int(values * rank.hidden_share)})
+    traffic = Counter({("pp", "send"): int(values * rank.hidden_share)})
     if rank.has_first_stage != rank.has_last_stage and rank.size.tied and rank.trained_share:
         if rank.strategy.traits.takes_json:
             traffic["pp", "all_reduce"] = rank.dtype_bytes * rank.embedding_parameters

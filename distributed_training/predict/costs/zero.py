@@ -28,7 +28,7 @@ def state_bytes(rank: PipelineRank) -> ComponentBytes:
     gradients in the compute dtype, the fp32 master copy, and both Adam moments (ZeRO paper, section
     3.1)."""
     stage = rank.zero.stage
-    state: dict[str, float] = {
+    state = {
         "parameters": rank.dtype_bytes / (rank.shards if stage >= 3 else 1),
         "gradients": rank.dtype_bytes / (rank.shards if stage >= 2 else 1),
         "optimizer": 12 / (rank.shards if stage >= 1 else 1),
