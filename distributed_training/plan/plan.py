@@ -5,7 +5,6 @@ it. The run's record repeats most of the plan. This module does not import torch
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -16,6 +15,7 @@ from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
+from distributed_training.settings.files import JsonObject
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
@@ -55,7 +55,7 @@ class Draft:
     run_dir: Path  # proposed folder of this run; `reserve_run_dir` chooses the final folder
     # This run's folder for state that is kept on disk; None if no state is kept on disk
     offload_dir: Path | None
-    engine_options: dict[str, Any]  # values of the keys that the strategy's engine adds
+    engine_options: JsonObject  # values of the keys that the strategy's engine adds
     # Number of steps between parameter synchronizations (settings/keys.py: Options); None if
     # gradients are averaged in every step
     steps_between_exchanges: int | None = None
@@ -84,7 +84,7 @@ class Draft:
         return round(self.packing.mean_length) if self.packing else self.config.max_length
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Resolved values of CONFIG's keys, followed by the values of the engine's own options."""
         return self.config.to_key_values() | self.engine_options
 
@@ -118,7 +118,7 @@ class Draft:
         return range(first, first + self.processes_here)
 
     @property
-    def layout_fingerprint(self) -> dict[str, Any]:
+    def layout_fingerprint(self) -> JsonObject:
         """Values that determine how state is sharded and summed. If a checkpoint has the same
         values, a run that resumes from the checkpoint continues with bit-identical results."""
         return {
@@ -137,9 +137,9 @@ class Plan(Draft):
 
     notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
     command: str = ""  # as typed, without the launcher's arguments; set by `reserve_run_dir`
-    deepspeed_json: dict[str, Any] | None = None
+    deepspeed_json: JsonObject | None = None
     # Dotted path -> value of settings in `deepspeed_json` that may change the results
-    deepspeed_changes: dict[str, Any] = field(default_factory=dict)
+    deepspeed_changes: JsonObject = field(default_factory=dict)
     tokenizer_dir: Path
     # Hugging Face folder with the initial weights; None for random weights
     weights_dir: Path | None
@@ -151,7 +151,7 @@ class Plan(Draft):
     # Fingerprint of the samples (data/samples.py); "" if there are no samples yet
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
-    prediction: dict[str, Any] | None = None
+    prediction: JsonObject | None = None
     amount: Amount | None = None  # None if there are no samples yet
     # Number of optimizer steps; None if the samples were not counted
     num_steps: int | None = None
@@ -161,7 +161,7 @@ class Plan(Draft):
     format: int = FORMAT
 
     @property
-    def work(self) -> dict[str, Any]:
+    def work(self) -> JsonObject:
         """Keys and values on which two runs must agree to be comparable."""
         names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
         work = {name: value for name, value in self.settings.items() if name in names}

@@ -9,7 +9,7 @@ from typing import Any
 from distributed_training.plan.plan import Draft
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import JsonObject, shown
 
 # AdamW settings that every strategy uses. A DeepSpeed configuration may repeat these values.
 OPTIMIZER_VALUES = {
@@ -38,7 +38,7 @@ LAYOUT_SETTINGS = {
 }  # fmt: skip
 
 
-def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
+def fill_deepspeed_json(plan: Draft) -> JsonObject:
     """Return the strategy's DeepSpeed configuration with CONFIG's values in place of "auto". Raises
     UserError if this JSON contradicts CONFIG."""
     config = plan.config
@@ -91,7 +91,7 @@ def fill_deepspeed_json(plan: Draft) -> dict[str, Any]:
     return document
 
 
-def other_settings(document: dict[str, Any]) -> dict[str, Any]:
+def other_settings(document: JsonObject) -> JsonObject:
     """Return the sections and settings of a filled-in DeepSpeed configuration that neither CONFIG
     nor the layout determines, by their dotted paths. They may change the results, and the
     predictions ignore them. A section or a setting that is turned off is left out."""

@@ -19,7 +19,7 @@ from distributed_training.models import folder_label
 from distributed_training.plan.layout import format_axes
 from distributed_training.records.record import Record
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import plural
+from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
 
 WIDTH = 80  # maximum length of the lines that a run prints
@@ -79,7 +79,7 @@ class Display:
                 total=total, initial=num_done, dynamic_ncols=True, bar_format=bar_format
             )
 
-    def progress(self, rows: list[dict[str, Any]], first_step: int) -> None:
+    def progress(self, rows: list[JsonObject], first_step: int) -> None:
         """Show the values in the last of `rows` and the average speed over all `rows`, which have
         the same keys as the rows of metrics.jsonl. The average excludes the run's first step
         (number `first_step`), which is slower than the others."""
@@ -130,7 +130,7 @@ def format_perplexity(value: float | None) -> str:
     return f"{value:.2f}" if value < 1e6 else f"{value:.3e}"
 
 
-def describe_evaluation(row: dict[str, Any]) -> str:
+def describe_evaluation(row: JsonObject) -> str:
     """Format an evaluation as a string such as "loss 3.0000 perplexity 20.09 bpb 1.2345"."""
     text = f"loss {row['loss']:.4f}  perplexity {format_perplexity(row['perplexity'])}"
     bits = row["bits_per_byte"]
@@ -280,7 +280,7 @@ def _options(r: Record) -> str:
 
 
 def describe_prediction(
-    prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
+    prediction: JsonObject | None, num_steps: int | None, *, on_gpu: bool
 ) -> str:
     """Describe the predicted GPU memory and RAM per process, the time per step, the total time and
     the main bottleneck. Without a GPU, the size of the tensors is given instead of the GPU memory.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distributed_training.settings.files import JsonObject
 from distributed_training.settings.machine import find_gpu
 
 MAX_WARMUP_STEPS = 5
@@ -59,7 +60,7 @@ def summarize_performance(
     flops_per_token: int,
     world_size: int,
     device_name: str | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the record's `performance`: percentiles of the step time, and tokens/s and MFU of the
     median step.
 
@@ -111,14 +112,14 @@ class Tracker:
     send: Callable[[dict[str, float], int], object] = lambda values, step: None
     end: Callable[[], object] = lambda: None
 
-    def log_step(self, row: dict[str, Any]) -> None:
+    def log_step(self, row: JsonObject) -> None:
         """Send a row of metrics.jsonl."""
         values = {f"train/{name}": row[name] for name in ("loss", "learning_rate", "grad_norm")}
         values["train/perplexity"] = perplexity(row["loss"])
         values |= {f"speed/{name}": row[name] for name in ("tokens_per_s", "step_time_s")}
         self.send({name: x for name, x in values.items() if x is not None}, row["step"])
 
-    def log_evaluation(self, row: dict[str, Any]) -> None:
+    def log_evaluation(self, row: JsonObject) -> None:
         """Send an entry of the record's `evaluations`."""
         names = ("loss", "perplexity", "bits_per_byte")
         values = {f"eval/{name}": row[name] for name in names if row.get(name) is not None}
@@ -130,7 +131,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, Any]:
+def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> JsonObject:
     """Return an entry for the record's `evaluations`. The caller adds the step number.
 
     `loss_sum` is the sum of the losses of all targets, in nats. `num_bytes` is the length of the
@@ -148,7 +149,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
 
 
 def build_tracker(
-    log_to: str | None, run_dir: Path, tracker_config: dict[str, Any], step: int
+    log_to: str | None, run_dir: Path, tracker_config: JsonObject, step: int
 ) -> Tracker:
     """Return the tracker that `log_to` names. `tracker_config` contains the settings that the
     tracker stores as the configuration of its run. TensorBoard does not store them.

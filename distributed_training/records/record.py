@@ -17,7 +17,14 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from distributed_training.plan.layout import Batch
-from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, replace_file
+from distributed_training.settings.files import (
+    ROOT,
+    JsonObject,
+    crc32,
+    load_json,
+    parse_as,
+    replace_file,
+)
 
 RECORD_FILE = "record.json"
 LAST = "hf"  # folder with the final weights in Hugging Face format
@@ -38,13 +45,13 @@ class History(BaseModel):
     # Keys: step, loss, perplexity, bits_per_byte, num_targets, and num_bytes of the targets' text.
     # A value is None if it is not finite or if there is no text. Earlier records lack bits_per_byte
     # and num_bytes.
-    evaluations: list[dict[str, Any]] = []
+    evaluations: list[JsonObject] = []
     # Steps that were skipped because of non-finite gradients or a rollback
     skipped_steps: list[int] = []
     # Keys: step, copied (whether a copy in host memory was written), stall_s (how long the save
     # blocked training), write_s (time until the checkpoint was on disk), bytes.
-    saves: list[dict[str, Any]] = []
-    best: dict[str, Any] | None = None  # with keep_best: the evaluation of the weights in best/
+    saves: list[JsonObject] = []
+    best: JsonObject | None = None  # with keep_best: the evaluation of the weights in best/
 
     def describe_plateau(self, count: int) -> str:
         """If none of the last `count` evaluations lowered the validation loss, return the lowest
@@ -80,19 +87,19 @@ class Record(History):
     hostname: str | None = None  # host of the process that writes the record
     run_dir: str  # "" if the run left no folder
     # CONFIG after all "auto" values have been resolved
-    config: dict[str, Any]
-    engine_options: dict[str, Any] = {}  # keys that only this strategy's engine declares
-    config_requested: dict[str, Any] = {}  # CONFIG as the user wrote it
+    config: JsonObject
+    engine_options: JsonObject = {}  # keys that only this strategy's engine declares
+    config_requested: JsonObject = {}  # CONFIG as the user wrote it
     # Keys: name, as in CONFIG, and engine
-    strategy: dict[str, Any]
-    work: dict[str, Any]  # equal for runs that can be compared
+    strategy: JsonObject
+    work: JsonObject  # equal for runs that can be compared
     world_size: int
     mesh: dict[str, int]  # axis -> size
     # Keys: schedule, num_microbatches, blocks_per_stage and ideal_bubble. ideal_bubble is the idle
     # share if all stages take equally long, or None if there is no formula.
-    pipeline: dict[str, Any] | None = None
+    pipeline: JsonObject | None = None
     # Machine of rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
-    machine: dict[str, Any]
+    machine: JsonObject
     num_parameters: int  # parameters of the whole model
     # Trained parameters: all parameters or, with lora_rank, only the adapters. None if not recorded
     num_learning: int | None = None
@@ -104,16 +111,16 @@ class Record(History):
     # - step_time_s, likely_s, tokens_per_s, bound_by: time of a step, its typical range, speed and
     #   main bottleneck. All four are None for an unknown GPU.
     # - sent_bytes: bytes sent per step, by axis
-    prediction: dict[str, Any] | None = None
+    prediction: JsonObject | None = None
     batch: Batch
-    data: dict[str, Any]  # form, numbers of samples, share of real tokens, steps per epoch
+    data: JsonObject  # form, numbers of samples, share of real tokens, steps per epoch
     num_steps: int  # planned number of steps
     # From metrics.py: step_time_s (p10, p50, p90, p99), and tokens_per_s and mfu of the median
     # step. Empty if the run ended before they were measured.
-    performance: dict[str, Any] = {}
+    performance: JsonObject = {}
     # Peak memory during training: the maxima over all ranks, and by_rank. Values that were not
     # measured are None.
-    memory: dict[str, Any] = {}
+    memory: JsonObject = {}
 
     @property
     def layout_name(self) -> str:
@@ -134,7 +141,7 @@ class RunRecord:
     """Record of a run that is written to disk after every change."""
 
     run_dir: Path
-    values: dict[str, Any]
+    values: JsonObject
 
     def update(self, **values: Any) -> None:
         """Set top-level entries and write the file."""
@@ -237,7 +244,7 @@ def write_json(path: Path, values: Any) -> None:
     replace_file(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
 
 
-def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
+def append_metrics(run_dir: Path, rows: list[JsonObject]) -> None:
     """Append `rows` to metrics.jsonl, one line per step. NaN and infinities become null."""
     with open(run_dir / METRICS_FILE, "ab") as file:
         file.writelines(to_json(row, inf_nan_mode="null") + b"\n" for row in rows)
@@ -257,7 +264,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     replace_file(path, b"".join(kept_lines))
 
 
-def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:
+def provenance(command: str, *, commit: str | None = None) -> JsonObject:
     """Return the entries that describe the origin of a measurement: the command, the time, the
     commit and the package versions. Pass `commit` if the checkout has no .git."""
     return {

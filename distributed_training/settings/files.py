@@ -22,6 +22,7 @@ _ERROR_TEXTS = {
     "extra_forbidden": "is not a known key", "missing": "is missing",
 }  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
+JsonObject = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
 
 
