@@ -3,8 +3,9 @@ module planner/make_plan.py makes the plan once. A dry run prints the plan, and 
 it. The run's record repeats most of the plan. This module does not import torch."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -64,6 +65,10 @@ class Draft:
     orders: TimedOrders | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
     tokenized: bool = False  # whether the token cache contained the samples before this plan
+
+    def with_config(self, **values: Any) -> "Draft":
+        """Return a copy with other values of CONFIG's keys."""
+        return replace(self, config=self.config.model_copy(update=values))
 
     @property
     def size(self) -> ModelSize:

@@ -187,7 +187,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    draft = replace(draft, config=config.model_copy(update=_choose_switches(draft, notes)))
+    draft = draft.with_config(**_choose_switches(draft, notes))
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(

@@ -94,7 +94,7 @@ def find_sources(
         "weights_dir": weights_dir,
         "adapters_dir": adapters_dir,
     }
-    return replace(draft, config=config.model_copy(update=config_values)), folders
+    return draft.with_config(**config_values), folders
 
 
 def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
@@ -123,8 +123,8 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
             return None
         part, scale, error = sampled
         folder = tokenize(part, tokenizer, config, Path(cache_dir))
-        uncapped = replace(draft, config=config.model_copy(update={"num_samples": -1}))
-        return replace(_build_data(folder, tokenizer, uncapped, []), scale=scale, error=error)
+        data = _build_data(folder, tokenizer, draft.with_config(num_samples=-1), [])
+        return replace(data, scale=scale, error=error)
 
 
 def load_planned_data(plan: Plan) -> Data:
@@ -164,9 +164,10 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
     config = draft.config
     try:
         dataset = choose_dataset(config.dataset, notes)
-        draft = replace(draft, config=config.model_copy(update={"dataset": dataset}))
-        spec = draft.model
-        _, tokenizer_dir = choose_tokenizer(config, draft.requested, spec, config.weights, notes)
+        draft = draft.with_config(dataset=dataset)
+        _, tokenizer_dir = choose_tokenizer(
+            config, draft.requested, draft.model, config.weights, notes
+        )
         if data := peek_data(draft, tokenizer_dir):
             return resolve_data_values(draft, data, notes)[1]
         if not any(map(is_hub_name, split_weights(dataset))):
@@ -227,19 +228,20 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
         )
     packing = None
     if train.firsts is not None:
-        batch = draft.batch.model_dump()
-        sampler = Sampler(num_samples=len(train), **batch, replica=0, seed=config.seed)
+        sampler = Sampler(
+            num_samples=len(train), **draft.batch.model_dump(), replica=0, seed=config.seed
+        )
         lengths = train.lengths.astype(float)
         packing = Packing(
             max_documents=sampler.count_max_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),
         )
-    config = config.model_copy(update={"warmup_steps": warmup_steps, "pack": data.packs})
+    draft = draft.with_config(warmup_steps=warmup_steps, pack=data.packs)
     amount = Amount(
         num_samples=num_samples, unit=data.counts["unit"], epochs=num_steps / steps_per_epoch,
         num_steps=num_steps, error=error,
     )  # fmt: skip
-    return replace(draft, config=config, packing=packing), amount
+    return replace(draft, packing=packing), amount
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:

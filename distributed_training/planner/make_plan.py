@@ -60,9 +60,7 @@ def make_plan(
         draft = replace(draft, tokenized=data.cache in cached_names)
     prediction = predict(draft, cluster.rates)
     if draft.config.keep_best == AUTO:
-        keeps_best = _keeps_best(draft, amount, prediction, notes)
-        config = draft.config.model_copy(update={"keep_best": keeps_best})
-        draft = replace(draft, config=config)
+        draft = draft.with_config(keep_best=_keeps_best(draft, amount, prediction, notes))
     deepspeed_json = None
     deepspeed_changes = {}
     if draft.strategy.traits.takes_json:
