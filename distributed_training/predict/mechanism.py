@@ -183,6 +183,9 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
     return [PipelineRank(plan, rank) for rank in range(plan.mesh["pp"])]
 
 
+RankValue = Callable[[PipelineRank], float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """Costs that one mechanism, such as tensor parallelism, adds to each plan that uses it. Omitted
@@ -197,8 +200,8 @@ class Mechanism:
     additional_bytes: Callable[[PipelineRank, StepPoint], ComponentBytes] = lambda _, point: {}
     gradient_share: Callable[[PipelineRank, StepPoint], float] = lambda _, point: 0
     # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
-    activation_bytes: Callable[[PipelineRank], float] = lambda _: 0
-    backward_bytes: Callable[[PipelineRank], float] = lambda _: 0
+    activation_bytes: RankValue = lambda _: 0
+    backward_bytes: RankValue = lambda _: 0
     # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
     # stages, and for data parallelism
     layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
@@ -208,11 +211,11 @@ class Mechanism:
     block_costs: Callable[[Timing], PassCosts] = lambda _: np.zeros((3, 3))
     recomputed_costs: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
-    moved_bytes: Callable[[PipelineRank], float] = lambda _: 0
+    moved_bytes: RankValue = lambda _: 0
     # Bytes that clipping and the optimizer step read and write in a process
-    update_bytes: Callable[[PipelineRank], float] = lambda _: 0
+    update_bytes: RankValue = lambda _: 0
     # Number of collectives per block that the host launches
-    num_launches: Callable[[PipelineRank], float] = lambda _: 0
+    num_launches: RankValue = lambda _: 0
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits
     # for this code)
     hook_costs: Callable[[PipelineRank, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)

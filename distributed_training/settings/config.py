@@ -19,15 +19,22 @@ from distributed_training.settings.keys import Options, config_key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
+
+
+def _keys_of(group: str, *, work: bool = False) -> Any:
+    """Return `config_key` for a group of keys."""
+    return functools.partial(config_key, work=work, group=group)
+
+
 # Keys are grouped by purpose, as in --help and in the guide.
-data_key = functools.partial(config_key, work=True, group="Model and data")
-training_key = functools.partial(config_key, work=True, group="Batch and optimizer")
-layout_key = functools.partial(config_key, work=False, group="Strategy and layout")
-memory_key = functools.partial(config_key, work=False, group="Memory")
-speed_key = functools.partial(config_key, work=False, group="Speed")
-logging_key = functools.partial(config_key, work=False, group="Evaluation and logging")
-checkpoint_key = functools.partial(config_key, work=False, group="Checkpoints and export")
-failure_key = functools.partial(config_key, work=False, group="Failures and time limits")
+data_key = _keys_of("Model and data", work=True)
+training_key = _keys_of("Batch and optimizer", work=True)
+layout_key = _keys_of("Strategy and layout")
+memory_key = _keys_of("Memory")
+speed_key = _keys_of("Speed")
+logging_key = _keys_of("Evaluation and logging")
+checkpoint_key = _keys_of("Checkpoints and export")
+failure_key = _keys_of("Failures and time limits")
 
 Auto = Literal["auto"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"]
@@ -38,7 +45,9 @@ Text = Annotated[str, Field(pattern=r"\S")]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0, le=10)]
+DropoutRate = Annotated[float, Field(ge=0, le=0.99)]
 CountOrAll = Count | Literal[-1]
 Axis = CountOrAll | None
 
@@ -106,15 +115,15 @@ class RunConfig(Options):
     gradients in bf16 with stochastic rounding."""
     weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = training_key(1.0)
+    max_grad_norm: Positive | None = training_key(1.0)
     """Clip the global gradient norm to this value. None: do not clip."""
-    dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
+    dropout: DropoutRate = training_key(0.0)
     """Dropout on embeddings, attention and residuals."""
     lora_rank: CountOrZero = training_key(0)
     """Train LoRA adapters of this rank and freeze the weights. 0: train all weights."""
-    lora_alpha: Annotated[float, Field(gt=0)] = training_key(16.0)
+    lora_alpha: Positive = training_key(16.0)
     """Adapter scale. The output of each adapter is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = training_key(0.0)
+    lora_dropout: DropoutRate = training_key(0.0)
     """Dropout on the input of the LoRA adapters. 0: off."""
     lora_targets: Text | None = training_key(None)
     """Matrices with adapters, by their names in transformers, such as q_proj,v_proj. None: all
@@ -147,7 +156,7 @@ class RunConfig(Options):
     pipeline_cut: Text | None = layout_key(None)
     """With pp: the number of blocks in each stage, such as 7,7,7,3. None: stages of equal estimated
     cost."""
-    network_gbit: Annotated[float, Field(gt=0)] | None = layout_key(None)
+    network_gbit: Positive | None = layout_key(None)
     """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
     `doctor --nodes`. None: 400."""
     activation_checkpointing: Literal[

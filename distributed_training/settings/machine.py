@@ -31,6 +31,7 @@ from typing import Annotated, NamedTuple
 import psutil
 from pydantic import BaseModel, Field
 
+from distributed_training.settings.config import Positive
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, shown
 
@@ -39,7 +40,6 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
 NIC_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
-Positive = Annotated[float, Field(gt=0)]
 GPU_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
