@@ -80,6 +80,8 @@ class PipelineRank:
         self.weight_bytes = 2 if config.has_bf16_weights else 4
         # Number of tokens of a micro-batch on each rank along cp
         self.tokens = plan.batch.micro_batch_size * config.max_length // self.cp
+        # Size in bytes of one value for each of these tokens, in the compute dtype
+        self.value_bytes = self.tokens * self.dtype_bytes
         # Size in bytes of one micro-batch's hidden states between two blocks, before sharding, and
         # the share of it on each rank along tp
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes

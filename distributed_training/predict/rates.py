@@ -14,8 +14,10 @@ from typing import Any
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.machine import NIC_BYTES_PER_S, Gpu
 
-_TEXT = Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
-_ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
+_ENTRIES = json.loads(
+    Path(__file__).with_name("constants.json").read_text(encoding="utf-8"),
+    object_hook=lambda entry: SimpleNamespace(**entry),
+)
 # Fitted or measured values, such as FITTED.launching_s.step. constants.json also contains their
 # units, source records and observed ranges.
 FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})

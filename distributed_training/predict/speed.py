@@ -54,11 +54,10 @@ def estimate_step(plan: Draft, rates: Rates, max_s: float = math.inf) -> StepTim
     consumers = map_consumers(plan.layout.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
     busy_s = [sum(durations[kind, stage] for kind, stage, _ in order) for order in orders]
-    processes_here = plan.processes_here
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
         gpu_passes_s = max(
             sum(busy_s) / len(busy_s),
-            gpu_passes_s * min(1.0, plan.machine.num_cpus / processes_here),
+            gpu_passes_s * min(1.0, plan.machine.num_cpus / plan.processes_here),
         )
     passes_s = gpu_passes_s
     if step.pp > 1 and not (is_graph or rates.on_host):  # each stage's host launches its operations

@@ -132,7 +132,7 @@ def backward_bytes(rank: PipelineRank) -> float:
     peak occurs in the MLP, where these bytes hold the gradient of the first matrix's output. The
     gradient of the second matrix's input needs no additional bytes, because it replaces that
     input."""
-    return rank.tokens * rank.dtype_bytes * mlp_values(rank)[0] / rank.tp
+    return rank.value_bytes * mlp_values(rank)[0] / rank.tp
 
 
 def gradient_share(rank: PipelineRank, point: StepPoint) -> float:

@@ -63,8 +63,7 @@ def waiting_bytes(rank: PipelineRank) -> Sequence[float]:
     if rank.config.activation_checkpointing == "offload":
         return (boundary_bytes(rank),)
     (rows, _), (_, columns), *_ = block.matrix_shapes(rank)
-    token_bytes = rank.tokens * rank.dtype_bytes
-    return 2 * (boundary_bytes(rank),) + (token_bytes * rows, token_bytes * columns)
+    return 2 * (boundary_bytes(rank),) + (rank.value_bytes * rows, rank.value_bytes * columns)
 
 
 def bytes_on_host(rank: PipelineRank) -> float:
@@ -72,9 +71,9 @@ def bytes_on_host(rank: PipelineRank) -> float:
     this is the most that any schedule needs."""
     if not rank.config.offloads_activations:
         return 0
-    num_blocks = rank.recomputed_share * rank.num_blocks
     return (
-        num_blocks
+        rank.recomputed_share
+        * rank.num_blocks
         * (rank.num_microbatches if rank.pp > 1 else 1)
         * sum(map(page_locked_bytes, waiting_bytes(rank)))
     )

@@ -32,13 +32,13 @@ def cp_traffic(rank: PipelineRank) -> Traffic:
     and one after it."""
     num_passes = 2 + rank.recomputed_share
     values = num_passes * rank.num_microbatches * rank.num_blocks * sum(exchanged_values(rank))
-    return Counter({("cp", "all_to_all"): int(values * rank.tokens * rank.dtype_bytes)})
+    return Counter({("cp", "all_to_all"): int(values * rank.value_bytes)})
 
 
 def exchange_cost(timing: Timing) -> Cost:
     """Return the cost of a block's all-to-alls in one pass. Before and after each of them, the
     values are copied."""
-    num_bytes = sum(exchanged_values(timing)) * timing.tokens * timing.dtype_bytes
+    num_bytes = sum(exchanged_values(timing)) * timing.value_bytes
     seconds = timing.collective_s("cp", "all_to_all", num_bytes, 2)
     return seconds * NETWORK + timing.memory_cost(2 * num_bytes)
 
@@ -57,7 +57,7 @@ def exchanged_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that a block's backward pass needs in addition to those of
     costs/block.py: attention's output before the all-to-all, and repeated key/value heads."""
     qkv, output = exchanged_values(rank)
-    return rank.tokens * rank.dtype_bytes * (output + qkv - rank.size.block_matrices[0][0])
+    return rank.value_bytes * (output + qkv - rank.size.block_matrices[0][0])
 
 
 def kept_bytes(rank: PipelineRank) -> float:

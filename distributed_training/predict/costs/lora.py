@@ -28,7 +28,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
     times = (2, 5, 0) if adds_product else (4, 7, 0)
-    costs = timing.memory_cost(timing.tokens * timing.dtype_bytes)
+    costs = timing.memory_cost(timing.value_bytes)
     return np.outer(times, costs) * sum(outputs.values()) + np.outer((0, 2.5, 0), costs) * in_fused
 
 
@@ -39,13 +39,13 @@ def unsaved_bytes(rank: PipelineRank) -> float:
     element-wise function of the first matrix's output or if the MLP is fused
     (parallel/lora_mlp.py)."""
     config = rank.config
-    if rank.tp > 1 or rank.plan.strategy.traits.takes_json or not rank.size.splits:
+    if rank.tp > 1 or rank.strategy.traits.takes_json or not rank.size.splits:
         return 0
     values = 2 * rank.size.hidden_size if config.compile and not rank.recomputed_share else 0
     first_outputs, second_inputs = mlp_values(rank)
     if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
         values += second_inputs
-    return -(1 - rank.recomputed_share) * rank.tokens * rank.dtype_bytes * values
+    return -(1 - rank.recomputed_share) * rank.value_bytes * values
 
 
 def _fuses_mlp(rank: PipelineRank) -> bool:
@@ -55,7 +55,7 @@ def _fuses_mlp(rank: PipelineRank) -> bool:
     has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
     on_gpu = rank.plan.machine.num_gpus > 0 and rank.dtype_bytes == 2
     is_supported = on_gpu and rank.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
-    return has_all and is_supported and not rank.plan.strategy.traits.takes_json
+    return has_all and is_supported and not rank.strategy.traits.takes_json
 
 
 def base_bytes(rank: PipelineRank) -> int:
@@ -89,7 +89,7 @@ def adapter_backward_bytes(rank: PipelineRank) -> float:
     values = second_inputs + rank.recomputes * first_outputs
     if rank.recomputes and _fuses_mlp(rank):
         values = 0
-    return rank.tokens * rank.dtype_bytes * values / rank.tp
+    return rank.value_bytes * values / rank.tp
 
 
 def dequantized_matrix_bytes(rank: PipelineRank) -> float:
