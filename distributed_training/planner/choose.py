@@ -67,18 +67,19 @@ def choose_model(config: Request, machine: Machine, notes: list[str]) -> tuple[R
     continues_adapters = names_folder and is_adapter(folder)
     settings: Settings = {}
     name = config.model
-    if name == AUTO and continues_adapters:
-        name = base_name(folder)
-    elif name == AUTO and names_folder and (folder / CONFIG_FILE).is_file():
-        name = str(folder.resolve())
-    elif name == AUTO and not machine.num_gpus:
-        name = "gpt2-tiny"
-        settings = _choose_for_cpu(config, notes)
-    elif name == AUTO and machine.gpu_memory_bytes < SMALL_GPU_BYTES:
-        name = "gpt2"
-        notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
-    elif name == AUTO:
+    if name == AUTO:
         name = "gpt2-medium"
+        if continues_adapters:
+            name = base_name(folder)
+        elif names_folder and (folder / CONFIG_FILE).is_file():
+            name = str(folder.resolve())
+        elif not machine.num_gpus:
+            name = "gpt2-tiny"
+            settings = _choose_for_cpu(config, notes)
+        elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
+            name = "gpt2"
+            note = "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
+            notes.append(note)
     model = find_model(name)
     max_length = settings.get("max_length", config.max_length)
     if max_length > model.size.num_positions and not config.is_set("max_length"):
@@ -104,18 +105,19 @@ def _choose_for_cpu(config: Request, notes: list[str]) -> Settings:
         "no GPU was found, so gpt2-tiny is trained on the CPU. A model of this size learns words, "
         "but not coherent text"
     )
-    excluded_keys = IGNORED_PRESET_KEYS.union(config.set_by)
-    if config.is_set("epochs"):  # the preset's limit would end the run before these epochs
-        excluded_keys |= {"max_steps"}
-    settings: Settings = {}
-    if config.preset is None and any(map(os.path.exists, split_weights(config.dataset))):
+    if config.preset is not None:
+        return {}
+    if any(map(os.path.exists, split_weights(config.dataset))):
+        excluded_keys = IGNORED_PRESET_KEYS.union(config.set_by)
+        if config.is_set("epochs"):  # the preset's limit would end the run before these epochs
+            excluded_keys |= {"max_steps"}
         settings = {
             key: v for key, v in load_preset(WORDS_PRESET).items() if key not in excluded_keys
         }
         values = ", ".join(f"{key} {value}" for key, value in settings.items())
         source = f"--preset {WORDS_PRESET}, which is for small datasets"
         notes.append(f"settings that you did not set come from {source}: {values}")
-    elif config.preset is None:
+    else:
         defaults = {"eval_samples": CPU_EVAL_SAMPLES, "num_samples": CAPPED_NUM_SAMPLES}
         settings = {key: value for key, value in defaults.items() if key not in config.set_by}
         if "num_samples" in settings:
@@ -328,7 +330,6 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
     blocks = plan.layout.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
-    m = plan.batch.num_microbatches
     if plan.schedule.is_searched:
-        return search_orders(seconds, blocks, m, message_s(step))
+        return search_orders(seconds, blocks, plan.batch.num_microbatches, message_s(step))
     return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))

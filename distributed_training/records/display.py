@@ -65,10 +65,7 @@ class Display:
         width = max(map(len, rows))
         for name, value in rows.items():
             first = f"  {name:<{width}}  "
-            wrap = textwrap.TextWrapper(
-                WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False
-            )
-            self.say(wrap.fill(value))
+            self.say(fold(value, len(first), first))
 
     def start(self, num_done: int, total: int) -> None:
         """Begin to show progress."""
@@ -110,11 +107,13 @@ class Display:
             self._bar = None
 
 
-def fold(text: str, indent: int = 0) -> str:
-    """Wrap text to WIDTH with indented continuation lines. URLs and paths are not broken."""
+def fold(text: str, indent: int = 0, first: str = "") -> str:
+    """Wrap text to WIDTH with indented continuation lines. The first line begins with `first`. URLs
+    and paths are not broken."""
     return textwrap.fill(
-        text, WIDTH, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False
-    )
+        text, WIDTH, initial_indent=first, subsequent_indent=indent * " ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -82,10 +82,12 @@ class Key(BaseModel):
 
     @property
     def choices(self) -> list[str]:
-        values = [
-            value for schema in self.schemas for value in schema.get("enum", [schema.get("const")])
+        return [
+            value
+            for schema in self.schemas
+            for value in schema.get("enum", [schema.get("const")])
+            if isinstance(value, str)
         ]
-        return [value for value in values if isinstance(value, str)]
 
     def parse(self, text: str) -> Any:
         """Convert `text` from the command line to a choice, a Boolean, None or a number if the key

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.checkpoint.resume import choose_checkpoint
-from distributed_training.data.report import Amount
 from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
@@ -70,10 +69,12 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
     if num_nodes > 1:
         # By default, torchrun waits ten minutes for the other nodes.
         timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
-        rendezvous = [f"--nnodes={num_nodes}", "--rdzv_backend=c10d"]
-        rendezvous.append(f"--rdzv_endpoint={FIRST_HOST}:29500")
-        rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
-        launcher = ["torchrun", *rendezvous, timeout, f"--nproc_per_node={processes_here}", script]
+        launcher = [
+            "torchrun", f"--nnodes={num_nodes}", "--rdzv_backend=c10d",
+            f"--rdzv_endpoint={FIRST_HOST}:29500",
+            f"--rdzv_id={secrets.token_hex(8)}",  # an id that cannot be guessed
+            timeout, f"--nproc_per_node={processes_here}", script,
+        ]  # fmt: skip
     elif processes_here > 1:
         launcher += ["--num_gpus", str(processes_here)]
     return shlex.join([*launcher, *arguments])
@@ -83,12 +84,12 @@ def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
     """Describe a plan: its verdict, batch, steps and notes, and the launch command. With `explain`,
     add the resolved CONFIG, mesh and DeepSpeed configuration."""
     source = os.path.relpath(plan.strategy.source)
-    on_gpu = plan.machine.num_gpus > 0
-    amount: Amount | str = plan.amount or UNKNOWN
-    machine = vars(plan.machine)
-    sentence = verdict(amount, machine, plan.num_processes, layout_name(plan), plan.prediction)
+    sentence = verdict(
+        plan.amount or UNKNOWN, vars(plan.machine), plan.num_processes, layout_name(plan),
+        plan.prediction,
+    )  # fmt: skip
     num_steps = plan.amount.num_steps if plan.amount else None
-    predicted = describe_prediction(plan.prediction, num_steps, on_gpu=on_gpu)
+    predicted = describe_prediction(plan.prediction, num_steps, on_gpu=plan.machine.num_gpus > 0)
     lines = [
         fold(sentence),
         f"  batch: {plan.batch.describe()}",
