@@ -23,8 +23,7 @@ def find_orders(plan: Draft) -> tuple[Order, ...]:
     if plan.schedule.is_searched:
         assert plan.orders is not None, "lay_out stores the orders of a searched schedule"
         return plan.orders.by_place
-    schedule = plan.config.pipeline_schedule
-    return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
+    return build_orders(plan.config.pipeline_schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
 
 @functools.cache

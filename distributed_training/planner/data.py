@@ -144,9 +144,10 @@ def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) 
     config = draft.config
     tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-    rows = draft.model.size.vocab_size
-    cache_dir = cache_dir or token_cache_dir()
-    folder = tokenize(corpus, tokenizer, config, cache_dir, embedding_rows=rows)
+    folder = tokenize(
+        corpus, tokenizer, config, cache_dir or token_cache_dir(),
+        embedding_rows=draft.size.vocab_size,
+    )  # fmt: skip
     return _build_data(folder, tokenizer, draft, find_unread(config.dataset, corpus))
 
 

@@ -71,9 +71,8 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         axes[open_axis] = world_size // fixed_size
     if math.prod(axes.values()) != world_size:
         number = f"a multiple of {fixed_size}" if open_axis else fixed_size
-        strategy = candidate.strategy.name
-        what = f"mesh {format_axes(axes)} of strategy {strategy} needs {number} processes, "
-        raise UserError(f"{what}but the run has {world_size}", fix=LAYOUT_ADVICE)
+        what = f"mesh {format_axes(axes)} of strategy {candidate.strategy.name} needs {number} "
+        raise UserError(f"{what}processes, but the run has {world_size}", fix=LAYOUT_ADVICE)
     return axes
 
 

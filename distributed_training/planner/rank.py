@@ -183,13 +183,12 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
 def _with_checkpointing(choice: Prediction, cluster: Cluster, predictor: Predictor) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
-    candidate = _candidate(plan)
     for mode in MODES[1:]:
         if choice.memory_fit == "yes":
             break
         with contextlib.suppress(UserError):
             request = plan.requested.model_copy(update={"activation_checkpointing": mode})
-            draft = lay_out(replace(candidate, config=request), cluster)
+            draft = lay_out(replace(_candidate(plan), config=request), cluster)
             recomputed = predictor.predict(draft)
             if recomputed is None:
                 break

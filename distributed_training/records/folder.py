@@ -19,9 +19,11 @@ def checkpoint_name(step: int) -> str:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints, oldest first. Other files and folders, such as a user's copy of a
     checkpoint, are ignored."""
-    folders = (run_dir / CHECKPOINTS).glob("step-*")
-    is_step = re.compile(r"step-\d{8,}").fullmatch
-    return sorted(folder for folder in folders if is_step(folder.name) and os.path.isdir(folder))
+    return sorted(
+        folder
+        for folder in (run_dir / CHECKPOINTS).glob("step-*")
+        if re.fullmatch(r"step-\d{8,}", folder.name) and os.path.isdir(folder)
+    )
 
 
 def remove_unfinished(run_dir: Path) -> None:

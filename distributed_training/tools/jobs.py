@@ -30,10 +30,11 @@ SKYPILOT_GPUS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100"}
 def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
     """Return the options with which the script starts this plan: the preset, the typed keys, the
     keys that the planner set as if they were typed, the layout, and restarts."""
-    set_by = plan.requested.set_by
-    requested = plan.requested.to_key_values().items()
+    requested = plan.requested
     values = parse_overrides(arguments.overrides) | {
-        name: value for name, value in requested if set_by.get(name) == "command line"
+        name: value
+        for name, value in requested.to_key_values().items()
+        if requested.set_by.get(name) == "command line"
     }
     values |= {"strategy": plan.strategy.name} | layout_settings(plan)
     options = ["--preset", arguments.preset] if arguments.preset else []

@@ -188,9 +188,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
         notes = list[str]()
-        columns = arguments.columns or config.columns
         dataset = choose_dataset(arguments.dataset, notes)
-        config = with_values(config, dataset=dataset, columns=columns)
+        config = with_values(config, dataset=dataset, columns=arguments.columns or config.columns)
         samples, bytes_per_token, split = _load_samples(config, tokenizer, size, notes)
         text = f"{config.dataset}{split}"
         for note in notes:

@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ def choose_defaults(config: Request) -> compare.Values:
     defaults = dict(DEFAULTS)
     if config.precision == AUTO:
         defaults["precision"] = "fp32"
-    has_gpus = detect_machine().num_gpus > 0
-    if not has_gpus and config.model == AUTO and config.weights in (AUTO, "random"):
+    is_open = config.model == AUTO and config.weights in (AUTO, "random")
+    if is_open and not detect_machine().num_gpus:
         defaults["model"] = "gpt2-tiny-4-blocks"
     return defaults
 
@@ -165,7 +165,7 @@ def find_excess(
     `rounding_differences` contains the differences between the two reference runs."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
-        rounding: Mapping[str, float] = rounding_differences[quantity]
+        rounding = rounding_differences[quantity]
         if quantity != "weights":  # for all steps, use the rounding of the worst step
             rounding = dict.fromkeys(differences[quantity], max(rounding.values()))
         limits = {

@@ -76,7 +76,6 @@ def run(
 ) -> int:
     """Rank the layouts and print them. `configure` applies `key=value` strings to CONFIG. Return
     the exit code."""
-    command = shlex.join(["python", *sys.argv])
     job_file = Path(arguments.write).expanduser() if arguments.write else None
     if job_file is not None:
         check_replaced(job_file)
@@ -170,7 +169,7 @@ def run(
         machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
         job = build_batch_script(
             first, amount, job_file, script, options, machine_options=machine_options,
-            plan_command=command,
+            plan_command=shlex.join(["python", *sys.argv]),
         )  # fmt: skip
         job_file.parent.mkdir(parents=True, exist_ok=True)
         job_file.write_text(job, encoding="utf-8")
