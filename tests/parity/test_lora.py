@@ -52,8 +52,7 @@ def test_initial_adapters_are_as_in_peft_and_depend_only_on_the_names_in_transfo
 def test_dropout_acts_on_the_inputs_and_only_in_training():
     torch.manual_seed(0)
     a, b, x = torch.randn(3, 8), torch.randn(5, 3), torch.randn(8).expand(20_000, 1, 8)
-    config = RunConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25)
-    adapter = Adapter(a, b, config)
+    adapter = Adapter(a, b, RunConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25))
     linear = Linear(8, 5).requires_grad_(False)
     exact = linear(x) + 2.0 * (x @ a.T @ b.T)
     found = adapter(linear, x)
@@ -66,8 +65,10 @@ def made_by_peft(folder, kind="llama", **options):
     """Save a tiny model, and PEFT adapters for it with random values. Return both folders."""
     # Under tp=2, each process has a whole number of units of 16 rows.
     make_folder(kind, folder / "base", **({} if kind == "gpt2" else {"intermediate_size": 64}))
-    targets = ["q_proj", "v_proj", "gate_proj", "o_proj"]
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": targets, **options}
+    settings = {
+        "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "gate_proj", "o_proj"],
+        **options,
+    }  # fmt: skip
     adapted = library.get_peft_model(load_base(folder / "base"), library.LoraConfig(**settings))
     for name, values in adapted.named_parameters():
         if "lora_B" in name:
@@ -129,8 +130,8 @@ def compared(tmp_path_factory):
                 cases[f"{kind} {name} {layout}"] = {**values, **keys}
             one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
             steps = run_cases(one, 1, steps=5, function="batches")["one"]
-            spec = find_model(str(base))
-            peft_values[kind, name] = (spec, *train_with_peft(peft_model(base, adapters), steps))
+            trained = train_with_peft(peft_model(base, adapters), steps)
+            peft_values[kind, name] = (find_model(str(base)), *trained)
     found = run_cases(cases, 2, steps=5)
     return {name: (found[name], peft_values[tuple(name.split()[:2])]) for name in cases}
 
@@ -158,8 +159,7 @@ def train_with_peft(model, steps):
 def test_every_adapter_trains_as_in_peft(kind, layout, compared):
     for name, targets in TARGETS[kind].items():
         found, (spec, before, expected) = compared[f"{kind} {name} {layout}"]
-        config = RunConfig(lora_rank=4, lora_targets=targets)
-        adapters = to_peft(found["state"], spec, config)
+        adapters = to_peft(found["state"], spec, RunConfig(lora_rank=4, lora_targets=targets))
         assert adapters.keys() == expected.keys()
         num_trained = sum(values.numel() for values in expected.values())
         assert sum(values.numel() for values in found["state"].values()) == num_trained
