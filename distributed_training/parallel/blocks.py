@@ -26,6 +26,7 @@ from distributed_training.settings.config import RunConfig
 FROZEN_MATMULS = {
     "distributed_training.nf4_matmul.default": 1,
     "distributed_training.fp8_matmul.default": 2,
+    "distributed_training.adapted_linear.default": 1,
     "distributed_training.sum_of_linears.default": 1,
 }
 

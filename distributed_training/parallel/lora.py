@@ -114,7 +114,7 @@ class Adapter(nn.Module):
         is_plain = type(linear) is Linear and linear.matmul_override is None
         if is_plain and not drops and not isinstance(linear.weight, DTensor):
             bias = linear.cast_bias(x.dtype)
-            return _AdaptedLinear.apply(x, linear.weight.to(x.dtype), bias, a, b)  # type: ignore
+            return adapted_linear(x, linear.weight.to(x.dtype), bias, a, b)[0]
         y = linear.product(x)
         inputs = x
         if isinstance(x, DTensor):
@@ -132,32 +132,12 @@ class Adapter(nn.Module):
     def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A times the adapters' scale, [k lora_rank, in], and the expanded B,
         [out, k lora_rank], in `dtype`."""
-        a = (local_part(self.a) * self.scale).to(dtype)
+        a = local_part(self.a).to(dtype) * self.scale
         b = local_part(self.b).to(dtype)
         if self.positions is not None:
             blocks = b.new_zeros(self.num_blocks, b.shape[1])
             b = blocks.index_copy(0, self.positions, b).view(-1, len(a))
         return a, b
-
-
-class _AdaptedLinear(torch.autograd.Function):
-    """Linear layer with a frozen matrix and adapters. Each pass reads and writes the sum of both
-    products less often than separate operations do."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, a, b):  # type: ignore[no-untyped-def]
-        hidden = F.linear(x, a)
-        ctx.save_for_backward(x, weight, a, b, hidden)
-        return sum_of_linears(x, weight, hidden, b, bias)
-
-    @staticmethod
-    def backward(ctx, d_y):  # type: ignore[no-untyped-def]
-        x, weight, a, b, hidden = ctx.saved_tensors
-        d_hidden = d_y @ b
-        d_x = sum_of_linears(d_y, weight.t(), d_hidden, a.t(), None)
-        d_a = d_hidden.flatten(0, -2).t() @ x.flatten(0, -2)
-        d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)
-        return d_x, None, None, d_a, d_b
 
 
 # torch.compile would copy the first product before adding the second (torch 2.11).
@@ -186,8 +166,56 @@ def _(
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
+# This is not an autograd.Function, because full checkpointing would keep its products (torch 2.11).
+@torch.library.custom_op("distributed_training::adapted_linear", mutates_args=())
+def adapted_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of a linear layer with a frozen matrix and adapters, [.., out], and
+    `x a^T`, which has no gradient. Each pass reads and writes the sum of both products less often
+    than separate operations do."""
+    hidden = F.linear(x, a)
+    return sum_of_linears(x, weight, hidden, b, bias), hidden
+
+
+@adapted_linear.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(*x.shape[:-1], len(weight)), x.new_empty(*x.shape[:-1], len(a))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, _, a, b = inputs
+    ctx.save_for_backward(x, weight, a, b, output[1])
+
+
+def _backward(ctx: Any, d_y: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    x, weight, a, b, hidden = ctx.saved_tensors
+    d_hidden = d_y @ b
+    d_x = None
+    if ctx.needs_input_grad[0]:
+        d_x = sum_of_linears(d_y, weight.t(), d_hidden, a.t(), None)
+    d_a = d_hidden.flatten(0, -2).t() @ x.flatten(0, -2)
+    d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)
+    return d_x, None, None, d_a, d_b
+
+
+adapted_linear.register_autograd(_backward, setup_context=_save)
+
+
 # torch.compile computes operations again that seem to cost nothing.
-@register_flop_formula(torch.ops.distributed_training.sum_of_linears)  # type: ignore[untyped-decorator]
+@register_flop_formula(  # type: ignore[untyped-decorator]
+    [torch.ops.distributed_training.sum_of_linears, torch.ops.distributed_training.adapted_linear]
+)
 def _(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]  # type: ignore[no-any-return]
 

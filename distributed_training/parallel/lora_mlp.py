@@ -28,8 +28,9 @@ from distributed_training.settings.config import RunConfig
 # the same units, so that it can load tiles ahead. About PROGRAMS programs run.
 FORWARD, BACKWARD = (64, 64, 8), (64, 32, 4)
 PROGRAMS = 8 * 132
-# The tiles of both factors must fit in registers.
-MAX_RANK = 64
+# The tiles of both factors must fit in registers, and in 99 KiB of shared memory, or 64 KiB on GPUs
+# before compute capability 8.0.
+MAX_RANK, OLD_MAX_RANK = 64, 32
 
 
 def apply_fused_mlp(model: Decoder, config: RunConfig) -> None:
@@ -37,7 +38,8 @@ def apply_fused_mlp(model: Decoder, config: RunConfig) -> None:
     apply_lora. The model must be on a GPU and must not use tp or a schedule that splits the
     backward pass."""
     is_half = model.compute_dtype in (torch.bfloat16, torch.float16)
-    if not is_half or config.lora_dropout or config.lora_rank > MAX_RANK:
+    max_rank = MAX_RANK if torch.cuda.get_device_capability() >= (8, 0) else OLD_MAX_RANK
+    if not is_half or config.lora_dropout or config.lora_rank > max_rank:
         return
     for block in model.blocks.values():
         if _is_supported(block, config.lora_rank):
@@ -169,7 +171,7 @@ def _launch(
     # A product in registers needs at least 16 columns.
     width = max(16, triton.next_power_of_2(rank))
     sizes = {"N": tokens, "F": units, "R": rank, "WIDTH": width, "UNIT": unit_size}
-    sizes |= {"ROWS": rows, "TILE": tile, "num_warps": warps}
+    sizes |= {"ROWS": rows, "TILE": tile, "num_warps": warps, "STAGES": 3 if width <= 32 else 2}
     columns = units // tile
     return (columns, max(1, min(triton.cdiv(tokens, rows), round(PROGRAMS / columns)))), sizes
 
@@ -199,12 +201,13 @@ def _load_factor(factor, rows, N, R: tl.constexpr, WIDTH: tl.constexpr):  # type
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     y, hidden, b, act, N, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     units = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
     b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
-    for start in tl.range(tl.program_id(1) * ROWS, N, tl.num_programs(1) * ROWS, num_stages=3):
+    step = tl.num_programs(1) * ROWS
+    for start in tl.range(tl.program_id(1) * ROWS, N, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         is_token = (rows < N)[:, None]
         at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
@@ -218,6 +221,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     d_act, d_last_hidden, a, y, hidden, b, d_y, d_b, d_a, N, F: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     units = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
@@ -228,7 +232,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     sum_a = tl.zeros((WIDTH, TILE), tl.float32)
     sum_b = tl.zeros((2 * TILE, 2 * WIDTH), tl.float32)
     dtype = d_y.dtype.element_ty
-    for start in tl.range(tl.program_id(1) * ROWS, N, tl.num_programs(1) * ROWS, num_stages=3):
+    step = tl.num_programs(1) * ROWS
+    for start in tl.range(tl.program_id(1) * ROWS, N, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         is_token = (rows < N)[:, None]
         at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
