@@ -189,7 +189,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 
 
 def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
-    runs: dict[tuple[bool, str, Path], tuple[Meta, Record]] = {}
+    runs = {}
     obstacle = ""
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:

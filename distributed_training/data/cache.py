@@ -118,7 +118,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     - `firsts`: the same for each dataset, int64 [num_datasets + 1];
     - `loss_mask`: whether each id is in the loss. This key is absent if all ids are in the loss."""
     meta = read_meta(folder)
-    splits: list[dict[str, np.ndarray]] = []
+    splits = []
     for split, dtypes in meta["splits"].items():
         splits.append({"firsts": np.array(meta["firsts"][split])})
         for name, dtype in dtypes.items():
@@ -137,7 +137,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
     counts = {split: Counts() for split in corpus}
-    firsts: dict[str, list[int]] = {split: [0] for split in corpus}
+    firsts = {split: [0] for split in corpus}
     pause = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
     with tqdm(
         desc="tokenizing", total=num_bytes, leave=False, mininterval=pause, delay=pause,
@@ -216,7 +216,7 @@ def _tokenize_split(
 
 
 def _take_batch(pieces: Iterator[Piece]) -> list[Piece]:
-    batch: list[Piece] = []
+    batch = []
     size = 0
     for piece in pieces:
         batch.append(piece)

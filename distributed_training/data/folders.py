@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distributed_training.data.files import COMPRESSIONS, RECORD_SUFFIXES, TEXT_SUFFIXES, suffix_of
 from distributed_training.settings.errors import UserError, describe
@@ -75,10 +74,10 @@ def _find_splits_by_convention(folder: Path, what: str) -> Splits:
     import datasets
 
     try:
-        files_by_split: Any = datasets.load_dataset_builder(str(folder)).config.data_files
+        files_by_split = datasets.load_dataset_builder(str(folder)).config.data_files
     except Exception as error:  # errors from datasets, YAML or the file system
         raise UserError(f"{what} cannot be divided into splits", describe(error)) from None
-    splits: Splits = {}
+    splits = {}
     for split, names in files_by_split.items():
         paths = sorted(Path(os.path.normpath(name)) for name in names)
         for path in paths:

@@ -100,8 +100,7 @@ class Tokenizer:
     @property
     def vocabulary(self) -> dict[str, int]:
         """Id of each token. Reading this property loads the tokenizer."""
-        vocabulary: dict[str, int] = self._hf_tokenizer.get_vocab()
-        return vocabulary
+        return self._hf_tokenizer.get_vocab()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -2,7 +2,7 @@
 weights. This module does not import torch."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
@@ -45,7 +45,7 @@ def read_adapters(folder: Path) -> AdapterConfig:
     """Return the config of the adapters in `folder`. Raises UserError unless the adapters only add
     the scaled product `B A` to the base weights."""
     file = folder / ADAPTER_CONFIG
-    document: dict[str, Any] = load_json(file, "adapters")
+    document = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
     for key in sorted(set(document) - _IGNORED_KEYS - set(AdapterConfig.model_fields)):
         value = document[key]

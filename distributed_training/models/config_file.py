@@ -33,7 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    document: dict[str, Any] = load_json(folder / CONFIG_FILE, "model")
+    document = load_json(folder / CONFIG_FILE, "model")
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -62,8 +62,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     invalid."""
     file = folder / GENERATION_CONFIG
     if file.is_file():
-        generation: dict[str, Any] = load_json(file, "model")
-        return generation
+        return load_json(file, "model")
     return {"eos_token_id": load_json(folder / CONFIG_FILE, "model").get("eos_token_id")}
 
 

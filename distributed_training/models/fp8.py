@@ -52,7 +52,7 @@ def product(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, reduce: ReduceMax = None
 ) -> torch.Tensor:
     """Return `x W^T`, [.., columns] -> [.., rows], without autograd."""
-    y: torch.Tensor = fp8_matmul(*quantize(x.flatten(0, -2), reduce=reduce), codes, scales)
+    y = fp8_matmul(*quantize(x.flatten(0, -2), reduce=reduce), codes, scales)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -61,7 +61,7 @@ def input_gradient(
 ) -> torch.Tensor:
     """Return `dy W`, [.., rows] -> [.., columns]."""
     scaled = dy.flatten(0, -2).float() * scales.float()
-    dx: torch.Tensor = fp8_matmul(*quantize(scaled, reduce=reduce), codes)
+    dx = fp8_matmul(*quantize(scaled, reduce=reduce), codes)
     return dx.view(*dy.shape[:-1], -1)
 
 

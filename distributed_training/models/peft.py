@@ -169,9 +169,7 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
     adapters = read_adapters(folder)
     initial = read_folder(model, folder).config
     adapted_parts = model.size.adapted_parts
-    keys: dict[str, Any] = {
-        key: getattr(initial, key) for key in ("lora_rank", "lora_alpha", "lora_targets")
-    }
+    keys = {key: getattr(initial, key) for key in ("lora_rank", "lora_alpha", "lora_targets")}
     for key, value in keys.items():
         typed = getattr(config, key)
         if key == "lora_targets":

@@ -47,7 +47,7 @@ def quantize_matrices(
         if is_block_matrix(name, model.size):
             layer_name = name.removesuffix(".weight")
             dtypes[layer_name] = parameter.dtype
-            linear: Any = model.get_submodule(layer_name)
+            linear = model.get_submodule(layer_name)
             linear.__class__ = quantized.QuantizedLinear
             codes, scales = quantized.quantize_matrix(parameter.detach())
             linear.weight, linear.scales = nn.Parameter(codes), nn.Parameter(scales)

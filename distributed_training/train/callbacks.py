@@ -90,7 +90,7 @@ class Recorder(Callback):
         )
         peaks = trainer.peak_memory.as_dict()
         ranks = agree.gather({"rank": trainer.topology.rank, **peaks})
-        memory: dict[str, Any] = {
+        memory = {
             name: None if mine is None else max(rank[name] for rank in ranks)
             for name, mine in peaks.items()
         }

@@ -417,7 +417,7 @@ class Trainer:
         tokenizer = self.data.tokenizer
         topology = self.topology
         # Only rank 0 tokenizes, because many tokenizers import transformers.
-        encoded: tuple[list[int], list[int]] | None = None
+        encoded = None
         if topology.rank == 0:
             is_chat = self.data.is_chat
             try:

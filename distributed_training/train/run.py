@@ -39,7 +39,7 @@ from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
 from distributed_training.supervise.process import END_ACTIVITY, Process
-from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
+from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
 
 
@@ -83,7 +83,7 @@ def train(
     for note in plan.notes:
         display.note(note)
     recorder = Recorder(record, tracker)
-    callbacks: list[Callback] = [recorder, KeepBest(), EarlyStopping()]
+    callbacks = [recorder, KeepBest(), EarlyStopping()]
     if plan.config.profile:
         from distributed_training.train.profiling import Profile, steps_to_trace
 

@@ -124,7 +124,7 @@ class Record:
 
         Messages with unknown roles are counted in `notes`. Raises UserError if the record does not
         contain a valid conversation."""
-        skip: list[int] = []
+        skip = []
         question = self.fields[self.names[0]]
         if len(self.names) == 1:
             messages = self._read_messages(self.names[0], notes)

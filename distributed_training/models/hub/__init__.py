@@ -217,7 +217,7 @@ def _build_one_block_net(text: str) -> Any:
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     """Return the config.json from which the model was read, with `tie_word_embeddings` set to
     `size.tied`. If the config has no end-of-text token, add `eos_token_id`."""
-    document: dict[str, Any] = {**size.config["document"], "tie_word_embeddings": size.tied}
+    document = {**size.config["document"], "tie_word_embeddings": size.tied}
     if document.get("eos_token_id") is None:
         document["eos_token_id"] = eos_token_id
     return document

@@ -52,7 +52,7 @@ def attention(
             mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
         documents = Documents(documents.positions, mask=mask)
     if extra:
-        eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)[0], None
     return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 

@@ -197,7 +197,7 @@ class HubDecoder(Decoder):
         buffers = {id(buffer) for buffer in self.buffers()}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved: torch.Tensor = fn(tensor)
+            moved = fn(tensor)
             return tensor.to(moved.device) if id(tensor) in buffers else moved
 
         return super()._apply(move, recurse)
@@ -220,7 +220,7 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
 
     def cast(name: str) -> property:
         def read(self: Any) -> torch.Tensor:
-            value: torch.Tensor = self._parameters[name]
+            value = self._parameters[name]
             return value.to(self.cast_dtype or value.dtype)
 
         return property(read)

@@ -44,7 +44,7 @@ def trace(document: dict[str, Any]) -> dict[str, Any]:
                 num_bytes = sum(storage.nbytes() for storage in storages)
                 hidden_values = _UNSPLIT_VALUES[name] * net.get_input_embeddings().weight.shape[1]
                 costs[name].append(num_bytes / 2 / length - hidden_values)
-    linear_costs: dict[str, Any] = {}
+    linear_costs = {}
     for name, (short, long) in costs.items():
         slope = (long - short) / (long_length - short_length)
         linear_costs[name] = (short - slope * short_length, slope)

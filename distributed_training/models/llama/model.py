@@ -103,8 +103,8 @@ class LlamaBlock(Block):
         self.rotary = rotary
         self.norm_1 = norm(d)
         self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.biases[0])
-        self.norm_q: nn.Module = norm_heads(self.head_size)
-        self.norm_k: nn.Module = norm_heads(self.head_size)
+        self.norm_q = norm_heads(self.head_size)
+        self.norm_k = norm_heads(self.head_size)
         self.attention_out = Linear(heads * self.head_size, d, bias=config.biases[1])
         self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
