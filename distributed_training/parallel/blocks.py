@@ -40,9 +40,10 @@ def apply_checkpointing(
 
     "full" and "offload" save only the input of a block, [B, T, D]. "selective" also saves the
     outputs of attention and of matrix multiplications. Recomputing the other operations (norms,
-    activation functions, residual sums) is cheap. The matrix multiplications of LoRA adapters are
-    also cheap and are recomputed. "offload-attention" saves the same for attention, but nothing for
-    the MLP. Recomputation uses the same dropout masks as the forward pass."""
+    activation functions, residual sums) is cheap. The products with B of LoRA adapters are also
+    cheap, and are recomputed if they are separate operations. "offload-attention" saves the same
+    for attention, but nothing for the MLP. Recomputation uses the same dropout masks as the forward
+    pass."""
     if mode == "none":
         return
     checkpoint_fn = functools.partial(checkpoint.checkpoint, use_reentrant=False)

@@ -148,7 +148,7 @@ def test_offloading_attention_repeats_the_product_of_a_quantized_mlp(dtype, num_
     assert decided == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"]
 
 
-def test_selective_checkpointing_recomputes_only_the_matmuls_of_adapters():
+def test_selective_checkpointing_recomputes_no_matmuls():
     flops = {}
     config = RunConfig(lora_rank=2)
     for mode in ("none", "selective"):
@@ -158,11 +158,7 @@ def test_selective_checkpointing_recomputes_only_the_matmuls_of_adapters():
         with FlopCounterMode(display=False) as counter:
             model(*random_batch()).backward()
         flops[mode] = counter.get_total_flops()
-    features = sum(rows for rows, _ in SIZE.block_matrices)
-    # The backward pass does not need a block's last output, so torch does not recompute it.
-    features -= SIZE.hidden_size
-    repeated = 2 * random_batch()[0].numel() * config.lora_rank * SIZE.num_layers * features
-    assert flops["selective"] == flops["none"] + repeated
+    assert flops["selective"] == flops["none"]
 
 
 def test_selective_checkpointing_saves_all_reduces_and_repeats_all_gathers():
