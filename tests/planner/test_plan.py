@@ -178,7 +178,7 @@ def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
     assert decided <= {"eval_samples", *load_preset("words")}
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name.startswith(plan.run_dir.name)
-        assert machine.num_gpus or values["model"] == "gpt2-tiny"
+        assert machine.num_gpus or values["model"].startswith("gpt2-tiny")
     else:
         assert plan.offload_dir is None
     check_identities(plan, num_processes)

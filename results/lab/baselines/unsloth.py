@@ -4,20 +4,23 @@
 
 Needs unsloth, trl and, for --nf4, bitsandbytes. The adapters are those of `--lora_rank 16` and
 `--lora_alpha 32`.
-Prints the median milliseconds per step, tokens/s and the peak memory that PyTorch allocated.
+Prints, as JSON, the median milliseconds per step and the peak memory that PyTorch allocated.
+beside_unsloth.py runs it in turns with this suite.
 """
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 from distributed_training.models.llama import SIZES
 
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-WARM_UP, MEASURED = 8, 12
+WARM_UP, MEASURED = 10, 30
 
 
 def save_random_model(name: str, tokenizer: str, folder: Path) -> None:
@@ -80,9 +83,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     seconds = statistics.median(
         b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
     )
-    tokens = args.batch * args.length / seconds
+    versions = {package: metadata.version(package) for package in ("torch", "unsloth", "trl")}
     gib = torch.cuda.max_memory_allocated() / 2**30
-    print(f"{1e3 * seconds:.1f} ms, {tokens:,.0f} tokens/s, {gib:.1f} GiB")
+    print(json.dumps({"ms": 1e3 * seconds, "GiB": gib, "versions": versions}))
 
 
 def main() -> None:
