@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import region_activation_memory_budget
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
@@ -17,6 +16,7 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
     ComputeStreamReduceScatter,
+    compile_with_less_memory,
     disable_fsdp_prefetch,
     keep_headers_private,
 )
@@ -117,21 +117,10 @@ def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
     return ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
 
 
-def _compile(function: Any) -> Any:
+def _compile(function: Any, **options: Any) -> Any:
     """Compile `function` separately for each input shape. By default, torch.compile makes changing
     shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
-    return torch.compile(function, dynamic=False)
-
-
-def _compile_with_less_memory(function: Any) -> Any:
-    """Compile `function` so that 90% of its activations are saved. The rest, mostly outputs of
-    norms, is computed again."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with region_activation_memory_budget(0.9):
-            return function(*args, **kwargs)
-
-    return _compile(forward)
+    return torch.compile(function, dynamic=False, **options)
 
 
 def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
@@ -145,15 +134,15 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
     if not config.compile:
         return
     keep_headers_private()
-    compile_blocks = _compile
+    options: dict[str, Any] = {}
     if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
-        compile_blocks = _compile_with_less_memory
+        options["backend"] = compile_with_less_memory
     has_chunked_loss = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
-        model.run = compile_blocks(model.run)  # type: ignore[method-assign]
+        model.run = _compile(model.run, **options)  # type: ignore[method-assign]
     else:
         for block in model.blocks.values():
-            block.forward = compile_blocks(block.forward)
+            block.forward = _compile(block.forward, **options)
         if compile_outer_layers:
             model.embed = _compile(model.embed)
     if compile_outer_layers and not has_chunked_loss:

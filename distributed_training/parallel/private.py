@@ -221,6 +221,16 @@ def keep_headers_private() -> None:
     codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
 
 
+def compile_with_less_memory(graph: Any, inputs: Any) -> Any:
+    """Compile a graph, as torch.compile's default backend does, but save only 90% of its
+    activations. The rest, mostly outputs of norms, is computed again."""
+    from torch._functorch import config as functorch_config  # slow to import
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(activation_memory_budget=0.9):
+        return compile_fx(graph, inputs)
+
+
 def record_memory_history() -> None:
     """Start recording allocations and frees of GPU memory. The latest 100,000 events are kept."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)

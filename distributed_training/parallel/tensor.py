@@ -222,28 +222,24 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # All logits of a rank may belong to padding rows.
         max_logits = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
         max_logits = all_reduce_functional(max_logits, "max", group)
-        exponentials = (x - max_logits[:, None]).exp()
-        local_targets = targets - vocab_start
-        is_local = (local_targets >= 0) & (local_targets < x.shape[1])
-        local_targets = torch.where(is_local, local_targets, 0)
-        target_logits = torch.where(
-            is_local, x.gather(1, local_targets[:, None])[:, 0] - max_logits, 0.0
-        )
-        sums = torch.stack([exponentials.sum(dim=1), target_logits])
+        is_target = vocab_start + columns == targets[:, None]
+        target_logits = torch.where(is_target, x - max_logits[:, None], 0.0).sum(dim=1)
+        sums = torch.stack([(x - max_logits[:, None]).exp().sum(dim=1), target_logits])
         exp_sums, target_logits = all_reduce_functional(sums, "sum", group).unbind(0)
         loss_mask = targets != IGNORE_INDEX
-        ctx.save_for_backward(
-            exponentials / exp_sums[:, None], local_targets, is_local & loss_mask, loss_mask
-        )
+        # The compiler would keep the exponentials above in fp32 if they were used again.
+        probabilities = (x - (max_logits + exp_sums.log())[:, None]).exp()
+        gradient = (probabilities - is_target.float()) * loss_mask[:, None]
+        # In fp16, small probabilities would become 0 before the loss scale is applied.
+        saved_dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+        ctx.save_for_backward(gradient.to(saved_dtype))
         ctx.dtype = logits.dtype
         return torch.where(loss_mask, exp_sums.log() - target_logits, 0.0).sum()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        probabilities, local_targets, is_local, loss_mask = ctx.saved_tensors
-        grad_logits = probabilities * loss_mask[:, None]
-        grad_logits = grad_logits.scatter_add(1, local_targets[:, None], -is_local[:, None].float())
-        return (grad_logits * gradient).to(ctx.dtype), None, None, None, None
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits.float() * gradient).to(ctx.dtype), None, None, None, None
 
 
 vocab_parallel_cross_entropy = _VocabParallelCrossEntropy.apply

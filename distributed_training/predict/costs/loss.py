@@ -34,8 +34,7 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
     """Return the sizes in bytes of the logits and of the tensors that coexist with them.
 
     The compiled loss keeps the logits and overwrites them with their gradient. Without compilation,
-    log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size.
-    With tp, the probabilities are kept in fp32, and the gradient is a separate tensor."""
+    log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size."""
     rounds_or_shards = rank.strategy.traits.takes_json or rank.plan.uses_fsdp
     output_gradient_bytes = 0.0
     if rank.trained_share and not rank.has_buckets and rank.num_microbatches == 1:
@@ -63,18 +62,10 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
             chunk_bytes = max(chunk_bytes, 4 * output_parameters)
         return LossBytes(kept, kept + chunk_bytes, outer_bytes, output_gradient_bytes)
     outer_bytes += rank.trained_share * rank.dtype_bytes * rank.embedding_parameters
-    kept, peak = {
-        "split": (4, 4 + rank.dtype_bytes),
-        "compiled": (rank.dtype_bytes, rank.dtype_bytes),
-        "eager": (4, 12),
-    }[_loss_kernels(rank)]
+    kept, peak = {"compiled": (rank.dtype_bytes, rank.dtype_bytes), "eager": (4, 12)}[
+        rank.compile_mode
+    ]
     return LossBytes(kept * num_logits, peak * num_logits, outer_bytes, output_gradient_bytes)
-
-
-def _loss_kernels(rank: PipelineRank) -> str:
-    return (
-        "split" if rank.tp > 1 else rank.compile_mode
-    )  # with tp, the loss consists of several kernels
 
 
 def _second_gradient_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
@@ -90,13 +81,9 @@ def head_costs(timing: Timing) -> PassCosts:
     """Return the costs of the output layer and the loss for each pass of one micro-batch."""
     d = timing.size.hidden_size
     vocabulary = timing.size.padded_vocab_size / timing.tp
-    rate = timing.rates.memory_bytes_per_s
-    kernels = _loss_kernels(timing)
-    if kernels != "split":  # PyTorch's loss is one kernel
-        rate = timing.rates.head_memory_bytes_per_s or rate
-    logit_bytes = (
-        vars(FITTED.logit_traffic)[kernels] * timing.dtype_bytes / 2 * timing.tokens * vocabulary
-    )
+    rate = timing.rates.head_memory_bytes_per_s or timing.rates.memory_bytes_per_s
+    bytes_per_logit = vars(FITTED.logit_traffic)[timing.compile_mode] * timing.dtype_bytes / 2
+    logit_bytes = bytes_per_logit * timing.tokens * vocabulary
     traffic = 0.5 * (logit_bytes / rate) * MEMORY
     # Each chunk reads and writes the gradient of the output layer's weight. In a pipeline, the
     # gradient is added to those of earlier micro-batches.
