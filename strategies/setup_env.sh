@@ -3,9 +3,10 @@
 #
 #   source setup_env.sh REQUIREMENTS_FILE ...
 #
-# The script uses the active environment if that satisfies the files. Otherwise, it creates .venv in
-# the repository and installs the requirements there. It installs them again only if a
-# requirement is not met. It uses uv if uv is installed. It does not need root access.
+# The script uses the active environment if its packages are in the ranges of pyproject.toml.
+# Otherwise, it creates .venv in the repository and installs the requirements there. It installs
+# them again only if a requirement is not met. It uses uv if uv is installed. It does not need root
+# access.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _files=("$@")
@@ -78,7 +79,7 @@ _setup() {
         return 2
     fi
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
-        python "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
+        python "$_root/strategies/check_requirements.py" --ranges "${_files[@]}" 2>/dev/null; then
         return 0
     fi
     # If two runs start at the same time, the second waits for the first to finish its setup.

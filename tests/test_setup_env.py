@@ -1,4 +1,4 @@
-"""Test which torch build strategies/setup_env.sh selects."""
+"""Test which environment and which torch build strategies/setup_env.sh selects."""
 
 import os
 import shutil
@@ -49,3 +49,20 @@ def test_cpu_build_is_installed_without_a_gpu_if_its_index_is_reachable(
         address = f"{hub.endpoint if is_index_reachable else 'http://127.0.0.1:1'}/whl/cpu"
         line = installed(tmp_path, nvidia_smi, address)
     assert (f"--extra-index-url {address}" in line) == uses_cpu_build
+
+
+@pytest.mark.parametrize(
+    ("options", "pin", "is_met"),
+    [
+        ([], "numpy==2.2.0.dev1", False),
+        (["--ranges"], "numpy==2.2.0.dev1", True),
+        (["--ranges"], "a-package-of-nobody==1", False),
+    ],
+)
+def test_an_active_environment_may_have_other_versions_in_the_declared_ranges(
+    options, pin, is_met, tmp_path
+):
+    (tmp_path / "requirements.txt").write_text(f"{pin}  # not the version that is installed\n")
+    check = ROOT / "strategies/check_requirements.py"
+    command = [sys.executable, str(check), *options, str(tmp_path / "requirements.txt")]
+    assert (subprocess.run(command, timeout=60).returncode == 0) == is_met

@@ -6,22 +6,13 @@ alone: positions restart, and a token attends only to itself and to earlier toke
 The letters in shapes are defined in decoder.py. In addition, G is the number of key/value heads,
 which divides H, and S is the number of keys."""
 
-import inspect
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-_VARLEN_PARAMETERS: Mapping[str, Any] = {}
 if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
     from torch.nn.attention.varlen import varlen_attn
-
-    _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
-# False in torch 2.11, which requires as many key heads as query heads
-_HAS_GQA = "enable_gqa" in _VARLEN_PARAMETERS
-# True in newer versions, which have this argument instead of is_causal
-_HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
 # FlashAttention's kernels accept head sizes that are multiples of 8, up to this size.
 _MAX_HEAD_SIZE = 256
 
@@ -111,7 +102,8 @@ def attend(
     uses_gqa = k.shape[1] < q.shape[1]
     # On CUDA, the kernels for fp32, for older GPUs and for masks do not support grouped heads.
     if uses_gqa and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
-        k, v = _repeat_heads(q, k, v)
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (heads.repeat_interleave(repeats, 1) for heads in (k, v))
         uses_gqa = False
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, dropout_p=dropout,
@@ -128,21 +120,10 @@ def _attend_in_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
-    options: dict[str, Any] = {"window_size": (-1, 0)} if _HAS_WINDOWS else {"is_causal": True}
-    options["scale"] = scale
-    if k.shape[1] < q.shape[1]:
-        if _HAS_GQA:
-            options["enable_gqa"] = True
-        else:
-            k, v = _repeat_heads(q, k, v)
+    uses_gqa = k.shape[1] < q.shape[1]
     q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # [B T, heads, K]
-    y: Any = varlen_attn(q, k, v, ends, ends, seq_len, seq_len, **options)
+    y: Any = varlen_attn(
+        q, k, v, ends, ends, seq_len, seq_len,
+        scale=scale, window_size=(-1, 0), enable_gqa=uses_gqa,
+    )  # fmt: skip
     return y.unflatten(0, (batch, seq_len))
-
-
-def _repeat_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return k and v with each head repeated, so that they have as many heads as q."""
-    repeats = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)

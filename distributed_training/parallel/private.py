@@ -1,7 +1,7 @@
 """Wrap the private interfaces of torch and DeepSpeed that this suite uses. The interfaces of
 torch.distributed.pipelining are wrapped in private_pipelining.py.
 
-All interfaces were checked against torch 2.11 and 2.13, and against DeepSpeed 0.19.8. Native
+All interfaces were checked against torch 2.13 and 2.14, and against DeepSpeed 0.19.8. Native
 strategies never import DeepSpeed."""
 
 import contextlib
@@ -79,9 +79,7 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
 
     def _is_kept(self, dtype: torch.dtype) -> bool:
         """Return whether the next result, in the given dtype, becomes the module's gradient."""
-        state = self.module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has at most one group
-        group = groups[0] if groups is not None else state._fsdp_param_group
+        (group,) = self.module._get_fsdp_state()._fsdp_param_groups
         return (self.num_replicas == 1 or group.all_reduce_grads) and all(
             parameter.sharded_param.grad is None and parameter.orig_dtype == dtype
             for parameter in group.fsdp_params

@@ -1,6 +1,6 @@
 """Define the order of operations on each rank of a pipeline. This module does not import torch.
 
-The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.13), except that
+The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.14), except that
 planner/search.py finds the order for `zb-auto`. An operation is (kind, stage, micro-batch). The
 kinds are "F" (forward), "B" (backward), "I" (backward for inputs only) and "W" (backward for
 weights only)."""
