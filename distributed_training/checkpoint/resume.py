@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
 from distributed_training.records.record import (
     LAST,
@@ -24,8 +24,8 @@ from distributed_training.records.record import (
     write_json,
 )
 from distributed_training.settings.config import AUTO
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, crc32_of, shown
+from distributed_training.settings.errors import FinishedError, UserError
+from distributed_training.settings.files import JsonObject, crc32, crc32_of, shown
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
@@ -46,10 +46,11 @@ class Meta(BaseModel, strict=True):
 
     format: int = FORMAT
     step: Annotated[int, Field(ge=0)]
+    attempt_id: str = ""  # `Plan.attempt_id`
     work: dict[str, Any]  # `Plan.work` of the run that wrote the checkpoint
     spread: dict[str, Any]  # `Plan.layout_fingerprint`
     data_fingerprint: str = ""
-    base_fingerprint: int = 0  # `Engine.base_fingerprint`
+    base_fingerprint: int = 0  # `Engine.base_fingerprint`; 0 without base weights
     counters: dict[str, float]  # `Engine.counters`
     files: dict[str, int]  # file -> bytes
     checksums: dict[str, int]  # file -> CRC-32
@@ -147,14 +148,15 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     """Return the checkpoint to resume from, or None if a new run should start.
 
-    If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
-    same `work` as `plan`. A run with the strategy of `plan` is preferred to a newer run with
+    If `resume` is "auto", use the intact checkpoint with the most steps among the unfinished runs
+    with the same `work` as `plan`. A run with the strategy of `plan` is preferred to a run with
     another strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there
-    is no usable checkpoint.
+    is no usable checkpoint. Raises FinishedError if a run with this strategy has done the work, and
+    UserError instead of starting a new run if only an obstacle prevents a run from continuing.
 
     Raises UserError if the run has files on other nodes. Also raises UserError if a named
     checkpoint is missing or damaged, has no record of its run, or is from a run with a different
-    `work`."""
+    `work`. Its model may have been moved."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -168,9 +170,17 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         for key in ("max_steps", "epochs")
         if plan.requested.is_set(key) and meta.work.get(key) != plan.work.get(key)
     }
+    max_steps = plan.work.get("max_steps")
+    if "epochs" in extended_keys and plan.num_steps == max_steps == meta.work.get("max_steps"):
+        what = f"epochs={plan.work['epochs']} has no effect, because {max_steps=} decides"
+        raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
         extended_keys = set()
-    if differences := _differences(meta, plan, extended_keys):
+    renamed_keys = renamed_keys(meta, plan)
+    if renamed_keys and not _has_same_model(load_plan(checkpoint.parents[1]), plan):
+        renamed_keys = set()  # the ranks compare the weights
+    differences = _differences(meta.work, meta.data_fingerprint, plan, extended_keys | renamed_keys)
+    if differences:
         fix = "restore these settings, or start a new run from that run's weights: --weights "
         fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"
         if "global_batch_size" in differences:
@@ -188,42 +198,79 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     return checkpoint
 
 
+def renamed_keys(meta: Meta, plan: Plan) -> set[str]:
+    """Return the keys that name the model and its initial weights, if they have other values than
+    in the checkpoint's run."""
+    return {key for key in ("model", "weights") if meta.work.get(key) != plan.work.get(key)}
+
+
+def _has_same_model(earlier: Plan, plan: Plan) -> bool:
+    starts_alike = (earlier.weights_dir is None) == (plan.weights_dir is None)
+    return starts_alike and earlier.model.size == plan.model.size
+
+
 def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
-    runs = {}
+    metas = {}
     obstacle = ""
+    passed_over: tuple[str, str] | None = None
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
-        checkpoints = list_checkpoints(run_dir)
-        if checkpoints and (why := claims.find_foreign_file(run_dir)):
-            logger.warning("resume='auto' skips %s: %s", run_dir, why)
-            continue
-        for checkpoint in checkpoints:
+        _check_unfinished(run_dir, plan)
+        for checkpoint in list_checkpoints(run_dir):
             with _skip_damaged(checkpoint):
                 meta = read_meta(checkpoint)
-                run = load_run_record(checkpoint, meta)
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
                 # each strategy's own run.
                 is_same = meta.spread.get("strategy") == plan.strategy.name
-                runs[is_same, run.started_at, checkpoint] = meta, run
-    for is_same, started_at, checkpoint in sorted(runs, reverse=True):
-        meta, run = runs[is_same, started_at, checkpoint]
-        if run.status == "ok":
-            why = "has finished"
-        elif differences := _differences(meta, plan):
-            command = f"--resume {os.path.relpath(checkpoint.parents[1])}"
-            why = f"used different settings: {differences}. To continue that run, restore these "
-            why += f"settings and use {command}"
-        elif not is_same and is_alive(run):
-            why = "is in use"
-        else:
-            why = "is damaged"
-            with _skip_damaged(checkpoint):
-                check_files(checkpoint, meta, plan)
-                return checkpoint
-        obstacle = obstacle or f"{checkpoint.parents[1].name} {why}"
+                metas[is_same, meta.step, checkpoint] = meta
+    for is_same, step, checkpoint in sorted(metas, reverse=True):
+        meta = metas[is_same, step, checkpoint]
+        run_dir = checkpoint.parents[1]
+        name = os.path.relpath(run_dir)
+        try:
+            if differences := _differences(meta.work, meta.data_fingerprint, plan):
+                why = f"used different settings: {differences}. To continue that run, restore "
+                why += f"these settings and use --resume {name}"
+            elif (run := load_run_record(checkpoint, meta)).status == "ok":
+                why = "has finished"
+            elif not is_same and is_alive(run):
+                why = "is in use"
+            elif reason := claims.find_foreign_file(run_dir):
+                raise UserError(reason)
+            else:
+                why = "is damaged"
+                with _skip_damaged(checkpoint):
+                    check_files(checkpoint, meta, plan)
+                    return checkpoint
+            obstacle = obstacle or f"{run_dir.name} {why}"
+        except FilesOnOtherNodesError:
+            raise
+        except UserError as error:
+            passed_over = passed_over or (f"resume=auto cannot continue {name}", str(error))
+    if passed_over:
+        fix = "repair or move that folder, or set resume=None to start a new run"
+        raise UserError(*passed_over, fix)
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None
+
+
+def _check_unfinished(run_dir: Path, plan: Plan) -> None:
+    """Raise FinishedError if a run with the strategy and data of `plan` has done its work."""
+    try:
+        run = load_record(run_dir)
+    except UserError:  # not a run
+        return
+    data_fingerprint = run.work.pop("data_fingerprint", "")
+    if (
+        run.status == "ok"
+        and run.strategy["name"] == plan.strategy.name
+        and data_fingerprint in (plan.data_fingerprint, "")
+        and not _differences(run.work, data_fingerprint, plan)
+    ):
+        what = f"{os.path.relpath(run_dir)} has finished this work after {run.step} steps"
+        fix = "to train again, set resume=None. To train longer, set resume to this folder and "
+        raise FinishedError(what, fix=f"{fix}max_steps or epochs to a larger value")
 
 
 @contextlib.contextmanager
@@ -249,12 +296,14 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
     return load_record(run_dir)
 
 
-def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    """Describe the keys of the work, except those in `allowed`, that differ from the checkpoint's
-    run. The text may have moved, if its tokens are the same."""
-    old, new = meta.work, plan.work
+def _differences(
+    old: JsonObject, data_fingerprint: str, plan: Plan, allowed: Collection[str] = ()
+) -> str:
+    """Describe the keys of the work, except those in `allowed`, that differ from the work `old` of
+    a run with this data. The text may have moved, if its tokens are the same."""
+    new = plan.work
     ignored = {*allowed}
-    if meta.data_fingerprint and meta.data_fingerprint == plan.data_fingerprint:
+    if data_fingerprint and data_fingerprint == plan.data_fingerprint:
         ignored |= {"dataset", "validation_dataset", "tokenizer"}
     return ", ".join(
         f"{key} was {shown(old.get(key))} and is now {shown(new.get(key))}"
