@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 6
+CHANGEABLE = ("max_steps", "epochs", "model", "weights")  # keys that a named resume may change
 MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
@@ -176,11 +178,13 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
         extended_keys = set()
-    renamed_keys = renamed_keys(meta, plan)
-    if renamed_keys and not _has_same_model(load_plan(checkpoint.parents[1]), plan):
-        renamed_keys = set()  # the ranks compare the weights
-    differences = _differences(meta.work, meta.data_fingerprint, plan, extended_keys | renamed_keys)
-    if differences:
+    allowed_keys = extended_keys | renamed_keys(meta, plan)
+    if allowed_keys > extended_keys:
+        earlier = load_plan(checkpoint.parents[1])
+        is_same_kind = (earlier.weights_dir is None) == (plan.weights_dir is None)
+        if not is_same_kind or earlier.model.size != plan.model.size:
+            allowed_keys = extended_keys
+    if differences := _differences(meta.work, meta.data_fingerprint, plan, allowed_keys):
         fix = "restore these settings, or start a new run from that run's weights: --weights "
         fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"
         if "global_batch_size" in differences:
@@ -199,14 +203,9 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 
 
 def renamed_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys that name the model and its initial weights, if they have other values than
-    in the checkpoint's run."""
+    """Return the keys of the model and its initial weights that differ from the checkpoint's run,
+    perhaps because a folder was moved. `load_checkpoint` compares the weights."""
     return {key for key in ("model", "weights") if meta.work.get(key) != plan.work.get(key)}
-
-
-def _has_same_model(earlier: Plan, plan: Plan) -> bool:
-    starts_alike = (earlier.weights_dir is None) == (plan.weights_dir is None)
-    return starts_alike and earlier.model.size == plan.model.size
 
 
 def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
@@ -226,11 +225,13 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
     for is_same, step, checkpoint in sorted(metas, reverse=True):
         meta = metas[is_same, step, checkpoint]
         run_dir = checkpoint.parents[1]
-        name = os.path.relpath(run_dir)
+        name = shlex.quote(os.path.relpath(run_dir))
         try:
             if differences := _differences(meta.work, meta.data_fingerprint, plan):
-                why = f"used different settings: {differences}. To continue that run, restore "
-                why += f"these settings and use --resume {name}"
+                is_fixed = _differences(meta.work, meta.data_fingerprint, plan, CHANGEABLE)
+                restore = "restore these settings and " if is_fixed else ""
+                why = f"used different settings: {differences}. To continue that run, {restore}"
+                why += f"use --resume {name}"
             elif (run := load_run_record(checkpoint, meta)).status == "ok":
                 why = "has finished"
             elif not is_same and is_alive(run):
@@ -262,15 +263,13 @@ def _check_unfinished(run_dir: Path, plan: Plan) -> None:
     except UserError:  # not a run
         return
     data_fingerprint = run.work.pop("data_fingerprint", "")
-    if (
-        run.status == "ok"
-        and run.strategy["name"] == plan.strategy.name
-        and data_fingerprint in (plan.data_fingerprint, "")
-        and not _differences(run.work, data_fingerprint, plan)
-    ):
-        what = f"{os.path.relpath(run_dir)} has finished this work after {run.step} steps"
-        fix = "to train again, set resume=None. To train longer, set resume to this folder and "
-        raise FinishedError(what, fix=f"{fix}max_steps or epochs to a larger value")
+    is_same_data = plan.data_fingerprint in ("", data_fingerprint)
+    is_same = is_same_data and run.strategy["name"] == plan.strategy.name
+    if run.status == "ok" and is_same and not _differences(run.work, data_fingerprint, plan):
+        name = shlex.quote(os.path.relpath(run_dir))
+        fix = "to train again, add --resume None. To train longer, add "
+        fix += f"--resume {name} and a larger --max_steps or --epochs"
+        raise FinishedError(f"{name} has finished this work after {run.step} steps", fix=fix)
 
 
 @contextlib.contextmanager

@@ -191,8 +191,9 @@ def load_checkpoint(
         what = f"The dataset differs from the one used to train {folder}"
         why = "its files, or the Python version with the embedded corpus, have changed"
         raise UserError(what, why, "restore the dataset, or set resume to None")
-    must_match = plan.config.lora_rank or resume.renamed_keys(meta, plan)
-    if meta.base_fingerprint != engine.base_fingerprint and must_match:
+    if meta.base_fingerprint != engine.base_fingerprint and (
+        plan.config.lora_rank or resume.renamed_keys(meta, plan)
+    ):
         what = f"The run of {folder} did not start from the weights {plan.config.weights}"
         why = "these weights have other values"
         raise UserError(what, why, "restore the weights, or set resume to None")
