@@ -16,14 +16,7 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import (
-    LAST,
-    RECORD_FILE,
-    Record,
-    is_alive,
-    load_record,
-    write_json,
-)
+from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, crc32_of, shown
@@ -31,7 +24,9 @@ from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 6
-CHANGEABLE = ("max_steps", "epochs", "model", "weights")  # keys that a named resume may change
+# Keys of the work that a named resume may change: larger values of the first two extend the run,
+# and the model's folder may have been moved. `load_checkpoint` compares the weights.
+CHANGEABLE = ("max_steps", "epochs", "model", "weights")
 MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
@@ -166,25 +161,16 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         return _find_newest(plan, notes)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
-    # Keys that the user set to a new value, if the run then trains beyond the checkpoint
-    extended_keys = {
-        key
-        for key in ("max_steps", "epochs")
-        if plan.requested.is_set(key) and meta.work.get(key) != plan.work.get(key)
-    }
+    changed = changed_keys(meta, plan)
     max_steps = plan.work.get("max_steps")
-    if "epochs" in extended_keys and plan.num_steps == max_steps == meta.work.get("max_steps"):
+    if changed & {"max_steps", "epochs"} == {"epochs"} and plan.num_steps == max_steps:
         what = f"epochs={plan.work['epochs']} has no effect, because {max_steps=} decides"
         raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
-        extended_keys = set()
-    allowed_keys = extended_keys | renamed_keys(meta, plan)
-    if allowed_keys > extended_keys:
-        earlier = load_plan(checkpoint.parents[1])
-        is_same_kind = (earlier.weights_dir is None) == (plan.weights_dir is None)
-        if not is_same_kind or earlier.model.size != plan.model.size:
-            allowed_keys = extended_keys
-    if differences := _differences(meta.work, meta.data_fingerprint, plan, allowed_keys):
+        changed -= {"max_steps", "epochs"}
+    if "model" in changed and load_plan(checkpoint.parents[1]).model.size != plan.model.size:
+        changed.remove("model")
+    if differences := _differences(meta.work, meta.data_fingerprint, plan, changed):
         fix = "restore these settings, or start a new run from that run's weights: --weights "
         fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"
         if "global_batch_size" in differences:
@@ -193,7 +179,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         raise UserError(f"{what}: {differences}", fix=fix)
     check_files(checkpoint, meta, plan)
     run = load_run_record(checkpoint, meta)
-    for key in sorted(extended_keys):
+    for key in sorted(changed & {"max_steps", "epochs"}):
         change = f"{key} was {meta.work.get(key)} and is now {plan.work[key]}"
         notes.append(f"{change}. The learning rate follows the new schedule from step {meta.step}")
     if run.status == "ok" and run.step > meta.step:
@@ -202,55 +188,44 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     return checkpoint
 
 
-def renamed_keys(meta: Meta, plan: Plan) -> set[str]:
-    """Return the keys of the model and its initial weights that differ from the checkpoint's run,
-    perhaps because a folder was moved. `load_checkpoint` compares the weights."""
-    return {key for key in ("model", "weights") if meta.work.get(key) != plan.work.get(key)}
+def changed_keys(meta: Meta, plan: Plan) -> set[str]:
+    """Return the keys in CHANGEABLE that differ from the checkpoint's run."""
+    return {key for key in CHANGEABLE if meta.work.get(key) != plan.work.get(key)}
 
 
 def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
     metas = {}
     obstacle = ""
-    passed_over: tuple[str, str] | None = None
+    problems: list[str] = []
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
         _check_unfinished(run_dir, plan)
         for checkpoint in list_checkpoints(run_dir):
-            with _skip_damaged(checkpoint):
+            with _skip_damaged(checkpoint, []):
                 meta = read_meta(checkpoint)
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
                 # each strategy's own run.
                 is_same = meta.spread.get("strategy") == plan.strategy.name
                 metas[is_same, meta.step, checkpoint] = meta
-    for is_same, step, checkpoint in sorted(metas, reverse=True):
-        meta = metas[is_same, step, checkpoint]
+    for key in sorted(metas, reverse=True):
+        meta, checkpoint = metas[key], key[-1]
         run_dir = checkpoint.parents[1]
-        name = shlex.quote(os.path.relpath(run_dir))
-        try:
-            if differences := _differences(meta.work, meta.data_fingerprint, plan):
-                is_fixed = _differences(meta.work, meta.data_fingerprint, plan, CHANGEABLE)
-                restore = "restore these settings and " if is_fixed else ""
-                why = f"used different settings: {differences}. To continue that run, {restore}"
-                why += f"use --resume {name}"
-            elif (run := load_run_record(checkpoint, meta)).status == "ok":
-                why = "has finished"
-            elif not is_same and is_alive(run):
-                why = "is in use"
-            elif reason := claims.find_foreign_file(run_dir):
-                raise UserError(reason)
-            else:
-                why = "is damaged"
-                with _skip_damaged(checkpoint):
+        if differences := _differences(meta.work, meta.data_fingerprint, plan):
+            why = f"used different settings: {differences}. To continue that run with its own "
+            why += "settings, or with a larger max_steps or epochs, use --resume "
+            why += shlex.quote(os.path.relpath(run_dir))
+        else:
+            why = "has finished"
+            with _skip_damaged(checkpoint, problems):
+                if load_run_record(checkpoint, meta).status != "ok":
+                    claims.check_foreign_files(run_dir)
                     check_files(checkpoint, meta, plan)
                     return checkpoint
-            obstacle = obstacle or f"{run_dir.name} {why}"
-        except FilesOnOtherNodesError:
-            raise
-        except UserError as error:
-            passed_over = passed_over or (f"resume=auto cannot continue {name}", str(error))
-    if passed_over:
-        fix = "repair or move that folder, or set resume=None to start a new run"
-        raise UserError(*passed_over, fix)
+        obstacle = obstacle or f"{run_dir.name} {why}"
+    if problems:
+        what = "resume=auto cannot continue a run with these settings"
+        fix = "repair or move the run's folder, or set resume=None to start a new run"
+        raise UserError(what, problems[0], fix)
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None
@@ -273,15 +248,17 @@ def _check_unfinished(run_dir: Path, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _skip_damaged(checkpoint: Path) -> Iterator[None]:
-    """Within the `with` block, log a warning instead of raising an error if the checkpoint is
-    damaged. Raises FilesOnOtherNodesError if some of the checkpoint's files are on other nodes."""
+def _skip_damaged(checkpoint: Path, problems: list[str]) -> Iterator[None]:
+    """Within the `with` block, log a warning and append it to `problems` instead of raising an
+    error if the checkpoint cannot be used. Raises FilesOnOtherNodesError if some of its files are
+    on other nodes."""
     try:
         yield
     except FilesOnOtherNodesError:
         raise
     except (UserError, OSError) as error:
         logger.warning("resume='auto' skips %s: %s", checkpoint, error)
+        problems.append(str(error))
 
 
 def load_run_record(checkpoint: Path, meta: Meta) -> Record:

@@ -192,11 +192,11 @@ def load_checkpoint(
         why = "its files, or the Python version with the embedded corpus, have changed"
         raise UserError(what, why, "restore the dataset, or set resume to None")
     if meta.base_fingerprint != engine.base_fingerprint and (
-        plan.config.lora_rank or resume.renamed_keys(meta, plan)
+        plan.config.lora_rank or resume.changed_keys(meta, plan) & {"model", "weights"}
     ):
         what = f"The run of {folder} did not start from the weights {plan.config.weights}"
         why = "these weights have other values"
-        raise UserError(what, why, "restore the weights, or set resume to None")
+        raise UserError(what, why, "set model to the folder of its weights, or resume to None")
     names = resume.files_to_read(folder, meta, plan, topology.rank)
     saved = TensorFiles(folder / name for name in names)
     engine.load(saved, meta.counters)

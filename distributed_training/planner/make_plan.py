@@ -135,10 +135,7 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     # The command that resumes a run repeats its options, so only other values count as new.
     kept = {key for key in new if config.is_set(key) and new[key] != old.get(key)}
     folder = earlier.model.weights_dir
-    if "model" in kept:  # The folder also contains the weights and the tokenizer.
-        names = {key: str(earlier.settings[key]) for key in ("weights", "tokenizer")}
-        kept |= {key for key, name in names.items() if Path(name).resolve() == folder}
-    elif folder is not None and not folder.is_dir():
+    if "model" not in kept and folder is not None and not folder.is_dir():
         what = f"the model of the resumed run, {folder}, is not a folder"
         raise UserError(what, fix="if it was moved, add --model with its new path")
     is_batch_new = not kept.isdisjoint(BATCH_KEYS)
@@ -159,6 +156,8 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
             notes.append(f"these settings {what}: {values}")
     # Another machine may need another value of a key that does not change results.
     fixed = {"strategy", *BATCH_KEYS, *earlier.work}
+    if "model" in kept:  # a moved folder, which also contains the weights and the tokenizer
+        fixed -= {"weights", "tokenizer"}
     inherited = {
         key: AUTO if old[key] == AUTO and key not in fixed else value
         for key, value in inherited.items()

@@ -1,7 +1,6 @@
 """Define and write the JSON record of a run or measurement. This module does not import torch."""
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -57,9 +56,8 @@ class History(BaseModel):
     def comparable_evaluations(self) -> list[JsonObject]:
         """Evaluations on the samples of the last one. `eval_samples` may change when a run is
         resumed, and the number of targets tells its values apart."""
-        num_targets = [row.get("num_targets") for row in self.evaluations]
-        pairs = zip(self.evaluations, num_targets, strict=True)
-        return [row for row, number in pairs if number == num_targets[-1]]
+        rows = self.evaluations
+        return [row for row in rows if row["num_targets"] == rows[-1]["num_targets"]]
 
     def describe_plateau(self, count: int) -> str:
         """If none of the last `count` evaluations lowered the validation loss, return the lowest
@@ -195,17 +193,6 @@ def has_finished(run_dir: Path) -> bool:
     """Return whether a run's record has the status "ok"."""
     with contextlib.suppress(OSError, ValueError):
         return bool(json.loads((run_dir / RECORD_FILE).read_bytes())["status"] == "ok")
-    return False
-
-
-def is_alive(r: Record) -> bool:
-    """Return whether a process of the run on this machine still holds the lock on the run's
-    folder."""
-    with contextlib.suppress(FileNotFoundError), open(Path(r.run_dir, OWNER_FILE), "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # the lock is held, or the file system has no locks
-            return True
     return False
 
 

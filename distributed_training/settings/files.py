@@ -67,13 +67,6 @@ def restore_replaced(final: Path) -> None:
         os.rename(replaced, final)
 
 
-def find_published(final: Path) -> Path:
-    """Return the folder with the contents of `final`, which has another name if a process died
-    while it replaced `final`."""
-    replaced = final.with_name(REPLACED + final.name)
-    return replaced if replaced.is_dir() and not final.exists() else final
-
-
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a new temporary folder. If the `with` block raises no error, rename this folder to

@@ -30,30 +30,28 @@ _WRITTEN = re.compile(
 _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners
 
 
-def find_foreign_file(run_dir: Path) -> str:
-    """Return why a run must not write to a folder, or "" if it may. Writing could change something
-    outside if the folder belongs to another user, or if a link, a pipe or a device has a name that
-    a run writes to. Other links do not matter."""
+def check_foreign_files(run_dir: Path) -> None:
+    """Raise UserError if a run must not write to a folder. Writing could change something outside
+    if the folder belongs to another user, or if a link, a pipe or a device has a name that a run
+    writes to. Other links do not matter."""
+    fix = "remove the link, resume another run, or set resume=None to start a separate run"
     try:
         # Some network disks give this process's own files to another user id.
         with tempfile.TemporaryFile(dir=run_dir) as own_file:
             if os.fstat(own_file.fileno()).st_uid != run_dir.stat().st_uid:
-                return f"{run_dir} belongs to another user"
+                raise UserError(f"{run_dir} belongs to another user", fix=fix)
     except OSError as error:
-        return f"{run_dir} cannot be written: {error.strerror}"
+        raise UserError(f"{run_dir} cannot be written: {error.strerror}", fix=fix) from None
     for path in run_dir.rglob("*"):
         is_foreign = path.is_symlink() or not (path.is_dir() or path.is_file())
         if is_foreign and _WRITTEN.fullmatch(path.relative_to(run_dir).as_posix()):
-            return f"{path} is a link or a special file"
-    return ""
+            raise UserError(f"{path} is a link or a special file", fix=fix)
 
 
 def claim(run_dir: Path, run_id: str) -> None:
     """Claim a run's folder until this process ends. All attempts of one torchrun have the same
     `run_id`. Raises UserError if another run holds the folder, or if it has foreign files."""
-    if reason := find_foreign_file(run_dir):
-        fix = "remove the link, resume another run, or set resume=None to start a separate run"
-        raise UserError(reason, fix=fix)
+    check_foreign_files(run_dir)
     descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     owner = read_owner(run_dir)
     is_locked = False
@@ -78,20 +76,16 @@ def _is_changing(run_dir: Path, owner: dict[str, Any]) -> bool:
     """Watch a run's folder and return whether a file in it changes. Times of files are not compared
     with this machine's clock, which may differ from the clock that set them."""
     print_stderr(
-        f"note: waiting up to {QUIET_S:.0f} s to see whether the run in {shown(str(run_dir))} "
+        f"note: waiting {QUIET_S:.0f} s to see whether the run in {shown(str(run_dir))} "
         f"still writes there, because {shown(owner.get('host'))} has not released it"
     )
 
-    def read_times() -> dict[Path, int]:
-        return {path: path.lstat().st_mtime_ns for path in run_dir.rglob("*")}
-
-    end = time.monotonic() + QUIET_S
+    times = set()
     with contextlib.suppress(FileNotFoundError):  # a file was removed meanwhile
-        first = read_times()
-        while read_times() == first:
-            if time.monotonic() > end:
-                return False
-            time.sleep(QUIET_S / 60)
+        for seconds in (QUIET_S, 0):
+            times.add(tuple(path.lstat().st_mtime_ns for path in sorted(run_dir.rglob("*"))))
+            time.sleep(seconds)
+        return len(times) > 1
     return True
 
 

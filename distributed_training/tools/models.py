@@ -38,7 +38,7 @@ from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, load_record
 from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import find_published, resolve_user_path
+from distributed_training.settings.files import resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
@@ -51,7 +51,7 @@ MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
 def choose_weights(arguments: argparse.Namespace) -> str:
     """Return the name of the folder in a run that has the weights to use: the best ones, if the run
     kept them and --last is not set."""
-    has_best = find_published(resolve_user_path(arguments.run) / BEST).is_dir()
+    has_best = (resolve_user_path(arguments.run) / BEST).is_dir()
     return BEST if has_best and not arguments.last else LAST
 
 
@@ -76,13 +76,12 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         except OSError as error:
             command = f"hf download {spec.hub_id}"
             raise hub.fetch_error(f"model={name!r} is", error, command) from None
-    exported = find_published(folder / weights_name)
-    if not exported.is_dir():
+    if not (folder / weights_name).is_dir():
         fix = "train with --keep_best True"
         if weights_name == LAST:
             fix = f"run: {EXPORT} {shlex.quote(name)}"
         raise UserError(f"{name} has no {weights_name}/", fix=fix)
-    return load_plan(folder).model, exported
+    return load_plan(folder).model, folder / weights_name
 
 
 def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:
@@ -259,9 +258,8 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     run = resolve_user_path(arguments.run).resolve()
     to = arguments.to
     if arguments.merge:
-        best = find_published(run / BEST)
-        exported = best if best.is_dir() else find_published(run / LAST)
-        return merge_adapters(run if is_adapter(run) else exported, to)
+        best = run / (BEST if (run / BEST).is_dir() else LAST)
+        return merge_adapters(run if is_adapter(run) else best, to)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"

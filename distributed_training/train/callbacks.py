@@ -117,9 +117,9 @@ class KeepBest(EvaluationCallback):
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         history = trainer.history
-        best = history.best
-        is_comparable = best and best["num_targets"] == row["num_targets"]
-        lowest = best["loss"] if best and is_comparable else math.inf
+        lowest = math.inf
+        if history.best and history.best["num_targets"] == row["num_targets"]:
+            lowest = history.best["loss"]
         loss = row["loss"]  # None if it is not finite and was read from a record
         is_best = trainer.step > 0 and loss is not None and loss < lowest
         if trainer.plan.config.keep_best is True and is_best:

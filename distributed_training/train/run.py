@@ -104,7 +104,7 @@ def train(
         trainer.checkpoints.restore(trainer, plan.checkpoint)
         display.say(f"resumed from {short_path(plan.checkpoint)}")
         num_targets = int(data.validation.num_targets.sum())
-        if any(row["num_targets"] != num_targets for row in history.evaluations[-1:]):
+        if history.evaluations and history.evaluations[-1]["num_targets"] != num_targets:
             text = "the validation samples are not those of the earlier evaluations (eval_samples)"
             display.note(f"{text}, so best/ and stop_after start again")
     signum = trainer.run()

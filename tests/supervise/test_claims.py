@@ -57,16 +57,15 @@ def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_path, monkeypatch):
-    """The lock of another machine may be invisible. Its run is then alive if it has not released its
-    folder and files change in the folder, whatever their times are, unless it is an earlier attempt
-    of this run."""
+    """The lock of another machine may be invisible. Its run is then alive if it has not released
+    its folder and files change in the folder, whatever their times are, unless it is an earlier
+    attempt of this run."""
 
     def flock(descriptor, operation):
         if not has_locks:
             raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(claims, "QUIET_S", 6.0)
     metrics = tmp_path / "metrics.jsonl"
 
     claims.claim(tmp_path, "first")
@@ -79,7 +78,7 @@ def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_
                 claims.claim(tmp_path, "second")
     claims.claim(tmp_path, "first")  # restarted on this machine
     edit_json(tmp_path / claims.OWNER_FILE, host="another-host")
-    monkeypatch.setattr(claims, "QUIET_S", 0.3)
+    monkeypatch.setattr(claims, "QUIET_S", 0.1)
     os.utime(metrics, (time.time() + 86400,) * 2)
     claims.claim(tmp_path, "second")
     with pytest.raises(RunError):
