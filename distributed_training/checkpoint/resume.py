@@ -16,7 +16,14 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
+from distributed_training.records.record import (
+    LAST,
+    RECORD_FILE,
+    Record,
+    is_alive,
+    load_record,
+    write_json,
+)
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, crc32_of, shown
@@ -217,7 +224,10 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
         else:
             why = "has finished"
             with _skip_damaged(checkpoint, problems):
-                if load_run_record(checkpoint, meta).status != "ok":
+                run = load_run_record(checkpoint, meta)
+                if not key[0] and is_alive(run):
+                    why = "is in use"
+                elif run.status != "ok":
                     claims.check_foreign_files(run_dir)
                     check_files(checkpoint, meta, plan)
                     return checkpoint

@@ -1,6 +1,7 @@
 """Define and write the JSON record of a run or measurement. This module does not import torch."""
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import json
@@ -193,6 +194,17 @@ def has_finished(run_dir: Path) -> bool:
     """Return whether a run's record has the status "ok"."""
     with contextlib.suppress(OSError, ValueError):
         return bool(json.loads((run_dir / RECORD_FILE).read_bytes())["status"] == "ok")
+    return False
+
+
+def is_alive(r: Record) -> bool:
+    """Return whether a process of the run on this machine still holds the lock on the run's
+    folder."""
+    with contextlib.suppress(FileNotFoundError), open(Path(r.run_dir, OWNER_FILE), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # the lock is held, or the file system has no locks
+            return True
     return False
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import itertools
 import os
 import shutil
@@ -288,13 +289,19 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explain
 
 def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     """With resume=auto, runs of the same strategy take precedence, so that two strategies under
-    comparison do not resume each other's runs."""
+    comparison do not resume each other's runs. Without such a run, a run that is not in use is
+    resumed."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     changed = read_meta(other).model_copy(update={"spread": {**SPREAD, "strategy": "dp"}})
     resume.write_meta(other, changed)
     for strategy, expected in {"zero2": same_strategy, "dp": other, "fsdp": other}.items():
         assert find_checkpoint("auto", tmp_path, strategy=strategy) == expected
+    with open(other.parents[1] / ".owner.json", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert find_checkpoint("auto", tmp_path, strategy="fsdp") == same_strategy, (
+            "the other run is in use"
+        )
 
 
 def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path, caplog):
@@ -341,6 +348,16 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
     ):
         with refused(message, f"--weights {run_dir}/hf"):
             find_checkpoint(str(run_dir), tmp_path, work)
+
+
+def test_epochs_without_effect_are_named(tmp_path):
+    run_dir = make_run(tmp_path, "a", 5, work={**WORK, "epochs": 2, "max_steps": 20})
+    plan = plan_of(None, work={**WORK, "epochs": 4, "max_steps": 20})
+    plan.config.resume, plan.num_steps = str(run_dir), 20
+    with refused("epochs=4", "max_steps=20 decides", "-1"):
+        resume.find_checkpoint(plan, [])
+    plan.work["max_steps"] = plan.num_steps = 40
+    assert resume.find_checkpoint(plan, []).parents[1] == run_dir
 
 
 def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(tmp_path):

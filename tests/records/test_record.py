@@ -1,3 +1,4 @@
+import fcntl
 import json
 import math
 import os
@@ -10,10 +11,12 @@ import pytest
 from distributed_training.records.record import (
     LOST_PEER,
     METRICS_FILE,
+    OWNER_FILE,
     RECORD_FILE,
     Record,
     append_metrics,
     git_commit,
+    is_alive,
     load_record,
     mark_stopped,
     start_record,
@@ -39,13 +42,18 @@ def test_files_that_are_not_records_are_refused(text, word, tmp_path):
         load_record(tmp_path)
 
 
-def test_a_record_that_has_just_started_can_be_read(tmp_path):
+def test_a_run_is_alive_while_a_process_holds_the_lock_of_its_folder(tmp_path):
     record = start_test_record(tmp_path)
     assert json.loads((tmp_path / RECORD_FILE).read_text()) == record.values
     state = load_record(tmp_path)
     assert (state.status, state.error, state.finished_at) == ("running", None, None)
     assert state.hostname == platform.node()
     assert datetime.fromisoformat(state.started_at).tzinfo == timezone.utc
+    assert not is_alive(state)
+    with open(tmp_path / OWNER_FILE, "w") as file:
+        assert not is_alive(state)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert is_alive(state)
 
 
 def test_without_a_checkout_there_is_no_commit(tmp_path, monkeypatch):

@@ -323,7 +323,18 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     expected = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2]}
     assert history == History(**expected, skipped_steps=[2], best={"step": 4})
     history.truncate(3)
-    assert history.best is None, "that step runs again"
+    assert history.best == {"step": 4}, "best/ is kept until a better model is written"
+
+
+def test_losses_on_other_samples_are_not_compared():
+    """A run that is resumed with another value of eval_samples starts its best weights and early
+    stopping again."""
+    rows = [{"step": step, "loss": step, "num_targets": 33} for step in range(4)]
+    history = History(evaluations=rows)
+    assert history.describe_plateau(3) == "0.0000 at step 0"
+    history.evaluations += [{**row, "step": row["step"] + 4, "num_targets": 2} for row in rows]
+    assert history.describe_plateau(4) == ""
+    assert history.describe_plateau(3) == "0.0000 at step 4"
 
 
 @pytest.mark.parametrize(
