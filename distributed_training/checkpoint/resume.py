@@ -201,7 +201,7 @@ def changed_keys(meta: Meta, plan: Plan) -> set[str]:
 
 
 def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
-    metas = {}
+    candidates = []
     obstacle = ""
     problems: list[str] = []
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
@@ -213,9 +213,8 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
                 # each strategy's own run.
                 is_same = meta.spread.get("strategy") == plan.strategy.name
-                metas[is_same, meta.step, checkpoint] = meta
-    for key in sorted(metas, reverse=True):
-        meta, checkpoint = metas[key], key[-1]
+                candidates.append((is_same, meta.step, checkpoint, meta))
+    for is_same, _, checkpoint, meta in sorted(candidates, reverse=True):
         run_dir = checkpoint.parents[1]
         if differences := _differences(meta.work, meta.data_fingerprint, plan):
             why = f"used different settings: {differences}. To continue that run with its own "
@@ -225,7 +224,7 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
             why = "has finished"
             with _skip_damaged(checkpoint, problems):
                 run = load_run_record(checkpoint, meta)
-                if not key[0] and is_alive(run):
+                if not is_same and is_alive(run):
                     why = "is in use"
                 elif run.status != "ok":
                     claims.check_foreign_files(run_dir)

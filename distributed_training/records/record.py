@@ -212,10 +212,9 @@ def has_begun(run_dir: Path) -> bool:
     """Return whether the current attempt of a run has written the record. Each attempt first writes
     plan.json with a new id."""
     plan, record = run_dir / "plan.json", run_dir / RECORD_FILE
-    ids = set()
+    files = filter(Path.is_file, (plan, record))
     with contextlib.suppress(ValueError):  # a damaged record is of an earlier attempt
-        for file in filter(Path.is_file, (plan, record)):
-            ids.add(json.loads(file.read_bytes()).get("attempt_id"))
+        ids = {json.loads(file.read_bytes()).get("attempt_id") for file in files}
         return record.is_file() and len(ids) == 1
     return False
 

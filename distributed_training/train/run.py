@@ -35,6 +35,7 @@ from distributed_training.records.display import (
     short_path,
     verdict,
 )
+from distributed_training.records.folder import remove_unfinished
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
@@ -59,6 +60,7 @@ def train(
     history = records.History()
     record = None
     if is_rank_0:
+        remove_unfinished(plan.run_dir)
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
