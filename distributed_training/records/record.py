@@ -58,7 +58,7 @@ class History(BaseModel):
         """Evaluations on the samples of the last one. `eval_samples` may change when a run is
         resumed, and the number of targets tells its values apart."""
         rows = self.evaluations
-        return [row for row in rows if row["num_targets"] == rows[-1]["num_targets"]]
+        return [row for row in rows if row.get("num_targets") == rows[-1].get("num_targets")]
 
     def describe_plateau(self, count: int) -> str:
         """If none of the last `count` evaluations lowered the validation loss, return the lowest

@@ -118,7 +118,7 @@ class KeepBest(EvaluationCallback):
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         history = trainer.history
         lowest = math.inf
-        if history.best and history.best["num_targets"] == row["num_targets"]:
+        if history.best and history.best.get("num_targets") == row.get("num_targets"):
             lowest = history.best["loss"]
         loss = row["loss"]  # None if it is not finite and was read from a record
         is_best = trainer.step > 0 and loss is not None and loss < lowest

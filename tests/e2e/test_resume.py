@@ -183,7 +183,8 @@ def test_a_finished_run_ends_at_once_and_a_resumed_run_keeps_its_settings_and_be
     values |= {"keep_checkpoints": 9, "keep_best": True, "output_dir": output_dir}
     assert_ok(train(values))
     (run_dir,) = run_folders(output_dir)
-    rows, weights = metrics(run_dir), final_weights(run_dir)
+    weights, best = final_weights(run_dir), load_record(run_dir)["best"]
+    assert best["step"] > 10
     again = {**values, "resume": "auto"}
     halved = launcher_command("torchrun", {**again, "batch_size": 1})
     for result in (
@@ -195,8 +196,6 @@ def test_a_finished_run_ends_at_once_and_a_resumed_run_keeps_its_settings_and_be
         assert f"{run_dir.name} has finished this work after 30 steps" in result.stderr
         assert "--resume None" in result.stderr
     assert run_folders(output_dir) == [run_dir]
-    best = load_record(run_dir)["best"]
-    assert best["step"] > 10
     named = {"output_dir": output_dir, "resume": run_dir / "checkpoints/step-00000010"}
     log = tmp_path / "log"
     with running(launcher_command("python", named), log) as process:
@@ -209,11 +208,7 @@ def test_a_finished_run_ends_at_once_and_a_resumed_run_keeps_its_settings_and_be
     assert_ok(resumed)
     assert "(eval_samples)" in resumed.stdout
     assert final_weights(run_dir) == weights
-    rates = [[row["learning_rate"] for row in table] for table in (rows, metrics(run_dir))]
-    assert rates[0] == rates[1]
-    record = load_record(run_dir)
-    assert record["best"]["num_targets"] == record["evaluations"][-1]["num_targets"]
-    assert record["best"]["num_targets"] < best["num_targets"]
+    assert load_record(run_dir)["best"]["num_targets"] < best["num_targets"]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])

@@ -262,7 +262,12 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
 ):
     trainer = make_trainer(CountingEngine(), stop_after=stop_after, eval_every=2)
     trainer.engine.step = trainer.history.step = trainer.checkpoints.saved_step = 5
-    rows = [{"step": step, "loss": 0.1, "perplexity": None} for step in (0, 2, 4, 5)]
+    row = {
+        "loss": 0.1,
+        "perplexity": None,
+        "num_targets": trainer.data.validation.num_targets.sum(),
+    }
+    rows = [{**row, "step": step} for step in (0, 2, 4, 5)]
     trainer.history.evaluations = rows if killed_in == "export" else rows[:3]
     trainer.history.loss_curve = [(step, 2.0) for step in range(1, 6)]
     assert trainer.run() == 0
