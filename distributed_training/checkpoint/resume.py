@@ -232,9 +232,8 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
                     return checkpoint
         obstacle = obstacle or f"{run_dir.name} {why}"
     if problems:
-        what = "resume=auto cannot continue a run with these settings"
-        fix = "repair or move the run's folder, or set resume=None to start a new run"
-        raise UserError(what, problems[0], fix)
+        what = "resume=auto starts no new run, because a run with these settings cannot continue"
+        raise UserError(what, problems[0], "to start a new run, add --resume None")
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None

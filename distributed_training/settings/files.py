@@ -50,7 +50,6 @@ def publish(unpublished: Path, final: Path) -> None:
     for path in (*unpublished.rglob("*"), unpublished):
         _sync(path)
     if final.is_dir():
-        restore_replaced(final)
         os.rename(final, final.with_name(REPLACED + final.name))
     os.replace(unpublished, final)
     _sync(final.parent)

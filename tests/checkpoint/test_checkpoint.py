@@ -379,7 +379,7 @@ def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(t
     assert find_checkpoint("auto", runs) == runs / "a" / "checkpoints" / "step-00000001"
     shutil.rmtree(runs / "a")
     shutil.rmtree(damaged)
-    with refused(str(moved / "metrics.jsonl"), "resume=None"):
+    with refused(str(moved / "metrics.jsonl"), "--resume None"):
         find_checkpoint("auto", runs)
 
 
