@@ -3,7 +3,6 @@ not import torch. saver.py writes checkpoints and documents the files in them.""
 
 import contextlib
 import json
-import logging
 import os
 import shlex
 import socket
@@ -38,7 +37,6 @@ MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
-logger = logging.getLogger(__name__)
 
 
 class FilesOnOtherNodesError(UserError):
@@ -154,8 +152,8 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 
     If `resume` is "auto", use the intact checkpoint with the most steps among the unfinished runs
     with the same `work` as `plan`. A run with the strategy of `plan` is preferred to a run with
-    another strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there
-    is no usable checkpoint. Raises FinishedError if a run with this strategy has done the work, and
+    another strategy. Append a note to `notes` for each damaged checkpoint, and if there is no
+    usable checkpoint. Raises FinishedError if a run with this strategy has done the work, and
     UserError instead of starting a new run if only an obstacle prevents a run from continuing.
 
     Raises UserError if the run has files on other nodes. Also raises UserError if a named
@@ -208,7 +206,7 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
         _check_unfinished(run_dir, plan)
         for checkpoint in list_checkpoints(run_dir):
-            with _skip_damaged(checkpoint, []):
+            with _skip_damaged(checkpoint, notes):
                 meta = read_meta(checkpoint)
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
                 # each strategy's own run.
@@ -229,11 +227,11 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
                 elif run.status != "ok":
                     claims.check_foreign_files(run_dir)
                     check_files(checkpoint, meta, plan)
+                    notes += problems
                     return checkpoint
         obstacle = obstacle or f"{run_dir.name} {why}"
     if problems:
-        what = "resume=auto starts no new run, because a run with these settings cannot continue"
-        raise UserError(what, problems[0], "to start a new run, add --resume None")
+        raise UserError(problems[0], fix="to start a new run, add --resume None")
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None
@@ -257,16 +255,15 @@ def _check_unfinished(run_dir: Path, plan: Plan) -> None:
 
 @contextlib.contextmanager
 def _skip_damaged(checkpoint: Path, problems: list[str]) -> Iterator[None]:
-    """Within the `with` block, log a warning and append it to `problems` instead of raising an
-    error if the checkpoint cannot be used. Raises FilesOnOtherNodesError if some of its files are
-    on other nodes."""
+    """Within the `with` block, append a note to `problems` instead of raising an error if the
+    checkpoint cannot be used. Raises FilesOnOtherNodesError if some of its files are on other
+    nodes."""
     try:
         yield
     except FilesOnOtherNodesError:
         raise
     except (UserError, OSError) as error:
-        logger.warning("resume='auto' skips %s: %s", checkpoint, error)
-        problems.append(str(error))
+        problems.append(f"resume=auto cannot use {checkpoint}: {error}")
 
 
 def load_run_record(checkpoint: Path, meta: Meta) -> Record:

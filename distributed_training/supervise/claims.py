@@ -34,7 +34,7 @@ def check_foreign_files(run_dir: Path) -> None:
     """Raise UserError if a run must not write to a folder. Writing could change something outside
     if the folder belongs to another user, or if a link, a pipe or a device has a name that a run
     writes to. Other links do not matter."""
-    fix = "remove the link, resume another run, or set resume=None to start a separate run"
+    fix = "remove the link, or resume another run"
     try:
         # Some network disks give this process's own files to another user id.
         with tempfile.TemporaryFile(dir=run_dir) as own_file:

@@ -207,8 +207,7 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     else:
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
-    is_named = config.lora_rank or plan.weights_dir is not None
-    fingerprint = weights_checksum(model, source) if is_named else 0
+    fingerprint = weights_checksum(model, source) if config.lora_rank or plan.weights_dir else 0
     if config.has_quantized_base:
         source = quantize_matrices(model, source, topology.device, str(config.base_dtype))
     return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint

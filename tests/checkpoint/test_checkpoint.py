@@ -90,12 +90,14 @@ def begin(run_dir, engine, step, **plan):
     return saver
 
 
-def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True):
+def find_checkpoint(
+    given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True, notes=None
+):
     """Return the checkpoint that a single process finds, or a list of notes if there is none."""
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
-    notes = []
+    notes = [] if notes is None else notes
     return resume.find_checkpoint(plan, notes) or notes
 
 
@@ -304,16 +306,15 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
         )
 
 
-def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path, caplog):
+def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path):
     run_dir = make_run(tmp_path, "a", 1, 20, 30)
     first, second, third = list_checkpoints(run_dir)
     (third / RANK_0).unlink()
     (second / "meta.json").write_text("{")
-    assert find_checkpoint("auto", tmp_path) == first
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 2
-    assert f"{second} is not a checkpoint" in warnings[0]
-    assert f"{third} is damaged. {RANK_0} is missing" in warnings[1]
+    assert find_checkpoint("auto", tmp_path, notes=(notes := [])) == first
+    assert len(notes) == 2
+    assert f"{second} is not a checkpoint" in notes[0]
+    assert f"{third} is damaged. {RANK_0} is missing" in notes[1]
     # The next save deletes the skipped checkpoints, although they are from later steps.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
