@@ -34,7 +34,7 @@ CONFIG = {
     "generate": "The value of",  # prompt for samples before and after training; None: no samples
     "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
     "checkpoint_every": None,  # every N steps; None: every epoch, signal: only on Ctrl-C, 0: never
-    "resume": None,  # a run's folder, or auto: the newest unfinished run with these settings
+    "resume": None,  # a run's folder, or auto: the unfinished run with these settings
     "log_to": None,  # tensorboard, wandb, mlflow or trackio, which must be installed
 }
 

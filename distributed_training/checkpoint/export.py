@@ -20,7 +20,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import atomic_folder, plural
+from distributed_training.settings.files import atomic_folder, plural, replace_file
 
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
@@ -157,7 +157,7 @@ def write_card(folder: Path, r: Record) -> None:
         best=r.best if folder.name == BEST else None, processes=plural(r.world_size, "process"),
         short_name=short_name, in_markdown=in_markdown, quote=shlex.quote,
     )  # fmt: skip
-    (folder / CARD).write_text(text, encoding="utf-8")
+    replace_file(folder / CARD, text.encode())
 
 
 def _local_name(folder: Path) -> str:

@@ -3,8 +3,8 @@ not import torch. saver.py writes checkpoints and documents the files in them.""
 
 import contextlib
 import json
-import logging
 import os
+import shlex
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
 from distributed_training.records.record import (
     LAST,
@@ -24,17 +24,19 @@ from distributed_training.records.record import (
     write_json,
 )
 from distributed_training.settings.config import AUTO
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, crc32_of, shown
+from distributed_training.settings.errors import FinishedError, UserError
+from distributed_training.settings.files import JsonObject, crc32, crc32_of, shown
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 6
+# Keys of the work that a named resume may change: larger values of the first two extend the run,
+# and the model's folder may have been moved. `load_checkpoint` compares the weights.
+CHANGEABLE = ("max_steps", "epochs", "model", "weights")
 MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
-logger = logging.getLogger(__name__)
 
 
 class FilesOnOtherNodesError(UserError):
@@ -46,10 +48,11 @@ class Meta(BaseModel, strict=True):
 
     format: int = FORMAT
     step: Annotated[int, Field(ge=0)]
+    attempt_id: str = ""  # `Plan.attempt_id`
     work: dict[str, Any]  # `Plan.work` of the run that wrote the checkpoint
     spread: dict[str, Any]  # `Plan.layout_fingerprint`
     data_fingerprint: str = ""
-    base_fingerprint: int = 0  # `Engine.base_fingerprint`
+    base_fingerprint: int = 0  # `Engine.base_fingerprint`; 0 without base weights
     counters: dict[str, float]  # `Engine.counters`
     files: dict[str, int]  # file -> bytes
     checksums: dict[str, int]  # file -> CRC-32
@@ -147,14 +150,15 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
 def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     """Return the checkpoint to resume from, or None if a new run should start.
 
-    If `resume` is "auto", use the newest intact checkpoint of the newest unfinished run with the
-    same `work` as `plan`. A run with the strategy of `plan` is preferred to a newer run with
-    another strategy. Log a warning for each damaged checkpoint. Append a note to `notes` if there
-    is no usable checkpoint.
+    If `resume` is "auto", use the intact checkpoint with the most steps among the unfinished runs
+    with the same `work` as `plan`. A run with the strategy of `plan` is preferred to a run with
+    another strategy. Append a note to `notes` for each damaged checkpoint, and if there is no
+    usable checkpoint. Raises FinishedError if a run with this strategy has done the work, and
+    UserError instead of starting a new run if only an obstacle prevents a run from continuing.
 
     Raises UserError if the run has files on other nodes. Also raises UserError if a named
     checkpoint is missing or damaged, has no record of its run, or is from a run with a different
-    `work`."""
+    `work`. Its model may have been moved."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -162,15 +166,16 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         return _find_newest(plan, notes)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
-    # Keys that the user set to a new value, if the run then trains beyond the checkpoint
-    extended_keys = {
-        key
-        for key in ("max_steps", "epochs")
-        if plan.requested.is_set(key) and meta.work.get(key) != plan.work.get(key)
-    }
+    changed = changed_keys(meta, plan)
+    max_steps = plan.work.get("max_steps")
+    if changed & {"max_steps", "epochs"} == {"epochs"} and plan.num_steps == max_steps:
+        what = f"epochs={plan.work['epochs']} has no effect, because {max_steps=} decides"
+        raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
-        extended_keys = set()
-    if differences := _differences(meta, plan, extended_keys):
+        changed -= {"max_steps", "epochs"}
+    if "model" in changed and load_plan(checkpoint.parents[1]).model.size != plan.model.size:
+        changed.remove("model")
+    if differences := _differences(meta.work, meta.data_fingerprint, plan, changed):
         fix = "restore these settings, or start a new run from that run's weights: --weights "
         fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"
         if "global_batch_size" in differences:
@@ -179,7 +184,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         raise UserError(f"{what}: {differences}", fix=fix)
     check_files(checkpoint, meta, plan)
     run = load_run_record(checkpoint, meta)
-    for key in sorted(extended_keys):
+    for key in sorted(changed & {"max_steps", "epochs"}):
         change = f"{key} was {meta.work.get(key)} and is now {plan.work[key]}"
         notes.append(f"{change}. The learning rate follows the new schedule from step {meta.step}")
     if run.status == "ok" and run.step > meta.step:
@@ -188,54 +193,77 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     return checkpoint
 
 
+def changed_keys(meta: Meta, plan: Plan) -> set[str]:
+    """Return the keys in CHANGEABLE that differ from the checkpoint's run."""
+    return {key for key in CHANGEABLE if meta.work.get(key) != plan.work.get(key)}
+
+
 def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
-    runs = {}
+    candidates = []
     obstacle = ""
+    problems: list[str] = []
     # A link may lead to a run on another disk, and `latest` leads to one of the runs.
     for run_dir in {folder.resolve() for folder in plan.output_dir.glob("*")}:
-        checkpoints = list_checkpoints(run_dir)
-        if checkpoints and (why := claims.find_foreign_file(run_dir)):
-            logger.warning("resume='auto' skips %s: %s", run_dir, why)
-            continue
-        for checkpoint in checkpoints:
-            with _skip_damaged(checkpoint):
+        _check_unfinished(run_dir, plan)
+        for checkpoint in list_checkpoints(run_dir):
+            with _skip_damaged(checkpoint, notes):
                 meta = read_meta(checkpoint)
-                run = load_run_record(checkpoint, meta)
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
                 # each strategy's own run.
                 is_same = meta.spread.get("strategy") == plan.strategy.name
-                runs[is_same, run.started_at, checkpoint] = meta, run
-    for is_same, started_at, checkpoint in sorted(runs, reverse=True):
-        meta, run = runs[is_same, started_at, checkpoint]
-        if run.status == "ok":
-            why = "has finished"
-        elif differences := _differences(meta, plan):
-            command = f"--resume {os.path.relpath(checkpoint.parents[1])}"
-            why = f"used different settings: {differences}. To continue that run, restore these "
-            why += f"settings and use {command}"
-        elif not is_same and is_alive(run):
-            why = "is in use"
+                candidates.append((is_same, meta.step, checkpoint, meta))
+    for is_same, _, checkpoint, meta in sorted(candidates, reverse=True):
+        run_dir = checkpoint.parents[1]
+        if differences := _differences(meta.work, meta.data_fingerprint, plan):
+            why = f"used different settings: {differences}. To continue that run with its own "
+            why += "settings, or with a larger max_steps or epochs, use --resume "
+            why += shlex.quote(os.path.relpath(run_dir))
         else:
-            why = "is damaged"
-            with _skip_damaged(checkpoint):
-                check_files(checkpoint, meta, plan)
-                return checkpoint
-        obstacle = obstacle or f"{checkpoint.parents[1].name} {why}"
+            why = "has finished"
+            with _skip_damaged(checkpoint, problems):
+                run = load_run_record(checkpoint, meta)
+                if not is_same and is_alive(run):
+                    why = "is in use"
+                elif run.status != "ok":
+                    claims.check_foreign_files(run_dir)
+                    check_files(checkpoint, meta, plan)
+                    notes += problems
+                    return checkpoint
+        obstacle = obstacle or f"{run_dir.name} {why}"
+    if problems:
+        raise UserError(problems[0], fix="to start a new run, add --resume None")
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a usable checkpoint"
     notes.append(f"resume=auto starts a new run, because {obstacle}")
     return None
 
 
+def _check_unfinished(run_dir: Path, plan: Plan) -> None:
+    """Raise FinishedError if a run with the strategy and data of `plan` has done its work."""
+    try:
+        run = load_record(run_dir)
+    except UserError:  # not a run
+        return
+    data_fingerprint = run.work.pop("data_fingerprint", "")
+    is_same_data = plan.data_fingerprint in ("", data_fingerprint)
+    is_same = is_same_data and run.strategy["name"] == plan.strategy.name
+    if run.status == "ok" and is_same and not _differences(run.work, data_fingerprint, plan):
+        name = shlex.quote(os.path.relpath(run_dir))
+        fix = "to train again, add --resume None. To train longer, add "
+        fix += f"--resume {name} and a larger --max_steps or --epochs"
+        raise FinishedError(f"{name} has finished this work after {run.step} steps", fix=fix)
+
+
 @contextlib.contextmanager
-def _skip_damaged(checkpoint: Path) -> Iterator[None]:
-    """Within the `with` block, log a warning instead of raising an error if the checkpoint is
-    damaged. Raises FilesOnOtherNodesError if some of the checkpoint's files are on other nodes."""
+def _skip_damaged(checkpoint: Path, problems: list[str]) -> Iterator[None]:
+    """Within the `with` block, append a note to `problems` instead of raising an error if the
+    checkpoint cannot be used. Raises FilesOnOtherNodesError if some of its files are on other
+    nodes."""
     try:
         yield
     except FilesOnOtherNodesError:
         raise
     except (UserError, OSError) as error:
-        logger.warning("resume='auto' skips %s: %s", checkpoint, error)
+        problems.append(f"resume=auto cannot use {checkpoint}: {error}")
 
 
 def load_run_record(checkpoint: Path, meta: Meta) -> Record:
@@ -249,12 +277,14 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
     return load_record(run_dir)
 
 
-def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    """Describe the keys of the work, except those in `allowed`, that differ from the checkpoint's
-    run. The text may have moved, if its tokens are the same."""
-    old, new = meta.work, plan.work
+def _differences(
+    old: JsonObject, data_fingerprint: str, plan: Plan, allowed: Collection[str] = ()
+) -> str:
+    """Describe the keys of the work, except those in `allowed`, that differ from the work `old` of
+    a run with this data. The text may have moved, if its tokens are the same."""
+    new = plan.work
     ignored = {*allowed}
-    if meta.data_fingerprint and meta.data_fingerprint == plan.data_fingerprint:
+    if data_fingerprint and data_fingerprint == plan.data_fingerprint:
         ignored |= {"dataset", "validation_dataset", "tokenizer"}
     return ", ".join(
         f"{key} was {shown(old.get(key))} and is now {shown(new.get(key))}"

@@ -94,9 +94,10 @@ class Saver:
         if self.memory is not None:
             parts = self.memory.copy(parts)
         meta = resume.Meta(
-            step=step, work=self.plan.work, spread=self.plan.layout_fingerprint,
-            data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
-            counters=engine.counters(), files={}, checksums={},
+            step=step, attempt_id=self.plan.attempt_id, work=self.plan.work,
+            spread=self.plan.layout_fingerprint, data_fingerprint=data_fingerprint,
+            base_fingerprint=engine.base_fingerprint, counters=engine.counters(), files={},
+            checksums={},
         )  # fmt: skip
         self._save_row = {"step": step, "copied": self.memory is not None}
         self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)
@@ -190,10 +191,12 @@ def load_checkpoint(
         what = f"The dataset differs from the one used to train {folder}"
         why = "its files, or the Python version with the embedded corpus, have changed"
         raise UserError(what, why, "restore the dataset, or set resume to None")
-    if meta.base_fingerprint != engine.base_fingerprint:
-        what = f"The adapters in {folder} do not match the weights {plan.config.weights}"
-        why = "these weights have changed since the checkpoint was saved"
-        raise UserError(what, why, "restore the weights, or set resume to None")
+    if meta.base_fingerprint != engine.base_fingerprint and (
+        plan.config.lora_rank or resume.changed_keys(meta, plan) & {"model", "weights"}
+    ):
+        what = f"The run of {folder} did not start from the weights {plan.config.weights}"
+        why = "these weights have other values"
+        raise UserError(what, why, "set model to the folder of its weights, or resume to None")
     names = resume.files_to_read(folder, meta, plan, topology.rank)
     saved = TensorFiles(folder / name for name in names)
     engine.load(saved, meta.counters)

@@ -41,7 +41,7 @@ class Engine(abc.ABC):
 
     topology: Topology
     optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper around one
-    base_fingerprint = 0  # fingerprint of the frozen weights under the adapters; 0 without adapters
+    base_fingerprint = 0  # fingerprint of the initial weights; 0 for random weights without LoRA
     gradient_names: Sequence[str] = ()  # names in the order of `StepResult.param_grad_norms`
 
     @abc.abstractmethod

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.settings.errors import RunError, UserError, first_line
+from distributed_training.settings.errors import FinishedError, RunError, UserError, first_line
 from distributed_training.settings.files import shown
 
-_ERROR_CLASSES = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
+_ERRORS = (OSError, FloatingPointError, RunError, FinishedError)
+_ERROR_CLASSES = {error.__name__: error for error in _ERRORS}
 Gather = Callable[[Any], list[Any]]
 DAY_S = 86400.0
 logger = logging.getLogger(__name__)

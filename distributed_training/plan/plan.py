@@ -163,6 +163,7 @@ class Plan(Draft):
     # Names the run in its folder's owner file. The attempts of one torchrun continue the run with
     # the same id. Set by `reserve_run_dir`.
     run_id: str = ""
+    attempt_id: str = ""  # new whenever the run starts; repeated in its record and checkpoints
     format: int = FORMAT
 
     @property

@@ -63,7 +63,8 @@ def choose_model(config: Request, machine: Machine, notes: list[str]) -> tuple[R
     folder = Path(config.weights)
     names_folder = config.weights not in (AUTO, "pretrained", "random")
     if names_folder and not folder.is_dir():
-        raise UserError(f"weights={config.weights!r} is not a folder", fix="set weights to auto")
+        what = f"weights={config.weights!r} is not a folder"
+        raise UserError(what, fix="set weights to a folder, or to auto")
     continues_adapters = names_folder and is_adapter(folder)
     settings: Settings = {}
     name = config.model

@@ -134,6 +134,10 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     new, old = config.to_key_values(), earlier.requested.to_key_values()
     # The command that resumes a run repeats its options, so only other values count as new.
     kept = {key for key in new if config.is_set(key) and new[key] != old.get(key)}
+    folder = earlier.model.weights_dir
+    if "model" not in kept and folder is not None and not folder.is_dir():
+        what = f"the model of the resumed run, {folder}, is not a folder"
+        raise UserError(what, fix="if it was moved, add --model with its new path")
     is_batch_new = not kept.isdisjoint(BATCH_KEYS)
     kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
     lost = set[str]()
@@ -152,13 +156,18 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
             notes.append(f"these settings {what}: {values}")
     # Another machine may need another value of a key that does not change results.
     fixed = {"strategy", *BATCH_KEYS, *earlier.work}
+    if "model" in kept:  # a moved folder, which also contains the weights and the tokenizer
+        fixed -= {"weights", "tokenizer"}
     inherited = {
         key: AUTO if old[key] == AUTO and key not in fixed else value
         for key, value in inherited.items()
         if key not in lost
     }
+    # What the user set in the resumed run counts as set.
+    set_by = {key: by for key, by in earlier.requested.set_by.items() if key in inherited}
     engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
     inherited["engine_options"] = config.engine_options | engine_options
+    inherited["set_by"] = set_by | config.set_by
     config = with_values(config, **inherited)
     return config if is_batch_new else keep_global_batch(config, earlier, num_processes, notes)
 

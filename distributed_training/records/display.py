@@ -320,7 +320,7 @@ def _precision(r: Record) -> str:
 def describe_overfitting(r: Record) -> str:
     """Describe the last and the lowest validation loss of a run that overfitted, or return "". A
     run has overfitted if its last loss is more than 1% higher than its lowest loss."""
-    finite_rows = [row for row in r.evaluations if row["loss"] is not None]
+    finite_rows = [row for row in r.comparable_evaluations if row["loss"] is not None]
     if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return ""
     best = min(finite_rows, key=itemgetter("loss"))

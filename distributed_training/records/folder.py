@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import REPLACED, restore_replaced, shown
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
@@ -27,8 +27,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove checkpoints and exports that were incomplete when a process died."""
+    """Remove checkpoints and exports that were incomplete when a process died, and restore those
+    that it was replacing."""
     for folder in (run_dir, run_dir / CHECKPOINTS):
+        for replaced in folder.glob(f"{REPLACED}*"):
+            restore_replaced(folder / replaced.name.removeprefix(REPLACED))
         for unfinished in folder.glob(".writing-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -53,25 +53,32 @@ class History(BaseModel):
     saves: list[JsonObject] = []
     best: JsonObject | None = None  # with keep_best: the evaluation of the weights in best/
 
+    @property
+    def comparable_evaluations(self) -> list[JsonObject]:
+        """Evaluations on the samples of the last one. `eval_samples` may change when a run is
+        resumed, and the number of targets tells its values apart."""
+        rows = self.evaluations
+        return [row for row in rows if row.get("num_targets") == rows[-1].get("num_targets")]
+
     def describe_plateau(self, count: int) -> str:
         """If none of the last `count` evaluations lowered the validation loss, return the lowest
         loss and its step as text. Otherwise, or if `count` is 0, return ""."""
-        losses = [row["loss"] for row in self.evaluations]
+        evaluations = self.comparable_evaluations
+        losses = [row["loss"] for row in evaluations]
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
         best = losses.index(min(losses))
         if not count or len(losses) - best <= count:
             return ""
-        return f"{losses[best]:.4f} at step {self.evaluations[best]['step']}"
+        return f"{losses[best]:.4f} at step {evaluations[best]['step']}"
 
     def truncate(self, step: int) -> None:
-        """Drop all results that were recorded after `step`."""
+        """Drop all results that were recorded after `step`, except for the best evaluation, because
+        best/ keeps its weights."""
         self.step = step
         self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
         for rows in (self.evaluations, self.saves):
             rows[:] = [row for row in rows if row["step"] <= step]
         self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
-        if self.best and self.best["step"] > step:  # repeating the steps updates best/
-            self.best = None
 
 
 class Record(History):
@@ -202,11 +209,14 @@ def is_alive(r: Record) -> bool:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether the current attempt of a run has written the record. Each attempt writes
-    plan.json first."""
+    """Return whether the current attempt of a run has written the record. Each attempt first writes
+    plan.json with a new id."""
     plan, record = run_dir / "plan.json", run_dir / RECORD_FILE
-    written_at = [file.stat().st_mtime_ns for file in (plan, record) if file.is_file()]
-    return record.is_file() and written_at == sorted(written_at)
+    files = filter(Path.is_file, (plan, record))
+    with contextlib.suppress(ValueError):  # a damaged record is of an earlier attempt
+        ids = {json.loads(file.read_bytes()).get("attempt_id") for file in files}
+        return record.is_file() and len(ids) == 1
+    return False
 
 
 def mark_stopped(

@@ -230,8 +230,8 @@ class RunConfig(Options):
     auto: True if there are several evaluations, export is True, and saving takes at most 5% of the
     run."""
     resume: PathText | None = checkpoint_key(None)
-    """Run to resume: a run's folder, or auto for the newest unfinished run with the same model,
-    data and training settings."""
+    """Run to resume: a run's folder, or auto for the unfinished run with the most steps and the
+    same model, data and training settings."""
     export: bool = checkpoint_key(True)
     """After training, write the weights to hf/ in Hugging Face format."""
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)

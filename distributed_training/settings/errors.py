@@ -23,6 +23,7 @@ class UserError(ValueError):
     end of `fix` is printed on a separate line."""
 
     exit_code = 2
+    label = "error"
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
@@ -33,7 +34,7 @@ class UserError(ValueError):
     @property
     def terminal_text(self) -> str:
         """Return the message for a terminal, with the command on a separate line."""
-        message = f"error: {self}"
+        message = f"{self.label}: {self}"
         if not self.command:
             return message
         return f"{message.removesuffix(self.command).rstrip()}\n  {self.command}"
@@ -70,6 +71,13 @@ class RunError(UserError):
     UserError, but the exit code is 1."""
 
     exit_code = 1
+
+
+class FinishedError(UserError):
+    """Raised if nothing remains to be done. The message is a note, and the exit code is 0."""
+
+    exit_code = 0
+    label = "note"
 
 
 def first_line(error: BaseException) -> str:

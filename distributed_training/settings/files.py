@@ -22,6 +22,7 @@ _ERROR_TEXTS = {
     "extra_forbidden": "is not a known key", "missing": "is missing",
 }  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
+REPLACED = ".replaced-"  # beginning of the name of a folder that is being replaced
 JsonObject = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -44,19 +45,32 @@ def check_replaced(path: Path) -> None:
 
 def publish(unpublished: Path, final: Path) -> None:
     """Sync the file or folder `unpublished` to disk and rename it to `final`. An existing `final`
-    is replaced."""
+    is replaced. A folder cannot be replaced in one step, so the old folder first gets another name,
+    from which `restore_replaced` restores it if this process dies before the second step."""
     for path in (*unpublished.rglob("*"), unpublished):
         _sync(path)
     if final.is_dir():
-        shutil.rmtree(final)
+        os.rename(final, final.with_name(REPLACED + final.name))
     os.replace(unpublished, final)
     _sync(final.parent)
+    restore_replaced(final)
+
+
+def restore_replaced(final: Path) -> None:
+    """Restore the folder `final` if a process died while it replaced the folder. If `final` exists,
+    delete its predecessor instead."""
+    replaced = final.with_name(REPLACED + final.name)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        os.rename(replaced, final)
 
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a new temporary folder. If the `with` block raises no error, rename this folder to
     `folder`, which is replaced if it exists."""
+    restore_replaced(folder)
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)  # raises if a link has this name

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,9 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
     for restart in range(max_restarts + 1):
         if restart:
             checkpoint, note = run_dir.plan_restart(plan)
-            plan = replace(plan, checkpoint=checkpoint, notes=(*plan.notes, note))
+            plan = replace(
+                plan, checkpoint=checkpoint, notes=(*plan.notes, note), attempt_id=uuid.uuid4().hex
+            )
             run_dir.write_plan(plan)
         count = plan.num_processes
         outcome = run_ranks(command, count, Monitor(plan.config, count))

@@ -14,6 +14,8 @@ from pathlib import Path
 from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import replace_file
 from distributed_training.supervise import claims
 
 LATEST = "latest"  # link in output_dir to the newest run's folder
@@ -42,6 +44,7 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
         command=shlex.join(["python", *sys.argv]),
         notes=tuple(notes),
         run_id=uuid.uuid4().hex if run_id == "none" else run_id,
+        attempt_id=uuid.uuid4().hex,
     )
     claims.claim(folder, plan.run_id)
     write_plan(plan)
@@ -57,17 +60,17 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
 def write_plan(plan: Plan) -> None:
     """Write the plan to the run's folder. From now on, a record of an earlier attempt is not
     changed until rank 0 replaces it."""
-    (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
+    replace_file(plan.run_dir / PLAN_FILE, PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
 def plan_restart(plan: Plan) -> tuple[Path | None, str]:
     """Return the checkpoint from which a restarted run continues, and a note that names the
-    checkpoint. The checkpoint is the last one written since the run was planned. If there is none,
-    it is the checkpoint from which the run resumed, or None if the run starts from the
+    checkpoint. The checkpoint is the last one that the failed attempt has written. If there is
+    none, it is the checkpoint from which this attempt resumed, or None if the run starts from the
     beginning."""
-    planned_at = (plan.run_dir / PLAN_FILE).stat().st_mtime
     saved = plan.checkpoint
     for checkpoint in list_checkpoints(plan.run_dir):  # oldest first
-        if checkpoint.stat().st_mtime >= planned_at:
-            saved = checkpoint
+        with contextlib.suppress(UserError):  # a damaged checkpoint, which was not chosen
+            if resume.read_meta(checkpoint).attempt_id == plan.attempt_id:
+                saved = checkpoint
     return saved, f"the run was restarted from {saved.name if saved else 'the beginning'}"

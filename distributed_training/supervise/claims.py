@@ -2,68 +2,91 @@
 
 The processes of a run hold a shared lock on the folder's owner file, which names the run. Some file
 systems have no locks, or show them only on one machine. There, a run that has not released its
-folder counts as alive while files in the folder change, and every run checks that it still owns its
-folder before it publishes a checkpoint. This module does not import torch."""
+folder counts as alive if files in the folder change while this process watches it, and every run
+checks that it still owns its folder before it publishes a checkpoint. This module does not import
+torch."""
 
 import contextlib
 import fcntl
 import json
 import os
 import platform
+import re
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from distributed_training.records.record import OWNER_FILE
-from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.errors import RunError, UserError, print_stderr
 from distributed_training.settings.files import shown
 
-QUIET_S = 60.0  # without a lock, a run has ended if its folder has not changed for this long
+QUIET_S = 60.0  # without a lock, a run has ended if its folder does not change for this long
+# Names in a run's folder that a run opens, fills or replaces
+_WRITTEN = re.compile(
+    r"(plan|record|\.owner)\.json|metrics\.jsonl|tensorboard|wandb|(trace|memory)-rank.*"
+    r"|(hf|best|merged)(/README\.md)?|checkpoints(/step-\d+)?|(checkpoints/)?\.(writing|replaced)-.*"
+)
 _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners
 
 
-def find_foreign_file(run_dir: Path) -> str:
-    """Return why a run must not write to a folder, or "" if it may. Writing could change something
-    outside if the folder belongs to another user or contains a link, a pipe or a device."""
+def check_foreign_files(run_dir: Path) -> None:
+    """Raise UserError if a run must not write to a folder. Writing could change something outside
+    if the folder belongs to another user, or if a link, a pipe or a device has a name that a run
+    writes to. Other links do not matter."""
+    fix = "remove the link, or resume another run"
     try:
         # Some network disks give this process's own files to another user id.
         with tempfile.TemporaryFile(dir=run_dir) as own_file:
             if os.fstat(own_file.fileno()).st_uid != run_dir.stat().st_uid:
-                return f"{run_dir} belongs to another user"
+                raise UserError(f"{run_dir} belongs to another user", fix=fix)
     except OSError as error:
-        return f"{run_dir} cannot be written: {error.strerror}"
+        raise UserError(f"{run_dir} cannot be written: {error.strerror}", fix=fix) from None
     for path in run_dir.rglob("*"):
         is_foreign = path.is_symlink() or not (path.is_dir() or path.is_file())
-        if is_foreign and path.relative_to(run_dir).parts[:-1][:1] != ("wandb",):
-            return f"{path} is a link or a special file"
-    return ""
+        if is_foreign and _WRITTEN.fullmatch(path.relative_to(run_dir).as_posix()):
+            raise UserError(f"{path} is a link or a special file", fix=fix)
 
 
 def claim(run_dir: Path, run_id: str) -> None:
     """Claim a run's folder until this process ends. All attempts of one torchrun have the same
     `run_id`. Raises UserError if another run holds the folder, or if it has foreign files."""
-    if reason := find_foreign_file(run_dir):
-        fix = "remove the link, resume another run, or set resume=None to start a separate run"
-        raise UserError(reason, fix=fix)
+    check_foreign_files(run_dir)
     descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     owner = read_owner(run_dir)
-    changed_at = max(path.stat().st_mtime for path in run_dir.iterdir())
-    is_alive = owner.get("run_id", run_id) != run_id and time.time() - changed_at < QUIET_S
+    is_locked = False
+    may_be_alive = owner.get("run_id", run_id) != run_id  # another run, which has not released it
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        is_alive = is_alive and owner.get("host") != platform.node()
+        may_be_alive = may_be_alive and owner.get("host") != platform.node()
     except OSError as error:  # BlockingIOError, or the file system has no locks
-        is_alive = is_alive or isinstance(error, BlockingIOError)
-    if is_alive:
+        is_locked = isinstance(error, BlockingIOError)
+    if is_locked or (may_be_alive and _is_changing(run_dir, owner)):
         os.close(descriptor)
         what = f"The run {shown(str(run_dir))} is still in use by {shown(owner.get('host'))}"
-        fix = f"wait for the run to end (if its machine is lost, {QUIET_S:.0f} s), or set "
-        raise UserError(what, fix=f"{fix}resume=None to start a separate run")
+        fix = "wait for the run to end, or set resume=None to start a separate run"
+        raise UserError(what, fix=fix)
     text = json.dumps({"host": platform.node(), "run_id": run_id})
     os.pwrite(descriptor, text.encode().ljust(_OWNER_BYTES), 0)
     os.fsync(descriptor)
+
+
+def _is_changing(run_dir: Path, owner: dict[str, Any]) -> bool:
+    """Watch a run's folder and return whether a file in it changes. Times of files are not compared
+    with this machine's clock, which may differ from the clock that set them."""
+    print_stderr(
+        f"note: waiting {QUIET_S:.0f} s to see whether the run in {shown(str(run_dir))} "
+        f"still writes there, because {shown(owner.get('host'))} has not released it"
+    )
+
+    times = set()
+    with contextlib.suppress(FileNotFoundError):  # a file was removed meanwhile
+        for seconds in (QUIET_S, 0):
+            times.add(tuple(path.lstat().st_mtime_ns for path in sorted(run_dir.rglob("*"))))
+            time.sleep(seconds)
+        return len(times) > 1
+    return True
 
 
 def hold(run_dir: Path) -> None:

@@ -6,7 +6,6 @@ The loop calls the callbacks in the order of their list."""
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +117,9 @@ class KeepBest(EvaluationCallback):
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
         history = trainer.history
-        lowest = history.best["loss"] if history.best else math.inf
+        lowest = math.inf
+        if history.best and history.best.get("num_targets") == row.get("num_targets"):
+            lowest = history.best["loss"]
         loss = row["loss"]  # None if it is not finite and was read from a record
         is_best = trainer.step > 0 and loss is not None and loss < lowest
         if trainer.plan.config.keep_best is True and is_best:
@@ -126,6 +127,7 @@ class KeepBest(EvaluationCallback):
             trainer.set_activity(f"the export after step {trainer.step}")
             trainer.export(trainer.plan.run_dir / records.BEST)
             history.best = row
+            trainer.call("on_history")
 
 
 class EarlyStopping(EvaluationCallback):
@@ -204,5 +206,3 @@ class Checkpoints:
         trainer.call("on_history")
         if trainer.topology.rank == 0:
             records.truncate_metrics(plan.run_dir, step)
-            if history.best is None:  # best/ may contain the model from a later step.
-                shutil.rmtree(plan.run_dir / records.BEST, ignore_errors=True)

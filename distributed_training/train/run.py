@@ -35,6 +35,7 @@ from distributed_training.records.display import (
     short_path,
     verdict,
 )
+from distributed_training.records.folder import remove_unfinished
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
@@ -59,6 +60,7 @@ def train(
     history = records.History()
     record = None
     if is_rank_0:
+        remove_unfinished(plan.run_dir)
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
@@ -103,6 +105,10 @@ def train(
     if plan.checkpoint is not None:
         trainer.checkpoints.restore(trainer, plan.checkpoint)
         display.say(f"resumed from {short_path(plan.checkpoint)}")
+        num_targets = int(data.validation.num_targets.sum())
+        if history.evaluations and history.evaluations[-1]["num_targets"] != num_targets:
+            text = "the validation samples are not those of the earlier evaluations (eval_samples)"
+            display.note(f"{text}, so best/ and stop_after start again")
     signum = trainer.run()
     set_activity(END_ACTIVITY)
     results = recorder.collect_results(trainer)
@@ -182,8 +188,8 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
 
 
 def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, int]:
-    """Return the model on the meta device, its initial weights and a fingerprint of its frozen
-    weights, which is 0 without LoRA.
+    """Return the model on the meta device, its initial weights and their fingerprint, which is
+    0 for random weights without LoRA.
 
     All weights are rounded to the compute dtype. Frozen weights are stored in the compute dtype (or
     in `base_dtype` for the matrices of blocks). Trained weights are stored in fp32 or, if the
@@ -201,7 +207,7 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     else:
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
-    fingerprint = weights_checksum(model, source) if config.lora_rank else 0
+    fingerprint = weights_checksum(model, source) if config.lora_rank or plan.weights_dir else 0
     if config.has_quantized_base:
         source = quantize_matrices(model, source, topology.device, str(config.base_dtype))
     return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint
@@ -221,6 +227,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     }
     return {
         "command": plan.command,
+        "attempt_id": plan.attempt_id,
         "config": plan.settings,
         "config_requested": plan.requested.to_key_values(),
         "engine_options": plan.engine_options,

@@ -18,10 +18,11 @@ from distributed_training.data.pieces import MESSAGES
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import build_part
-from distributed_training.records.folder import list_checkpoints
+from distributed_training.records.folder import list_checkpoints, remove_unfinished
+from distributed_training.settings import files
 from distributed_training.settings.config import Request
-from distributed_training.settings.errors import UserError
-from tests.support import refused, save_now, start_test_record
+from distributed_training.settings.errors import FinishedError, UserError
+from tests.support import edit_json, refused, save_now, start_test_record
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
 SPREAD = {"strategy": "zero2", "num_processes": 1, "mesh": "dp_shard 1"}
@@ -65,7 +66,7 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
     return SimpleNamespace(
         config=config, requested=Request(), run_dir=run_dir, work=work, layout_fingerprint=spread,
-        checkpoint=None,
+        checkpoint=None, attempt_id="",
         processes_here=1, strategy=strategy, notes=[], has_node_local_files=False,
         data_fingerprint="", run_id="", num_steps=None,
         ranks_on_disk=lambda rank: range(rank, rank + 1),
@@ -89,12 +90,14 @@ def begin(run_dir, engine, step, **plan):
     return saver
 
 
-def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True):
+def find_checkpoint(
+    given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True, notes=None
+):
     """Return the checkpoint that a single process finds, or a list of notes if there is none."""
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
-    notes = []
+    notes = [] if notes is None else notes
     return resume.find_checkpoint(plan, notes) or notes
 
 
@@ -102,7 +105,9 @@ def make_run(output_dir, name, *steps, status="interrupted", work=WORK, started_
     """Create a run that started at `started_at`, or else in the order of the names."""
     run_dir = output_dir / name
     run_dir.mkdir(parents=True)
-    start_test_record(run_dir).update(status=status, started_at=started_at or name)
+    record = start_test_record(run_dir)
+    values = {"work": {**work, "data_fingerprint": "tokens"}, "strategy": {"name": "zero2"}}
+    record.update(status=status, started_at=started_at or name, **values)
     for step in steps:
         save(run_dir, step, work=work)
     return run_dir
@@ -124,6 +129,35 @@ def test_a_checkpoint_is_flushed_to_disk_before_it_is_published(tmp_path, monkey
     renamed = calls.index(".writing-00000005 -> step-00000005")
     assert {RANK_0, "meta.json", ".writing-00000005"} <= set(calls[:renamed])
     assert calls[renamed + 1 :] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("call", ["rename", "replace", "fsync", "rmdir", "unlink"])
+def test_a_folder_exists_at_every_instant_while_it_is_replaced(call, tmp_path, monkeypatch):
+    """After each call of `publish` that changes the disk, a process could be killed. The next start
+    then finds the complete old or new folder."""
+    best, copies = tmp_path / "runs/best", []
+
+    def write(text):
+        with files.atomic_folder(best) as unfinished:
+            for name in ("a", "b"):
+                (unfinished / name).write_text(text)
+
+    write("old")
+    original = getattr(os, call)
+
+    def killed_after(*words, **kwargs):
+        original(*words, **kwargs)
+        copies.append(shutil.copytree(best.parent, tmp_path / f"killed-{len(copies)}"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, killed_after)
+        write("new")
+    assert copies
+    for run_dir in copies:
+        remove_unfinished(run_dir)
+        assert [path.name for path in run_dir.iterdir()] == ["best"]
+        texts = {(run_dir / "best" / name).read_text() for name in ("a", "b")}
+        assert texts in ({"old"}, {"new"})
 
 
 def test_a_background_save_writes_the_state_of_its_step(tmp_path, monkeypatch):
@@ -235,15 +269,19 @@ def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
 def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explains(tmp_path):
     (note,) = find_checkpoint("auto", tmp_path)
     assert str(tmp_path) in note
-    make_run(tmp_path, "20260103-finished", 5, status="ok")
-    (note,) = find_checkpoint("auto", tmp_path)
+    finished = make_run(tmp_path, "20260103-finished", 5, status="ok")
+    with pytest.raises(FinishedError, match="20260103-finished"):
+        find_checkpoint("auto", tmp_path)
+    (note,) = find_checkpoint("auto", tmp_path, strategy="dp")
     assert "20260103-finished" in note
+    edit_json(finished / "record.json", status="failed")
+    shutil.rmtree(finished / "checkpoints")
     make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
     (note,) = find_checkpoint("auto", tmp_path)
     assert "seed was 1 and is now 42" in note
     assert f"--resume {os.path.relpath(tmp_path)}/20260104-other-seed" in note
-    # Names contain the local time, so they do not order runs of machines in two time zones.
-    make_run(tmp_path, "20260106-tokyo", 1, started_at="20260101")
+    # Neither names nor times decide, because clocks of machines differ.
+    make_run(tmp_path, "20260106-tokyo", 1, started_at="20260106")
     newest = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260105-without-checkpoint")
     (tmp_path / "a-file").write_text("")
@@ -253,8 +291,8 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explain
 
 def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     """With resume=auto, runs of the same strategy take precedence, so that two strategies under
-    comparison do not resume each other's runs. Without such a run, the newest run that is not in
-    use is resumed."""
+    comparison do not resume each other's runs. Without such a run, a run that is not in use is
+    resumed."""
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     changed = read_meta(other).model_copy(update={"spread": {**SPREAD, "strategy": "dp"}})
@@ -268,16 +306,15 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
         )
 
 
-def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path, caplog):
+def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path):
     run_dir = make_run(tmp_path, "a", 1, 20, 30)
     first, second, third = list_checkpoints(run_dir)
     (third / RANK_0).unlink()
     (second / "meta.json").write_text("{")
-    assert find_checkpoint("auto", tmp_path) == first
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 2
-    assert f"{second} is not a checkpoint" in warnings[0]
-    assert f"{third} is damaged. {RANK_0} is missing" in warnings[1]
+    assert find_checkpoint("auto", tmp_path, notes=(notes := [])) == first
+    assert len(notes) == 2
+    assert f"{second} is not a checkpoint" in notes[0]
+    assert f"{third} is damaged. {RANK_0} is missing" in notes[1]
     # The next save deletes the skipped checkpoints, although they are from later steps.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
@@ -308,13 +345,23 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
     for work, message in (
         ({**WORK, "global_batch_size": 4}, "global_batch_size was 8 and is now 4"),
         ({**WORK, "new": 1}, "new was None and is now 1"),
-        ({}, "seed was 42 and is now None"),
+        ({**WORK, "seed": None}, "seed was 42 and is now None"),
     ):
         with refused(message, f"--weights {run_dir}/hf"):
             find_checkpoint(str(run_dir), tmp_path, work)
 
 
-def test_resume_auto_follows_links_to_runs_and_skips_what_it_cannot_read(tmp_path):
+def test_epochs_without_effect_are_named(tmp_path):
+    run_dir = make_run(tmp_path, "a", 5, work={**WORK, "epochs": 2, "max_steps": 20})
+    plan = plan_of(None, work={**WORK, "epochs": 4, "max_steps": 20})
+    plan.config.resume, plan.num_steps = str(run_dir), 20
+    with refused("epochs=4", "max_steps=20 decides", "-1"):
+        resume.find_checkpoint(plan, [])
+    plan.work["max_steps"] = plan.num_steps = 40
+    assert resume.find_checkpoint(plan, []).parents[1] == run_dir
+
+
+def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(tmp_path):
     runs = tmp_path / "runs"
     moved = make_run(tmp_path / "other disk", "b", 3)
     make_run(runs, "a", 1)
@@ -327,8 +374,14 @@ def test_resume_auto_follows_links_to_runs_and_skips_what_it_cannot_read(tmp_pat
     (damaged / "record.json").unlink()
     os.mkfifo(damaged / "record.json")
     assert find_checkpoint("auto", runs) == moved / "checkpoints" / "step-00000003"
+    (moved / "my_notes").symlink_to("text.txt")
+    assert find_checkpoint("auto", runs) == moved / "checkpoints" / "step-00000003"
     os.mkfifo(moved / "metrics.jsonl")
     assert find_checkpoint("auto", runs) == runs / "a" / "checkpoints" / "step-00000001"
+    shutil.rmtree(runs / "a")
+    shutil.rmtree(damaged)
+    with refused(str(moved / "metrics.jsonl"), "--resume None"):
+        find_checkpoint("auto", runs)
 
 
 def test_resume_identifies_text_by_its_tokens(tmp_path):
@@ -338,21 +391,24 @@ def test_resume_identifies_text_by_its_tokens(tmp_path):
     new_paths = dict.fromkeys(("dataset", "validation_dataset", "tokenizer"), "/moved")
     plan = plan_of(None, work={**work, **new_paths})
     plan.data_fingerprint = "tokens"
-    assert resume._differences(meta, plan) == ""
+    assert resume._differences(meta.work, "tokens", plan) == ""
     plan.data_fingerprint = "others"
-    assert "dataset was './a.txt' and is now '/moved'" in resume._differences(meta, plan)
+    changes = resume._differences(meta.work, "tokens", plan)
+    assert "dataset was './a.txt' and is now '/moved'" in changes
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])
-def test_a_run_without_a_readable_record_is_skipped_or_refused(content, tmp_path, caplog):
+def test_a_run_without_a_readable_record_is_refused(content, tmp_path):
     run_dir = make_run(tmp_path, "20260101-a", 1)
     (run_dir / "record.json").unlink()
     if content:
         (run_dir / "record.json").write_bytes(content)
-    assert isinstance(find_checkpoint("auto", tmp_path), list)
-    assert f"skips {run_dir}" in caplog.records[-1].getMessage()
-    with refused(f"{run_dir}/record.json"):
-        find_checkpoint(str(run_dir), tmp_path)
+    for resume_value in ("auto", str(run_dir)):
+        with refused(f"{run_dir}/record.json"):
+            find_checkpoint(resume_value, tmp_path)
+    assert isinstance(find_checkpoint("auto", tmp_path, {**WORK, "seed": 1}), list)
+    make_run(tmp_path, "20260102-b", 1)
+    assert find_checkpoint("auto", tmp_path).parents[1].name == "20260102-b"
 
 
 def test_a_checkpoint_of_other_tokens_is_refused(tmp_path):

@@ -14,8 +14,9 @@ from distributed_training.plan.plan import load_plan
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import checkpoint_copy_bytes
 from distributed_training.records.folder import list_checkpoints
-from tests.conftest import SMALL, assert_ok, train
+from tests.conftest import SMALL, assert_ok, run_command, script, train
 from tests.e2e.support import (
+    assert_refused,
     final_weights,
     launcher_command,
     metrics,
@@ -170,6 +171,66 @@ def test_resuming_from_any_checkpoint_gives_the_same_result(uninterrupted, tmp_p
     assert note in " ".join(resumed.stdout.split())
     assert_same_run(run_dir, whole)
     assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]
+
+
+def test_a_finished_run_ends_at_once_and_a_resumed_run_keeps_its_settings_and_best_weights(
+    tmp_path,
+):
+    """A job that is queued again after its end succeeds without training. A run that is named
+    without its options trains as far as planned, and keeps best/ until it has a better model."""
+    output_dir = tmp_path / "runs"
+    values = {**SMALL, "strategy": "dp", "max_steps": 30, "eval_every": 5, "checkpoint_every": 10}
+    values |= {"keep_checkpoints": 9, "keep_best": True, "output_dir": output_dir}
+    assert_ok(train(values))
+    (run_dir,) = run_folders(output_dir)
+    weights, best = final_weights(run_dir), load_record(run_dir)["best"]
+    assert best["step"] > 10
+    again = {**values, "resume": "auto"}
+    halved = launcher_command("torchrun", {**again, "batch_size": 1})
+    for result in (
+        train(again),
+        script({**again, "batch_size": 1}, "--num_gpus", "2"),
+        run_command(halved),
+    ):
+        assert_ok(result)
+        assert f"{run_dir.name} has finished this work after 30 steps" in result.stderr
+        assert "--resume None" in result.stderr
+    assert run_folders(output_dir) == [run_dir]
+    named = {"output_dir": output_dir, "resume": run_dir / "checkpoints/step-00000010"}
+    log = tmp_path / "log"
+    with running(launcher_command("python", named), log) as process:
+        wait_for(lambda: "resumed from" in log.read_text(), process, log)
+        process.kill()
+    assert load_record(run_dir)["best"] == best
+    assert (run_dir / "best" / "model.safetensors").is_file()
+    shutil.rmtree(run_dir / "hf")
+    resumed = train({**SMALL, **named, "eval_samples": 1})
+    assert_ok(resumed)
+    assert "(eval_samples)" in resumed.stdout
+    assert final_weights(run_dir) == weights
+    assert load_record(run_dir)["best"]["num_targets"] < best["num_targets"]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_moved_model_is_named_anew(lora_rank, tmp_path):
+    """A run continues if the weights in the folder are the same. Others are refused."""
+    model, moved, other = (tmp_path / name for name in ("model", "moved", "other"))
+    base = {**SMALL, "strategy": "dp", "max_steps": 1, "output_dir": tmp_path / "bases"}
+    for seed, folder in ((1, model), (2, other)):
+        assert_ok(train({**base, "seed": seed}))
+        run_folders(tmp_path / "bases")[-1].joinpath("hf").rename(folder)
+    values = {**base, "model": model, "lora_rank": lora_rank, "checkpoint_every": 1}
+    values["output_dir"] = tmp_path / "runs"
+    assert_ok(train(values))
+    model.rename(moved)
+    (run_dir,) = run_folders(tmp_path / "runs")
+    named = {"output_dir": tmp_path / "runs", "resume": run_dir, "max_steps": 2}
+    assert_refused(script(named), str(model), "--model")
+    refused = train({**SMALL, **named, "model": other})
+    assert refused.returncode != 0
+    assert str(other) in refused.stderr
+    assert_ok(train({**SMALL, **named, "model": moved}))
+    assert load_record(run_dir)["step"] == 2
 
 
 def test_deepspeeds_launcher_lets_a_stopped_run_save(tmp_path):

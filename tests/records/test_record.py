@@ -3,6 +3,7 @@ import json
 import math
 import os
 import platform
+import time
 from datetime import datetime, timezone
 
 import pytest
@@ -20,6 +21,7 @@ from distributed_training.records.record import (
     mark_stopped,
     start_record,
     truncate_metrics,
+    write_json,
 )
 from distributed_training.settings.files import ROOT
 from tests.support import refused, start_test_record
@@ -120,13 +122,17 @@ def test_the_record_names_the_first_cause_of_a_failure(tmp_path):
 def test_the_record_of_an_earlier_attempt_is_not_changed(tmp_path):
     record = start_test_record(tmp_path)
     mark_stopped(tmp_path, "failed", "rank 1: killed")
-    later = (tmp_path / RECORD_FILE).stat().st_mtime + 1
-    (tmp_path / "plan.json").touch()
-    os.utime(tmp_path / "plan.json", (later, later))
+    write_json(tmp_path / "plan.json", {"attempt_id": "second"})
+    os.utime(tmp_path / "plan.json", (1, 1))  # clocks do not decide
     assert mark_stopped(tmp_path, "failed", "rank 1 cannot begin")
     assert load_record(tmp_path).error == "rank 1: killed"
     record.update(step=1)
     assert (load_record(tmp_path).status, load_record(tmp_path).error) == ("running", None)
+    record.update(attempt_id="second")
+    tomorrow = time.time() + 86400
+    os.utime(tmp_path / "plan.json", (tomorrow, tomorrow))
+    mark_stopped(tmp_path, "failed", "rank 0: killed")
+    assert load_record(tmp_path).error == "rank 0: killed"
 
 
 def test_every_published_record_loads():

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.checkpoint.resume import Meta, write_meta
+from distributed_training.plan.plan import load_plan
 from distributed_training.planner.make_plan import inherit_settings, make_plan
+from distributed_training.planner.rank import as_typed
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
@@ -36,8 +39,7 @@ def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(tmp_path, 
         (tmp_path / f"other-{number}" / "plan.json").write_text(text)
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "plan.json")
-    saved = run_dir / "checkpoints/step-00000007"
-    saved.mkdir(parents=True)
+    saved = save(load_plan(run_dir), 7)
     config, notes = continue_run(requested)
     assert config == requested.model_copy(update={"resume": str(saved)})
     assert notes == ["the run was restarted from step-00000007"]
@@ -52,17 +54,24 @@ def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(tmp_path, 
 def test_a_skipped_checkpoint_is_not_resumed(tmp_path):
     """A run that resumed from the older of two checkpoints is restarted, both before and after a
     save. The newer checkpoint must not be used."""
-    older, newer, saved = (tmp_path / f"checkpoints/step-0000000{step}" for step in (2, 5, 3))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "plan.json").touch()
-    for folder in (older, newer):
-        folder.mkdir()
-        os.utime(folder, (1, 1))
-    plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
+    first = SimpleNamespace(run_dir=tmp_path, checkpoint=None, attempt_id="first")
+    older, newer = save(first, 2), save(first, 5)
+    plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older, attempt_id="second")
+    os.utime(newer, (1e10, 1e10))  # clocks do not decide
     assert plan_restart(plan) == (older, "the run was restarted from step-00000002")
-    newer.rmdir()
-    saved.mkdir()
+    saved = save(plan, 3)
+    os.utime(saved, (1, 1))
+    (tmp_path / "checkpoints/step-00000009").mkdir()
     assert plan_restart(plan)[0] == saved
+
+
+def save(plan, step):
+    """Write a checkpoint's meta.json, and return the checkpoint."""
+    folder = plan.run_dir / f"checkpoints/step-0000000{step}"
+    folder.mkdir(parents=True)
+    values = {"work": {}, "spread": {}, "counters": {}, "files": {}, "checksums": {}}
+    write_meta(folder, Meta(step=step, attempt_id=plan.attempt_id, **values))
+    return folder
 
 
 @pytest.fixture
@@ -72,9 +81,7 @@ def saved_plan(tmp_path):
     config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
     kept = ("hang_timeout_s=50", "checkpoint_every=signal", "keep_checkpoints=9")
     plan = reserve_run_dir(build_plan(merged(config, *own, *kept), 4))
-    meta = plan.run_dir / "checkpoints/step-00000007/meta.json"
-    meta.parent.mkdir(parents=True)
-    meta.touch()
+    save(plan, 7)
     return plan
 
 
@@ -110,7 +117,7 @@ def test_a_typed_batch_size_is_kept(saved_plan):
 def with_setting(plan, key, value):
     """Return the plan after a run with `key` set to `value`, and write it to the run's folder."""
     config = with_values(plan.config, **{key: value})
-    requested = with_values(plan.requested, **{key: value})
+    requested = as_typed(plan.requested, **{key: value})
     plan = replace(plan, config=config, requested=requested)
     write_plan(plan)
     return plan
@@ -122,6 +129,7 @@ def test_resuming_a_named_run_inherits_every_key(saved_plan):
         config, notes = resume(saved_plan)
         assert getattr(config, key) == OTHER[key]
         assert f"{key}={OTHER[key]!r}" in notes[0]
+        assert config.is_set(key)
 
 
 @pytest.mark.parametrize("key", ["dp_replicate", "checkpointed_blocks"])

@@ -29,11 +29,6 @@ time.sleep(60)
 """
 
 
-def make_old(run_dir):
-    for path in run_dir.iterdir():
-        os.utime(path, (1, 1))
-
-
 def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
     """Rank 0 keeps the claim after the process that started it has been killed."""
     starter = subprocess.Popen(
@@ -62,25 +57,29 @@ def test_a_run_folder_is_claimed_until_its_last_process_has_ended(tmp_path):
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_path, monkeypatch):
-    """The lock of another machine may be invisible. Its run is then alive if it has neither
-    released its folder nor been silent for a while, unless it is an earlier attempt of this run."""
+    """The lock of another machine may be invisible. Its run is then alive if it has not released
+    its folder and files change in the folder, whatever their times are, unless it is an earlier
+    attempt of this run."""
 
     def flock(descriptor, operation):
         if not has_locks:
             raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
+    metrics = tmp_path / "metrics.jsonl"
+
     claims.claim(tmp_path, "first")
     edit_json(tmp_path / claims.OWNER_FILE, host="another-host")
-    with refused(str(tmp_path), "'another-host'", "resume=None"):
-        claims.claim(tmp_path, "second")
+    metrics.touch()
+    for clock in (time.time() + 86400, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", lambda _, at=clock: os.utime(metrics, (at, at)))
+            with refused(str(tmp_path), "'another-host'", "resume=None"):
+                claims.claim(tmp_path, "second")
     claims.claim(tmp_path, "first")  # restarted on this machine
     edit_json(tmp_path / claims.OWNER_FILE, host="another-host")
-    make_old(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with refused("another-host"):
-        claims.claim(tmp_path, "second")
-    make_old(tmp_path)
+    monkeypatch.setattr(claims, "QUIET_S", 0.1)
+    os.utime(metrics, (time.time() + 86400,) * 2)
     claims.claim(tmp_path, "second")
     with pytest.raises(RunError):
         claims.check(tmp_path, "first")
@@ -100,7 +99,7 @@ def test_a_damaged_owner_file_does_not_prevent_a_claim(content, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        ".owner.json", ".writing-hf", ".writing-best", "checkpoints", ".lock", "metrics.jsonl",
+        ".owner.json", ".writing-hf", ".replaced-best", "checkpoints", "metrics.jsonl",
         "record.json", "plan.json", "hf", "hf/README.md", "checkpoints/.writing-00000001",
         "checkpoints/step-00000001", "tensorboard", "wandb",
     ],
@@ -121,9 +120,10 @@ def test_a_folder_with_a_link_or_a_pipe_is_refused_and_nothing_outside_changes(
     assert not outside.exists() if kind != "link" else outside.read_text() == "kept"
 
 
-def test_links_of_wandb_are_not_refused(tmp_path):
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+@pytest.mark.parametrize("name", ["wandb/latest-run", "my_notes", "hf/notes", "checkpoints/good"])
+def test_links_that_nothing_writes_through_are_not_refused(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to("text.txt")
     claims.claim(tmp_path, "first")
     assert claims.read_owner(tmp_path)["run_id"] == "first"
 

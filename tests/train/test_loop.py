@@ -262,7 +262,12 @@ def test_a_resumed_run_evaluates_and_stops_where_the_killed_run_would_have(
 ):
     trainer = make_trainer(CountingEngine(), stop_after=stop_after, eval_every=2)
     trainer.engine.step = trainer.history.step = trainer.checkpoints.saved_step = 5
-    rows = [{"step": step, "loss": 0.1, "perplexity": None} for step in (0, 2, 4, 5)]
+    row = {
+        "loss": 0.1,
+        "perplexity": None,
+        "num_targets": trainer.data.validation.num_targets.sum(),
+    }
+    rows = [{**row, "step": step} for step in (0, 2, 4, 5)]
     trainer.history.evaluations = rows if killed_in == "export" else rows[:3]
     trainer.history.loss_curve = [(step, 2.0) for step in range(1, 6)]
     assert trainer.run() == 0
@@ -323,7 +328,18 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     expected = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2]}
     assert history == History(**expected, skipped_steps=[2], best={"step": 4})
     history.truncate(3)
-    assert history.best is None, "that step runs again"
+    assert history.best == {"step": 4}, "best/ is kept until a better model is written"
+
+
+def test_losses_on_other_samples_are_not_compared():
+    """A run that is resumed with another value of eval_samples starts its best weights and early
+    stopping again."""
+    rows = [{"step": step, "loss": step, "num_targets": 33} for step in range(4)]
+    history = History(evaluations=rows)
+    assert history.describe_plateau(3) == "0.0000 at step 0"
+    history.evaluations += [{**row, "step": row["step"] + 4, "num_targets": 2} for row in rows]
+    assert history.describe_plateau(4) == ""
+    assert history.describe_plateau(3) == "0.0000 at step 4"
 
 
 @pytest.mark.parametrize(
