@@ -13,10 +13,13 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_json, replace_file
+from distributed_training.settings.files import load_object, replace_file, shown
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
+# Names of the number of layers. Building a config takes time and memory for each layer.
+LAYER_KEYS = {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
+MAX_LAYERS = 10_000
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -33,7 +36,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    document = load_json(folder / CONFIG_FILE, "model")
+    document = load_object(folder / CONFIG_FILE, "model")
+    for key in LAYER_KEYS & document.keys():
+        if isinstance(count := document[key], int) and count > MAX_LAYERS:
+            what = f"{folder / CONFIG_FILE}: {key}={shown(count)} is not accepted"
+            raise UserError(what, f"it must be at most {MAX_LAYERS:,}")
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -62,8 +69,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     invalid."""
     file = folder / GENERATION_CONFIG
     if file.is_file():
-        return load_json(file, "model")
-    return {"eos_token_id": load_json(folder / CONFIG_FILE, "model").get("eos_token_id")}
+        return load_object(file, "model")
+    return {"eos_token_id": load_object(folder / CONFIG_FILE, "model").get("eos_token_id")}
 
 
 def cached_json(key: str, compute: Callable[[], str]) -> str:

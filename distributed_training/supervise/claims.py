@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed_training.records.record import OWNER_FILE
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import load_object, shown
 
 QUIET_S = 60.0  # without a lock, a run has ended if its folder has not changed for this long
 _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners
@@ -94,6 +94,6 @@ def release(run_dir: Path) -> None:
 def read_owner(run_dir: Path) -> dict[str, Any]:
     """Return the host and the run id of a folder's owner, or {} if the folder has no owner."""
     try:
-        return dict(json.loads((run_dir / OWNER_FILE).read_bytes()))
-    except (OSError, TypeError, ValueError):  # the previous run has released the folder
+        return load_object(run_dir / OWNER_FILE, "owner")
+    except UserError:  # the previous run has released the folder
         return {}
