@@ -260,7 +260,7 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         (size,) = self.code.sizes(folder).values()
-        for name in (field.name for field in fields(ModelSize)):
+        for name in (field.name for field in fields(ModelSize) if field.compare):
             stored_value, own_value = getattr(size, name), getattr(self.size, name)
             if stored_value != own_value:
                 what = f"weights {folder} have {name}={stored_value}, but the model has {own_value}"

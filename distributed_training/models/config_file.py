@@ -4,6 +4,7 @@ nor torch is imported."""
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +18,9 @@ from distributed_training.settings.files import load_object, replace_file, shown
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
-# Names of the number of layers. Building a config takes time and memory for each layer.
-LAYER_KEYS = {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
-MAX_LAYERS = 10_000
+# Largest numbers in a config.json, by the words in their names. Building a config takes time and
+# memory for each layer, and measuring a model takes memory for each element of a vector.
+_MAX_COUNTS = {r"layers?$": 10_000, r"layer|head|size|dim|embd|embed|inner|position": 10**8}
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -37,10 +38,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
     document = load_object(folder / CONFIG_FILE, "model")
-    for key in LAYER_KEYS & document.keys():
-        if isinstance(count := document[key], int) and count > MAX_LAYERS:
-            what = f"{folder / CONFIG_FILE}: {key}={shown(count)} is not accepted"
-            raise UserError(what, f"it must be at most {MAX_LAYERS:,}")
+    _check_counts(document, folder / CONFIG_FILE)
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -61,6 +59,17 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
     return json.loads(cached_json(f"2 {version('transformers')} {text}", read))  # type: ignore[no-any-return]
+
+
+def _check_counts(values: dict[str, Any], file: Path) -> None:
+    """Raise UserError if a number of layers, heads or other parts of a model is far too large."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_counts(value, file)
+        for pattern, limit in _MAX_COUNTS.items():
+            if re.search(pattern, key) and isinstance(value, int) and value > limit:
+                what = f"{file}: {key}={shown(value)} is not accepted"
+                raise UserError(what, f"it must be at most {limit:,}", "correct this number")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
