@@ -62,8 +62,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)  # raises if a link has this name
-    yield unfinished
-    publish(unfinished, folder)
+    try:
+        yield unfinished
+        publish(unfinished, folder)
+    except OSError as error:  # errors of a full disk do not name the file
+        error.filename = error.filename or str(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -76,6 +81,16 @@ def replace_file(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user names, and create its folder. Raises UserError if this fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or ""
+        raise UserError(f"{path} cannot be written", why, "name another file") from None
 
 
 def _sync(path: Path) -> None:
