@@ -35,7 +35,11 @@ from distributed_training.settings.own_code import allow_families, require_allow
 from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.start.streams import open_closed_streams, open_lasting, replace_unencodable
+from distributed_training.start.streams import (
+    open_closed_streams,
+    open_lasting,
+    replace_unencodable,
+)
 from distributed_training.tools.dry_run import print_plan
 
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train

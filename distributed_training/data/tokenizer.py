@@ -172,7 +172,9 @@ class Tokenizer:
         why += f"{shown(self._class_keys)}, "
         file = self.folder / "tokenizer.json"
         settings = self.folder / "tokenizer_config.json"
-        declared = load_object(settings, "model").get("tokenizer_class") if settings.is_file() else ""
+        declared = (
+            load_object(settings, "model").get("tokenizer_class") if settings.is_file() else ""
+        )
         # For some types of models, transformers never uses the class that the folder names.
         is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
         is_replaced &= (self.folder / "config.json").is_file()

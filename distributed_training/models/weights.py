@@ -22,7 +22,13 @@ from safetensors import SafetensorError, safe_open
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import load_object, parse_as, plural, require_regular, shown
+from distributed_training.settings.files import (
+    load_object,
+    parse_as,
+    plural,
+    require_regular,
+    shown,
+)
 
 if TYPE_CHECKING:
     import torch

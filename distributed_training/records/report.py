@@ -16,7 +16,13 @@ from distributed_training.records.display import fill_template, fold, short_name
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
 from distributed_training.settings.errors import UserError, print_stderr, printable
-from distributed_training.settings.files import MARK, check_replaced, plural, resolve_user_path, write_text
+from distributed_training.settings.files import (
+    MARK,
+    check_replaced,
+    plural,
+    resolve_user_path,
+    write_text,
+)
 
 COMMAND = "python real_model_example.py report"
 LINE_STYLES = ("-", "--", "-.", ":")

@@ -37,7 +37,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
             os.set_inheritable(descriptor, True)
-            setattr(sys, name, open(descriptor, mode, closefd=False))
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def replace_unencodable() -> None:
