@@ -2,6 +2,7 @@ import itertools
 import math
 import os
 import signal
+import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,9 +20,11 @@ from distributed_training.records.display import Display
 from distributed_training.records.metrics import Tracker
 from distributed_training.records.record import History
 from distributed_training.settings.request import build_config
+from distributed_training.supervise.process import handle_signals
 from distributed_training.train import callbacks, loop
 from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import NonFiniteError, Trainer, learning_rate
+from distributed_training.train.run import stop_build_on_signal
 from tests.checkpoint.test_checkpoint import TOPOLOGY
 
 
