@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Index(BaseModel, strict=True):
     """Contents of an index of several weight files."""
 
-    weight_map: dict[str, Annotated[str, Field(min_length=1, max_length=255)]]  # tensor -> file
+    weight_map: dict[str, str]  # tensor -> file
 
 
 class StoredTensor(NamedTuple):

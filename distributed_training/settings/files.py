@@ -67,7 +67,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         publish(unfinished, folder)
     except OSError as error:  # errors of a full disk do not name the file
         error.filename = error.filename or str(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
@@ -81,16 +80,6 @@ def replace_file(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that the user names, and create its folder. Raises UserError if this fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or ""
-        raise UserError(f"{path} cannot be written", why, "name another file") from None
 
 
 def _sync(path: Path) -> None:
@@ -145,9 +134,9 @@ def parse_json(text: str | bytes, hook: Callable[..., Any] | None = None) -> Any
     members = [value]
     for _ in range(_MAX_DEPTH):
         containers = [member for member in members if isinstance(member, dict | list)]
-        if not containers:
-            return value
         members = [m for c in containers for m in (c.values() if isinstance(c, dict) else c)]
+        if not members:
+            return value
     raise ValueError(_TOO_DEEP)
 
 

@@ -36,7 +36,7 @@ from distributed_training.records.display import bottleneck_name, fold, format_c
 from distributed_training.records.results import format_table
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import check_replaced, shown, write_text
+from distributed_training.settings.files import check_replaced, shown
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.start.launch import requested_cluster
@@ -171,7 +171,8 @@ def run(
             first, amount, job_file, script, options, machine_options=machine_options,
             plan_command=shlex.join(["python", *sys.argv]),
         )  # fmt: skip
-        write_text(job_file, job)
+        job_file.parent.mkdir(parents=True, exist_ok=True)
+        job_file.write_text(job, encoding="utf-8")
         submit = job_template(job_file)[1]
         print(f"Wrote {job_file}. Check it, then submit it:")
         if submit == "sbatch":
