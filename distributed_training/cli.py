@@ -35,7 +35,11 @@ from distributed_training.settings.own_code import allow_families, require_allow
 from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch
 from distributed_training.start.ranks import current_process, run_ranks
-from distributed_training.start.streams import open_lasting, replace_unencodable
+from distributed_training.start.streams import (
+    open_closed_streams,
+    open_lasting,
+    replace_unencodable,
+)
 from distributed_training.tools.dry_run import print_plan
 
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
@@ -391,6 +395,7 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     config = {**config, "output_dir": str(output_dir)}
     description = description.splitlines()[0]
     allow_families([config.get("model")])
+    open_closed_streams()
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
     # this machine lacks and about deprecated functions of torch.
@@ -404,7 +409,7 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
         name, *argv = argv
     if name == "train":
         sys.stdout = open_lasting(sys.stdout)
-        sys.stderr = open_lasting(sys.stderr)
+    sys.stderr = open_lasting(sys.stderr)
 
     def act() -> int:
         if sys.platform != "linux":

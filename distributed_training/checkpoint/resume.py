@@ -2,7 +2,6 @@
 not import torch. saver.py writes checkpoints and documents the files in them."""
 
 import contextlib
-import json
 import os
 import shlex
 import socket
@@ -25,7 +24,14 @@ from distributed_training.records.record import (
 )
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
-from distributed_training.settings.files import JsonObject, crc32, crc32_of, shown
+from distributed_training.settings.files import (
+    JsonObject,
+    crc32,
+    crc32_of,
+    load_object,
+    parse_as,
+    shown,
+)
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
@@ -74,8 +80,8 @@ def read_meta(folder: Path) -> Meta:
     """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint in this
     format, or if meta.json is damaged."""
     try:
-        values = dict(json.loads((folder / META_FILE).read_bytes()))
-    except (OSError, TypeError, ValueError):
+        values = load_object(folder / META_FILE, "checkpoint")
+    except UserError:
         raise UserError(f"{folder} is not a checkpoint", fix=resume_advice(folder)) from None
     if (saved_format := values.get("format")) != FORMAT:
         what = f"Checkpoint {folder} has the format {saved_format} of another version, not {FORMAT}"
@@ -83,7 +89,7 @@ def read_meta(folder: Path) -> Meta:
     if values.pop(CHECKSUM, None) != crc32_of(values):
         why = f"{META_FILE} has changed since it was written"
         raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
-    return Meta(**values)
+    return parse_as(Meta, values, f"Checkpoint {folder}", resume_advice(folder))
 
 
 def rank_file_name(rank: int) -> str:

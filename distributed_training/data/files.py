@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import parse_json, require_regular, shown
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
@@ -88,7 +88,7 @@ def read_records(*paths: Path, columns: Collection[str]) -> Iterator[tuple[str, 
 def _parse(text: str) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON and for an unpaired surrogate, such as half of
     an emoji, which cannot be encoded."""
-    value = json.loads(text)
+    value = parse_json(text)
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
@@ -211,9 +211,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, and decompress it if necessary. Raises UserError if the file is not
     a regular file, or if it cannot be read until the end."""
     try:
-        if not path.is_file():  # Opening a pipe could block.
-            what = f"dataset file {path} is not a regular file"
-            raise UserError(what, fix="copy its content to a regular file")
+        require_regular(path, "dataset file")
         if path.suffix in COMPRESSIONS:
             import pyarrow
 

@@ -241,11 +241,19 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
 
 
 def read_samples(
-    folder: Path, config: RunConfig, *, can_pack: bool, padding_id: int = 0, with_tail: bool = False
+    folder: Path,
+    config: RunConfig,
+    *,
+    can_pack: bool,
+    padding_id: int = 0,
+    special_ids: np.ndarray | None = None,
 ) -> tuple[str, bool, list[Samples]]:
     """Return the form of the text in a cache folder, the result of `will_pack`, and all samples of
-    each split. If `with_tail` is set, include the last block of running text even if it is
-    incomplete.
+    each split.
+
+    If `special_ids` are given, the samples are for measuring a text: include the last block of
+    running text even if it is incomplete, and leave these ids out of the loss of texts, because the
+    texts do not have the tokens that separate them.
 
     Records are not packed, so each sample has one part. Parts without a target in the loss are left
     out, for example parts that contain only a prompt. The samples of several datasets are spread
@@ -257,13 +265,15 @@ def read_samples(
     for split in splits:
         if packs and form == RUNNING:
             num_targets = len(split["ids"]) - 1
-            end = num_targets if with_tail else num_targets - seq_len + 1
+            end = num_targets - seq_len + 1 if special_ids is None else num_targets
             starts = np.arange(0, max(0, end), seq_len)
             lengths = num_targets - starts
         else:
             starts, lengths = _find_records(split["starts"], packs and form == TEXT, seq_len)
         lengths = np.minimum(lengths, seq_len)
         loss_mask = split.get("loss_mask")
+        if loss_mask is None and special_ids is not None:
+            loss_mask = ~np.isin(split["ids"], special_ids)
         targets = lengths if loss_mask is None else count_targets(loss_mask, starts, lengths)
         owners = np.searchsorted(split["firsts"], starts, "right") - 1
         samples = Samples(

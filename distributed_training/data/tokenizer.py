@@ -19,7 +19,7 @@ from distributed_training.data import hub, pieces
 from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_json, shown
+from distributed_training.settings.files import load_object, shown
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
@@ -79,7 +79,7 @@ class Tokenizer:
     def _class_keys(self) -> dict[str, str]:
         """Keys of a config.json by which transformers selects the tokenizer's class."""
         config = self.folder / "config.json"
-        values = load_json(config, "model") if config.is_file() else {}
+        values = load_object(config, "model") if config.is_file() else {}
         stored = {key: str(values[key]) for key in CLASS_KEYS if values.get(key)}
         return stored | self._model
 
@@ -172,7 +172,9 @@ class Tokenizer:
         why += f"{shown(self._class_keys)}, "
         file = self.folder / "tokenizer.json"
         settings = self.folder / "tokenizer_config.json"
-        declared = load_json(settings, "model").get("tokenizer_class") if settings.is_file() else ""
+        declared = (
+            load_object(settings, "model").get("tokenizer_class") if settings.is_file() else ""
+        )
         # For some types of models, transformers never uses the class that the folder names.
         is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
         is_replaced &= (self.folder / "config.json").is_file()

@@ -4,6 +4,7 @@ nor torch is imported."""
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +14,13 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_json, replace_file
+from distributed_training.settings.files import load_object, replace_file, shown
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
+# Largest numbers in a config.json, by the words in their names. Building a config takes time and
+# memory for each layer, and measuring a model takes memory for each element of a vector.
+_MAX_COUNTS = {r"layers?$": 10_000, r"layer|head|size|dim|embd|embed|inner|position": 10**8}
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -33,7 +37,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    document = load_json(folder / CONFIG_FILE, "model")
+    document = load_object(folder / CONFIG_FILE, "model")
+    _check_counts(document, folder / CONFIG_FILE)
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -56,14 +61,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(cached_json(f"2 {version('transformers')} {text}", read))  # type: ignore[no-any-return]
 
 
+def _check_counts(values: dict[str, Any], file: Path) -> None:
+    """Raise UserError if a number of layers, heads or other parts of a model is far too large."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_counts(value, file)
+        for pattern, limit in _MAX_COUNTS.items():
+            if re.search(pattern, key) and isinstance(value, int) and value > limit:
+                what = f"{file}: {key}={shown(value)} is not accepted"
+                raise UserError(what, f"it must be at most {limit:,}", "correct this number")
+
+
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return the values of a folder's generation_config.json. Without such a file, transformers
     stops at `eos_token_id` in config.json, so return only this key. Raises UserError if the file is
     invalid."""
     file = folder / GENERATION_CONFIG
     if file.is_file():
-        return load_json(file, "model")
-    return {"eos_token_id": load_json(folder / CONFIG_FILE, "model").get("eos_token_id")}
+        return load_object(file, "model")
+    return {"eos_token_id": load_object(folder / CONFIG_FILE, "model").get("eos_token_id")}
 
 
 def cached_json(key: str, compute: Callable[[], str]) -> str:

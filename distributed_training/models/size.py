@@ -50,6 +50,9 @@ class ModelSize:
     repeated_values: int = 0
     # Mode of `split_values` -> values measured by tracing a block. {}: use the matrices' shapes
     traced_values: dict[str, LinearCost] = field(default_factory=dict)
+    # Id whose row of the token embedding has no gradient from the input, as with transformers'
+    # `padding_idx`; None if there is none. Weights of a model with another such id fit as well.
+    padding_id: int | None = field(default=None, compare=False)
     config: Any = None  # additional settings for the family's modules
 
     def split_values(self, mode: str, length: int) -> float:

@@ -16,12 +16,19 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import load_json, plural, shown
+from distributed_training.settings.files import (
+    load_object,
+    parse_as,
+    plural,
+    require_regular,
+    shown,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +56,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class _Index(BaseModel, strict=True):
+    """Contents of an index of several weight files."""
+
+    weight_map: dict[str, str]  # tensor -> file
+
+
 class StoredTensor(NamedTuple):
     """Tensor in a weight file."""
 
@@ -71,11 +84,13 @@ def weight_files(folder: Path) -> list[Path]:
     """Return a folder's weight files, or [] if the folder has no weights in a known format. Raises
     UserError if an index is not JSON."""
     for single, index in WEIGHT_FORMATS:
-        if (folder / single).is_file():
+        if (folder / single).exists():
             return [folder / single]
-        if (folder / index).is_file():
-            weight_map = load_json(folder / index, "weights")["weight_map"]
-            return [folder / name for name in sorted({*weight_map.values()})]
+        if (folder / index).exists():
+            document = load_object(folder / index, "weights")
+            fix = "download it again, or save the model again with transformers"
+            parsed = parse_as(_Index, document, str(folder / index), fix)
+            return [folder / name for name in sorted({*parsed.weight_map.values()})]
     return []
 
 
@@ -101,6 +116,8 @@ def require_weights(folder: Path) -> list[Path]:
         why = f"it has none of {', '.join(name for form in WEIGHT_FORMATS for name in form)}"
         fix = "to train this model from scratch, set weights to random"
         raise UserError(f"{folder} contains no readable weights", why, fix)
+    for file in files:
+        require_regular(file, "weights")
     if missing_files := [file.name for file in files if not file.exists()]:
         what = f"weights {folder}: {missing_files[0]} cannot be read"
         why = f"the index lists {plural(len(missing_files), 'file')} that do not exist"

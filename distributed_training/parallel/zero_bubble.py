@@ -118,10 +118,12 @@ def _look_up(embedding: Any, ids: torch.Tensor) -> torch.Tensor:
     weight = embedding.weight
     # tp shards the weight by vocabulary, and LoRA freezes it.
     if isinstance(weight, DTensor) or not weight.requires_grad:
-        return F.embedding(ids, weight)
+        return F.embedding(ids, weight, embedding.padding_idx)
+
+    is_padding = ids == (-1 if embedding.padding_idx is None else embedding.padding_idx)
 
     def add_rows(gradient: torch.Tensor) -> None:
-        rows = gradient.flatten(0, -2).float()
+        rows = gradient.float().masked_fill(is_padding[..., None], 0).flatten(0, -2)
         _fp32_gradient(weight).index_add_(0, ids.flatten(), rows)
 
     hidden = F.embedding(ids, weight.detach()).requires_grad_()

@@ -16,7 +16,7 @@ from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import JsonObject
+from distributed_training.settings.files import JsonObject, load_object
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
@@ -184,11 +184,11 @@ def load_plan(run_dir: Path) -> Plan:
     or is not a plan that this version supports."""
     file = run_dir / PLAN_FILE
     try:
-        document = json.loads(file.read_bytes())
+        document = load_object(file, "plan")
         if document.get("format") != FORMAT:
             raise ValueError(f"its format is {document.get('format')} instead of {FORMAT}")
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
-    except (AttributeError, OSError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         what = f"{file} is not a plan that this version can read"
         raise UserError(what, describe(error)) from None

@@ -28,6 +28,7 @@ from distributed_training.settings.machine import (
     with_power_limit,
 )
 
+MAX_GPUS = 2**16  # larger clusters take minutes to rank
 _CLUSTER_PATTERN = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
 # end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
@@ -56,9 +57,11 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:2] if part]
     name = match[3]
-    if 0 in numbers or name.isdecimal() or bool(name) == (gpu is not None):
+    is_countable = 0 < math.prod(numbers) <= MAX_GPUS
+    if not is_countable or name.isdecimal() or bool(name) == (gpu is not None):
         what = f"--cluster {shown(text)} is not accepted"
-        why = "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs"
+        why = "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs "
+        why += f"and at most {MAX_GPUS:,} GPUs"
         raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
     nodes, gpus_per_node = [1] * (2 - len(numbers)) + numbers
     gpu_spec = parse_gpu(gpu or name)

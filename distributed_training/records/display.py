@@ -211,7 +211,9 @@ def verdict(
         texts.append(f"about {format_duration(seconds)}")
         if price is not None:
             hours = seconds * num_processes / 3600
-            texts.append(re.sub(r"[\d.]+", lambda text: f"{hours * float(text[0]):,.2f}", price))
+            texts.append(
+                re.sub(r"\d*\.?\d+", lambda text: f"{hours * float(text[0]):,.2f}", price, count=1)
+            )
     needed, host = prediction.get("needed_bytes"), prediction.get("host_bytes")
     if needed and num_gpus:
         texts.append(f"{needed / GIB:.3g} of {machine['gpu_memory_bytes'] / GIB:.3g} GiB")

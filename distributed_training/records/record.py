@@ -17,12 +17,15 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from distributed_training.plan.layout import Batch
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     ROOT,
     JsonObject,
     crc32,
     load_json,
+    load_object,
     parse_as,
+    parse_json,
     replace_file,
 )
 
@@ -192,8 +195,8 @@ def load_record(path: Path) -> Record:
 
 def has_finished(run_dir: Path) -> bool:
     """Return whether a run's record has the status "ok"."""
-    with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads((run_dir / RECORD_FILE).read_bytes())["status"] == "ok")
+    with contextlib.suppress(UserError):
+        return bool(load_object(run_dir / RECORD_FILE, "record").get("status") == "ok")
     return False
 
 
@@ -269,7 +272,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     kept_lines = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         with contextlib.suppress(ValueError):  # a crash may have damaged the line
-            if json.loads(line)["step"] <= num_steps:
+            if parse_json(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
     replace_file(path, b"".join(kept_lines))
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ _ERROR_TEXTS = {
     "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
     "extra_forbidden": "is not a known key", "missing": "is missing",
 }  # fmt: skip
+_MAX_DEPTH = 100  # deepest nesting of JSON that is read
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 _CHUNK_BYTES = 16 * 2**20
 REPLACED = ".replaced-"  # beginning of the name of a folder that is being replaced
 JsonObject = dict[str, Any]
@@ -74,8 +76,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)  # raises if a link has this name
-    yield unfinished
-    publish(unfinished, folder)
+    try:
+        yield unfinished
+        publish(unfinished, folder)
+    except OSError as error:  # errors of a full disk do not name the file
+        error.filename = error.filename or str(folder)
+        raise
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -111,11 +117,9 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read or if the JSON is invalid.
     `what` describes the file in the message. If `unique` is True, a duplicate key is also an
     error."""
+    require_regular(path, what)
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")  # Reading a pipe could block.
-        hook = _reject_duplicate_keys if unique else None
-        return json.loads(path.read_bytes(), object_pairs_hook=hook)
+        return parse_json(path.read_bytes(), _reject_duplicate_keys if unique else None)
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         why = f"the folder contains {', '.join(names) or 'no JSON file'}"
@@ -123,6 +127,39 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
+
+
+def load_object(path: Path, what: str) -> JsonObject:
+    """Parse a JSON file that must contain an object. Raises UserError as `load_json` does, and for
+    any other value."""
+    document = load_json(path, what)
+    if not isinstance(document, dict):
+        raise UserError(f"{what} {path} is not a JSON object", f"it is {shown(document)}")
+    return document
+
+
+def parse_json(text: str | bytes, hook: Callable[..., Any] | None = None) -> Any:
+    """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested so deeply that
+    functions which process it would exceed Python's recursion limit."""
+    try:
+        value = json.loads(text, object_pairs_hook=hook)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    members = [value]
+    for _ in range(_MAX_DEPTH):
+        containers = [member for member in members if isinstance(member, dict | list)]
+        members = [m for c in containers for m in (c.values() if isinstance(c, dict) else c)]
+        if not members:
+            return value
+    raise ValueError(_TOO_DEEP)
+
+
+def require_regular(path: Path, what: str) -> None:
+    """Raise UserError if `path` is a pipe, a device or anything else that is not a regular file,
+    because reading it could block or never end. `what` describes the file in the message."""
+    if path.exists() and not path.is_file():
+        fix = "copy its content to a regular file"
+        raise UserError(f"{what} {path} is not a regular file", fix=fix)
 
 
 def crc32(file: Path) -> int:

@@ -61,7 +61,7 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
     path = Path(name_or_path).expanduser()
     if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
-    document = files.load_json(path, "preset")
+    document = files.load_object(path, "preset")
     return {name: value for name, value in document.items() if name != "_comment"}
 
 

@@ -7,7 +7,6 @@ which the host's name resolves. On many machines, this is a loopback address (12
 
 import contextlib
 import ipaddress
-import json
 import os
 import platform
 import socket
@@ -27,6 +26,7 @@ from distributed_training.predict.predict import local_cluster
 from distributed_training.records.record import code_checksums, has_finished, versions
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.files import load_object
 from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import LOOPBACK
@@ -117,8 +117,8 @@ def continue_run(config: Request) -> tuple[Request, list[str]]:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     folder = None
     for file in sorted(Path(config.output_dir).glob(f"*/{PLAN_FILE}")):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a foreign or damaged file
-            if file.is_file() and json.loads(file.read_bytes()).get("run_id") == run_id != "none":
+        with contextlib.suppress(UserError):  # a foreign or damaged file
+            if load_object(file, "plan").get("run_id") == run_id != "none":
                 folder = file.parent.resolve()
     if folder is None or has_finished(folder):
         return config, []

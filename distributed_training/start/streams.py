@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 from typing import Any
 
@@ -27,6 +28,16 @@ def open_lasting(stream: Any) -> Any:
     return io.TextIOWrapper(
         io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
     )
+
+
+def open_closed_streams() -> None:
+    """Connect the standard streams that are closed, for example by `>&-`, to /dev/null. Otherwise,
+    files that are opened later would get their descriptors, and Python sets the streams to None."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def replace_unencodable() -> None:

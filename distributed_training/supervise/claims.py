@@ -19,7 +19,7 @@ from typing import Any
 
 from distributed_training.records.record import OWNER_FILE
 from distributed_training.settings.errors import RunError, UserError, print_stderr
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import load_object, shown
 
 QUIET_S = 60.0  # without a lock, a run has ended if its folder does not change for this long
 # Names in a run's folder that a run opens, fills or replaces
@@ -117,6 +117,6 @@ def release(run_dir: Path) -> None:
 def read_owner(run_dir: Path) -> dict[str, Any]:
     """Return the host and the run id of a folder's owner, or {} if the folder has no owner."""
     try:
-        return dict(json.loads((run_dir / OWNER_FILE).read_bytes()))
-    except (OSError, TypeError, ValueError):  # the previous run has released the folder
+        return load_object(run_dir / OWNER_FILE, "owner")
+    except UserError:  # the previous run has released the folder
         return {}

@@ -45,7 +45,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         if topology.local_rank == 0:
             remove_unfinished(plan.run_dir)
-        what = f"{rank} could not write to {short_path(plan.run_dir)}"
+        what = f"{rank} could not write to {short_path(error.filename or plan.run_dir)}"
         fix = "free some space or raise the limit (ulimit -f), then continue with --resume auto"
         error = RunError(what, str(error.strerror), fix)
     if not plan.run_dir.is_dir():

@@ -230,7 +230,8 @@ def print_settings(runs: Sequence[Run]) -> None:
 def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
     """For each run, reuse a finished record in `out` that has the same CONFIG and the same number
     of processes."""
-    finished = [records.load_record(path) for path in sorted(out.glob(f"runs/{RECORD_PATTERN}"))]
+    folder = out / "runs"
+    finished = report.find_records([folder]) if folder.is_dir() else []
     for run in runs:
         if run.config is not None:
             # Runs that differ only in output_dir count as equal.

@@ -221,8 +221,9 @@ def _load_samples(
     folder = tokenize(
         split_corpus, tokenizer, config, token_cache_dir(), embedding_rows=size.vocab_size
     )
+    special_ids = tokenizer.special_ids[tokenizer.special_ids != tokenizer.unknown_id]
     form, packs, (samples,) = read_samples(
-        folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, with_tail=True
+        folder, config, can_pack=size.packs, padding_id=tokenizer.eos_id, special_ids=special_ids
     )
     if len(samples) == 0:
         what = f"dataset={config.dataset!r} has nothing to evaluate"

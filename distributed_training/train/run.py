@@ -1,12 +1,17 @@
 """Execute a training run on one rank, from loading the data to the finished record. `train` builds
 the parts of the run with the functions below it."""
 
+import contextlib
+import os
 import shlex
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -39,7 +44,12 @@ from distributed_training.records.folder import remove_unfinished
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
-from distributed_training.supervise.process import END_ACTIVITY, Process
+from distributed_training.supervise.process import (
+    END_ACTIVITY,
+    STOP_SIGNALS,
+    Process,
+    handle_signals,
+)
 from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
 
@@ -168,8 +178,29 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
-        ALL_OPS[name].load(verbose=False)
+        with stop_build_on_signal(Path(os.environ["TORCH_EXTENSIONS_DIR"], name, "lock")):
+            ALL_OPS[name].load(verbose=False)
     dist.barrier()
+
+
+@contextlib.contextmanager
+def stop_build_on_signal(lock: Path) -> Iterator[None]:
+    """If a stop signal arrives inside the `with` block, terminate the compilers that this process
+    has started, and remove the lock of their build. Then call the signal's previous handler, which
+    ends this process at once. A lock that stays behind would block every later build."""
+
+    def stop_build(signum: signal.Signals, frame: object) -> None:
+        children = psutil.Process().children(recursive=True)
+        compilers = [child for child in children if not child.name().startswith("python")]
+        for compiler in compilers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                compiler.terminate()
+        if compilers:  # otherwise, another run holds the lock
+            lock.unlink(missing_ok=True)
+        previous_handlers[signum](signum, frame)
+
+    with handle_signals(dict.fromkeys(STOP_SIGNALS, stop_build)) as previous_handlers:
+        yield
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:

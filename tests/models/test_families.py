@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from distributed_training.models import ModelSpec, find_model, gpt2, llama
+from distributed_training.models import ModelSpec, find_model, gpt2, llama, weights
 from tests.models.hub_folders import random_model
 from tests.support import assert_near, edit_json, read_model, refused, save_model
 
@@ -24,6 +24,8 @@ SHAPE = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
+IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
+PADDING_ID = int(IDS[0, 1])  # both an input and a target
 OPTIONS = {
     "gpt2": ("GPT2", {}),
     "llama": ("Llama", {}),
@@ -33,6 +35,8 @@ OPTIONS = {
     "llama-one-head-of-k-and-v": ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama-padding": ("Llama", {"pad_token_id": PADDING_ID}),
+    "llama-padding-tied": ("Llama", {"pad_token_id": PADDING_ID, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -41,7 +45,6 @@ OPTIONS = {
         "Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
-IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 
 
 def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
@@ -279,6 +282,9 @@ GPT2 |= {"vocab_size": 300}
             {"num_key_value_heads": 3},
             ("num_attention_heads=4", "num_key_value_heads=3", "do not fit"),
         ),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000",)),
+        ({"model_type": "olmo2", "hidden_size": 10**9}, ("hidden_size=1000000000",)),
+        ({**GPT2, "n_layer": 10**9}, ("n_layer=1000000000",)),
         ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
         ({**GPT2, "n_head": 3}, ("n_embd=32", "n_head=3")),
         ({**GPT2, "n_inner": 64}, ("n_inner=64", "128")),
@@ -294,6 +300,25 @@ def test_configs_of_an_unsupported_function_are_refused(changes, words, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **changes}))
     with refused(str(tmp_path), *words):
         find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("{}", ("weight_map is missing",)),
+        ('{"weight_map": 3}', ("weight_map",)),
+        ('{"weight_map": ["pipe"]}', ("weight_map",)),
+        ('{"weight_map": {"a": 3}}', ("weight_map.a=3",)),
+        ("[]", ("not a JSON object",)),
+        ("[" * 2000 + "]" * 2000, ("100 levels",)),
+        ('{"weight_map": {"a": "pipe"}}', ("pipe is not a regular file",)),
+    ],
+)
+def test_unusable_indices_and_shards_are_refused(index, words, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with refused(str(tmp_path), *words):
+        weights.open_weights(tmp_path)
 
 
 # Numbers of parameters, from the models' pages or counted by transformers

@@ -22,7 +22,7 @@ TOKENS = 2 * 16  # per micro-batch
 
 
 def build(name):
-    return find_model(MODELS[name]).build(dropout=0.0, seed=0)
+    return find_model(MODELS.get(name, MODELS["gpt2"])).build(dropout=0.0, seed=0)
 
 
 def build_bf16():
@@ -46,10 +46,12 @@ def run_split_backward(model, batches):
         second_part()
 
 
-@pytest.mark.parametrize("name", [*MODELS, "bf16"])
+@pytest.mark.parametrize("name", [*MODELS, "bf16", "padding"])
 def test_split_and_unsplit_backward_give_equal_gradients(name):
     """With bf16, weights are rounded once per step and gradients are fp32."""
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
+    if name == "padding":
+        model.token_embedding.padding_idx = int(batches[0][0][0, 0])
     expected, dtype = copy.deepcopy(model), model.compute_dtype or torch.float32
     with RoundedWeights(expected, dtype):
         for batch in batches:

@@ -89,10 +89,19 @@ def test_offload_on_cpus_is_ranked_only_when_asked_for(plan):
 
 
 def test_tokens_become_steps_hours_and_a_price(plan):
-    arguments = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2 CHF"
+    arguments = (
+        "--cluster",
+        "2xH200",
+        "--model",
+        "gpt2",
+        "--batch_size",
+        "8",
+        "--price",
+        "2 U.S. dollars",
+    )
     out = " ".join(plan(*arguments, "--tokens", "1B").split())
     assert " 122,071 steps of 16 x 512 tokens" in out
-    hours, cost = (float(re.search(rf"([\d.]+) {unit}", out)[1]) for unit in ("GPU-hours", "CHF"))
+    hours, cost = (float(re.search(rf"([\d.]+) {unit}", out)[1]) for unit in ("GPU-hours", "U.S."))
     assert cost == pytest.approx(2 * hours, rel=0.01)
     assert "--max_steps 122071" in out
 
@@ -129,6 +138,7 @@ def test_json_has_the_fields_that_programs_read(plan):
         (["--cluster", "4xH201"], ["'H201'", "H200", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["NxMxGPU", "8xH200"]),
         (["--cluster", "8xH200", "--price", "-1"], ["--price", "'-1'"]),
+        (["--cluster", "1000000000x8xH200"], ["'1000000000x8xH200'", "65,536"]),
         (["--cluster", "8xH200", "--tokens", "many"], ["--tokens", "'many'", "300M"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["--num_gpus", "--cluster"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),

@@ -1,10 +1,13 @@
 """Test output streams whose reader exits."""
 
 import os
+import shlex
 import sys
 
+import pytest
+
 from distributed_training.start.streams import open_lasting
-from tests.conftest import assert_ok, run_command
+from tests.conftest import SMALL, assert_ok, only_record, run_command, settings
 from tests.pool import SCRIPT
 
 
@@ -17,6 +20,14 @@ def test_a_closed_reader_does_not_end_the_run():
         os.close(reader)
         for _ in range(2):
             print("nobody reads this", file=lasting, flush=True)
+
+
+@pytest.mark.parametrize("streams", [">&-", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
+def test_closed_and_full_streams_do_not_end_a_run(streams, tmp_path):
+    options = settings({**SMALL, "strategy": "dp", "max_steps": 1, "output_dir": tmp_path})
+    words = shlex.join(map(str, [sys.executable, SCRIPT, "--num_gpus", "2", *options]))
+    assert run_command(["bash", "-c", f"{words} {streams}"]).returncode == 0
+    assert only_record(tmp_path)["status"] == "ok"
 
 
 def test_unencodable_characters_do_not_end_the_run():

@@ -76,7 +76,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     text = "A list isn't a tuple. Ünïcödé 北京 is also text: 🙂.\n" * 4
     (tmp_path / "a.txt").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ids = tokenizer(text)["input_ids"]  # the text does not have an end-of-text token
     parts = [ids[first : first + LENGTH + 1] for first in range(0, len(ids) - 1, LENGTH)]
     nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
     assert count == len(ids) - 1
@@ -118,7 +118,7 @@ def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tm
     tokenizer = AutoTokenizer.from_pretrained(bloom)
     samples = []
     for text in texts:
-        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        ids = tokenizer(text)["input_ids"]
         samples.append((ids, [True] * len(ids)))
     found = evaluated(bloom, rows, "--max_length", 512)
     assert_agrees(found, *theirs(bloom, samples), "".join(texts))

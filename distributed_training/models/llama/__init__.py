@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -177,7 +178,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     Face folder instead. Raises UserError if this family does not support the architecture."""
     if folder is None:
         return SIZES
-    config = parse_as(Config, read_config(folder), str(folder / CONFIG_FILE), _FIX)
+    document = read_config(folder)
+    config = parse_as(Config, document, str(folder / CONFIG_FILE), _FIX)
     heads = config.num_attention_heads
     groups = config.num_key_value_heads
     if heads % groups or config.head_dim % 2:
@@ -186,7 +188,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         why = "num_key_value_heads must divide num_attention_heads, and head_dim must be even"
         raise UserError(what, why, "correct its config.json")
     tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
-    return {folder.name: llama_size(config.model_copy(update={"tie_word_embeddings": tied}))}
+    size = llama_size(config.model_copy(update={"tie_word_embeddings": tied}))
+    return {folder.name: replace(size, padding_id=document.get("pad_token_id"))}
 
 
 def build(size: ModelSize, *, dropout: float) -> Decoder:
@@ -237,7 +240,8 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     else:
         document["use_sliding_window"] = True
     architecture = f"{config.model_type.capitalize()}ForCausalLM"
-    return {**document, "architectures": [architecture], "eos_token_id": eos_token_id}
+    tokens = {"eos_token_id": eos_token_id, "pad_token_id": size.padding_id}
+    return {**document, **tokens, "architectures": [architecture]}
 
 
 def unit_size(hidden: int) -> int:

@@ -134,7 +134,9 @@ class Llama(Decoder):
         super().__init__(size, dropout)
         config = size.config
         rotary = Rotary(config.rope_parameters, size.num_positions, config.head_dim)
-        self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
+        self.token_embedding = nn.Embedding(
+            size.padded_vocab_size, size.hidden_size, size.padding_id
+        )
         blocks = {str(i): LlamaBlock(config, rotary, dropout) for i in range(size.num_layers)}
         self.blocks = nn.ModuleDict(blocks)
         self.norm_out = RMSNorm(size.hidden_size, config.rms_norm_eps)
