@@ -112,10 +112,19 @@ def count_corpus_bytes(corpus: Corpus) -> int:
 
 def split_weights(dataset: str) -> dict[str, float]:
     """Return the weight of each dataset in a value of the key `dataset`, such as
-    "a.jsonl:2 b.jsonl". Names are quoted as in a shell. A dataset without a weight has weight 1, as
-    does an existing path that ends like a weight."""
+    "a.jsonl:2 b.jsonl". Names are quoted as in a shell, but a quote within a name and a backslash
+    belong to the name. A dataset without a weight has weight 1, as does an existing path that ends
+    like a weight. Raises UserError if a quote is not closed."""
+    texts = dataset.split()
+    if os.path.exists(dataset):
+        texts = [dataset]
+    elif re.search(r"(^|\s)['\"]", dataset):
+        try:
+            texts = shlex.split(dataset)
+        except ValueError as error:
+            raise UserError(f"{dataset=} is not accepted", str(error)) from None
     weights: dict[str, float] = {}
-    for text in [dataset] if os.path.exists(dataset) else shlex.split(dataset):
+    for text in texts:
         name, _, weight = text.rpartition(":")
         if os.path.exists(text) or not re.fullmatch(r"\d+(\.\d+)?", weight):
             name, weight = text, "1"

@@ -18,6 +18,7 @@ import numpy as np
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
+from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import load_json, shown
 
@@ -69,11 +70,14 @@ class Tokenizer:
     transformers selects the tokenizer's class by `model_type` and `tokenizer_class` in the model's
     config.json. `model` contains these keys as the model is exported (`ModelSpec.class_keys`). They
     take precedence over the config.json in the folder, so that the run and its export use the same
-    class."""
+    class. Chat templates use `date` in ISO format, by default today, as the current date."""
 
-    def __init__(self, folder: Path, model: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, model: Mapping[str, str] | None = None, date: str | None = None
+    ) -> None:
         self.folder = folder
         self._model = dict(model or {})
+        self._date = date or today()
 
     @cached_property
     def _class_keys(self) -> dict[str, str]:
@@ -111,6 +115,8 @@ class Tokenizer:
         for name in self.files:
             content = (self.folder / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
+            if b"strftime_now" in content:
+                digest.update(self._date.encode())
         return digest.hexdigest()
 
     @property
@@ -412,7 +418,7 @@ class Tokenizer:
         template. The tokenizer adds its special tokens to text from the built-in template."""
         templates = self._templates or [CHAT_TEMPLATE.read_text()] * 2
         names = dict(self._hf_tokenizer.special_tokens_map)
-        return Renderer(templates, names, self.special_pattern)
+        return Renderer(templates, names, self.special_pattern, self._date)
 
     def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as
