@@ -16,7 +16,6 @@ from typing import Any
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Record
 from distributed_training.data.files import (  # fmt: skip
-    RECORD_SUFFIXES,
     TEXT_SUFFIXES,
     encoding_of,
     open_file,
@@ -35,7 +34,7 @@ from distributed_training.data.folders import (
 from distributed_training.data.pieces import Piece
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import one_of, shown
+from distributed_training.settings.files import shown
 
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
@@ -213,7 +212,7 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> dict[st
     if is_hub_name(dataset):
         splits = hub.fetch_dataset(key, dataset, download=True)
     else:
-        splits = find_splits(Path(dataset), what)
+        splits = find_splits(Path(dataset), what, columns)
     if "train" not in splits:
         fix = f"set {key} to the file or folder to train on"
         raise UserError(
@@ -240,20 +239,12 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Return the running text or records in `files` as a source. Raises UserError if `files` mixes
-    text files and record files, if the record files contain no records, or if the first record has
-    no known form."""
-    suffixes = sorted({suffix_of(file) for file in files})
-    if set(suffixes) <= set(TEXT_SUFFIXES):
+    """Return the running text or records in `files` as a source. Raises UserError if record files
+    contain no records, or if the first record has no known form."""
+    if suffix_of(files[0]) in TEXT_SUFFIXES:
         for file in files:  # reading all of their text would take much longer
             encoding_of(file)
         return Source(files=files)
-    if not set(suffixes) <= set(RECORD_SUFFIXES):
-        fix = (
-            f"use {' and '.join(TEXT_SUFFIXES)} files, or {one_of(RECORD_SUFFIXES)} files, "
-            "but not both"
-        )
-        raise UserError(f"{what} cannot be read", f"it mixes {', '.join(suffixes)} files", fix)
     source = Source(files=files, columns=columns)
     for where, record in source.read_records():
         Record(record, where, columns)

@@ -20,7 +20,7 @@ from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_json, shown
+from distributed_training.settings.files import is_outside, load_json, shown
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
@@ -121,10 +121,16 @@ class Tokenizer:
 
     @property
     def files(self) -> list[str]:
-        """Names of the tokenizer's files, relative to its folder."""
+        """Names of the tokenizer's files, relative to its folder. Raises UserError if one of them
+        is a link to a file elsewhere, because the files are exported."""
         paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
         names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
-        return sorted(filter(hub.is_tokenizer_file, names))
+        tokenizer_files = sorted(filter(hub.is_tokenizer_file, names))
+        for name in tokenizer_files:
+            if is_outside(self.folder / name, self.folder):
+                what = f"tokenizer file {self.folder / name} is a link to a file in another folder"
+                raise UserError(what, fix="replace the link by a copy")
+        return tokenizer_files
 
     @cached_property
     def _hf_tokenizer(self) -> Any:

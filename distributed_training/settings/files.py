@@ -34,6 +34,14 @@ def resolve_user_path(text: str | Path) -> Path:
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
+def is_outside(file: Path, folder: Path) -> bool:
+    """Return whether `file` is a link that leaves `folder`. In the Hub's cache, the files of a
+    repository are links to the blobs beside its snapshots."""
+    folder, target = folder.resolve(), file.resolve()
+    blobs = [parent.with_name("blobs") for parent in folder.parents if parent.name == "snapshots"]
+    return not any(target.is_relative_to(root) for root in (folder, *blobs))
+
+
 def check_replaced(path: Path) -> None:
     """Raise UserError if the file `path` exists and this program did not write it."""
     is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
@@ -100,6 +108,8 @@ def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")  # Reading a pipe could block.
+        if what == "model" and is_outside(path, path.parent):  # its values are exported
+            raise OSError("it is a link to a file in another folder")
         hook = _reject_duplicate_keys if unique else None
         return json.loads(path.read_bytes(), object_pairs_hook=hook)
     except FileNotFoundError:
