@@ -104,7 +104,9 @@ def read_card(card: Path, what: str) -> Any:
     from yaml import AliasToken, scan
 
     text = card.read_text(encoding="utf-8-sig")
-    front_matter = text.partition("\n---")[0] if text.startswith("---") else ""
+    if not text.startswith("---"):
+        return {}
+    front_matter = text.partition("\n---")[0]
     if any(isinstance(token, AliasToken) for token in scan(front_matter)):
         why = "a few aliases can stand for any amount of text"
         raise UserError(f"{what}: {card.name} has YAML aliases", why, "write out their values")

@@ -127,7 +127,8 @@ class Tokenizer:
         names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
         tokenizer_files = sorted(filter(hub.is_tokenizer_file, names))
         for name in tokenizer_files:
-            if is_outside(self.folder / name, self.folder):
+            is_text = name.endswith((".json", ".jinja", ".txt", ".model"))
+            if is_text and is_outside(self.folder / name, self.folder):
                 what = f"tokenizer file {self.folder / name} is a link to a file in another folder"
                 raise UserError(what, fix="replace the link by a copy")
         return tokenizer_files
