@@ -282,5 +282,6 @@ def test_silence_is_not_trained_if_a_template_omits_the_call(content, tmp_path):
     trained, notes = read_file(tmp_path / "a.jsonl", CHATML)
     assert trained == [f"{text}<|endoftext|>" for text in (content, "4") if text]
     assert notes[prepare.OMITTED_BY_TEMPLATE] == 1
-    called = CHATML.replace("m.content", "m.content ~ (m.tool_calls[0].function.name or '')")
+    names = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    called = CHATML.replace("m.content }}", "m.content }}" + names)
     assert read_file(tmp_path / "a.jsonl", called)[0][0] == f"{content or ''}get_time<|endoftext|>"

@@ -83,7 +83,7 @@ class Renderer:
             why = str(error) if isinstance(error, AlignmentError) else describe(error)
             fix = "change the record or the chat template"
             if any(isinstance(f.get("arguments"), str) for f in conversation.called_functions):
-                fix = "write the arguments as an object, not as a string"
+                fix = f"write the arguments as an object instead of a string, or {fix}"
             raise UserError(what, why, fix) from None
 
     def render_prompt(self, messages: list[Message]) -> str:
