@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.plan.plan import PLAN_FILE
 from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS, with_values
@@ -15,7 +16,7 @@ from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
 from tests.planner.helpers import merged
 from tests.settings.test_config import OTHER
-from tests.support import CPU_MACHINE, refused, start_test_record
+from tests.support import CPU_MACHINE, edit_json, refused, start_test_record
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 
@@ -91,7 +92,10 @@ def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan)
     """A printed command repeats the options of the first run. With a different number of
     processes, the repeated batch size must not change the global batch."""
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
+    file = saved_plan.run_dir / PLAN_FILE
+    edit_json(file, requested__date="2024-02-29")  # for chat templates that render the date
     config, notes = resume(saved_plan, *repeated, count=count, **shipped)
+    assert config.date == "2024-02-29"
     plan = build_plan(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
