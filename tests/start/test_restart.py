@@ -12,6 +12,7 @@ from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
+from distributed_training.start import run_dir
 from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
 from tests.planner.helpers import merged
@@ -103,6 +104,21 @@ def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan)
     for text in ("strategy='local_sgd'", "model='gpt2-tiny'", "seed=7", "keep_checkpoints=9"):
         assert text in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
+
+
+def test_resume_auto_keeps_the_date_that_templates_rendered(saved_plan, monkeypatch):
+    """The planned tokens have today's date, so the ranks read the data again (trl#5138)."""
+    edit_json(saved_plan.run_dir / PLAN_FILE, requested__date="2024-02-29")
+    checkpoint = saved_plan.run_dir / "checkpoints/step-00000007"
+    monkeypatch.setattr(run_dir.resume, "choose_checkpoint", lambda plan, notes: checkpoint)
+    monkeypatch.setattr(run_dir.claims, "claim", lambda folder, run_id: None)
+    today = saved_plan.requested.date
+    for fingerprint, date, cache in (("today's", today, "a"), ("earlier", "2024-02-29", None)):
+        meta = SimpleNamespace(data_fingerprint=fingerprint)
+        monkeypatch.setattr(run_dir.resume, "read_meta", lambda folder, meta=meta: meta)
+        plan = reserve_run_dir(replace(saved_plan, data_fingerprint="today's", cache="a"))
+        assert (plan.requested.date, plan.cache) == (date, cache)
+        edit_json(saved_plan.run_dir / PLAN_FILE, requested__date="2024-02-29")
 
 
 def test_a_typed_batch_size_is_kept(saved_plan):
