@@ -60,8 +60,8 @@ def find_splits(path: Path, what: str, columns: Mapping[str, str]) -> Splits:
         return _read_saved_splits(path, what)
     files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
     texts = [file for file in files if suffix_of(file) in TEXT_SUFFIXES]
-    records = [file for file in files if file not in texts and not _is_metadata(file, columns)]
-    files = records or texts or files
+    records = [file for file in files if suffix_of(file) in RECORD_SUFFIXES]
+    files = [file for file in records if not _is_metadata(file, columns)] or texts or records
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]
@@ -103,7 +103,7 @@ def read_card(card: Path, what: str) -> Any:
     from huggingface_hub import DatasetCard
     from yaml import AliasToken, scan
 
-    text = card.read_text(encoding="utf-8-sig")
+    text = card.read_text(encoding="utf-8-sig", errors="replace")
     if not text.startswith("---"):
         return {}
     front_matter = text.partition("\n---")[0]
