@@ -79,7 +79,8 @@ def _has_samples(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith((".", "__")) for part in relative.parts[:-1])
     hidden = hidden or relative.name.startswith(".") or relative.name in METADATA_FILES
     is_sample = suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
-    return is_sample and not is_outside(file, folder)
+    # A pipe, device or broken link is refused when it is opened.
+    return is_sample and not (file.is_file() and is_outside(file, folder))
 
 
 def _is_metadata(file: Path, columns: Mapping[str, str]) -> bool:
