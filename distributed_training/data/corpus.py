@@ -16,7 +16,6 @@ from typing import Any
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Record
 from distributed_training.data.files import (  # fmt: skip
-    RECORD_SUFFIXES,
     TEXT_SUFFIXES,
     encoding_of,
     open_file,
@@ -35,7 +34,7 @@ from distributed_training.data.folders import (
 from distributed_training.data.pieces import Piece
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import one_of, shown
+from distributed_training.settings.files import shown
 
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
@@ -112,10 +111,19 @@ def count_corpus_bytes(corpus: Corpus) -> int:
 
 def split_weights(dataset: str) -> dict[str, float]:
     """Return the weight of each dataset in a value of the key `dataset`, such as
-    "a.jsonl:2 b.jsonl". Names are quoted as in a shell. A dataset without a weight has weight 1, as
-    does an existing path that ends like a weight."""
+    "a.jsonl:2 b.jsonl". Names are quoted as in a shell, but a quote within a name and a backslash
+    belong to the name. A dataset without a weight has weight 1, as does an existing path that ends
+    like a weight. Raises UserError if a quote is not closed."""
+    texts = dataset.split()
+    if os.path.exists(dataset):
+        texts = [dataset]
+    elif re.search(r"(^|\s)['\"]", dataset):
+        try:
+            texts = shlex.split(dataset)
+        except ValueError as error:
+            raise UserError(f"{dataset=} is not accepted", str(error)) from None
     weights: dict[str, float] = {}
-    for text in [dataset] if os.path.exists(dataset) else shlex.split(dataset):
+    for text in texts:
         name, _, weight = text.rpartition(":")
         if os.path.exists(text) or not re.fullmatch(r"\d+(\.\d+)?", weight):
             name, weight = text, "1"
@@ -204,7 +212,7 @@ def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> dict[st
     if is_hub_name(dataset):
         splits = hub.fetch_dataset(key, dataset, download=True)
     else:
-        splits = find_splits(Path(dataset), what)
+        splits = find_splits(Path(dataset), what, columns)
     if "train" not in splits:
         fix = f"set {key} to the file or folder to train on"
         raise UserError(
@@ -231,20 +239,12 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Return the running text or records in `files` as a source. Raises UserError if `files` mixes
-    text files and record files, if the record files contain no records, or if the first record has
-    no known form."""
-    suffixes = sorted({suffix_of(file) for file in files})
-    if set(suffixes) <= set(TEXT_SUFFIXES):
+    """Return the running text or records in `files` as a source. Raises UserError if record files
+    contain no records, or if the first record has no known form."""
+    if suffix_of(files[0]) in TEXT_SUFFIXES:
         for file in files:  # reading all of their text would take much longer
             encoding_of(file)
         return Source(files=files)
-    if not set(suffixes) <= set(RECORD_SUFFIXES):
-        fix = (
-            f"use {' and '.join(TEXT_SUFFIXES)} files, or {one_of(RECORD_SUFFIXES)} files, "
-            "but not both"
-        )
-        raise UserError(f"{what} cannot be read", f"it mixes {', '.join(suffixes)} files", fix)
     source = Source(files=files, columns=columns)
     for where, record in source.read_records():
         Record(record, where, columns)

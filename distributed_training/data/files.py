@@ -196,7 +196,8 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
     if isinstance(value, dict):
         members = ((field.name, field.type) for field in cls)
         decoded = {name: _decode(value[name], of, column) for name, of in members}
-        return {name: member for name, member in decoded.items() if member is not None}
+        may_be_null = ("content", "value")  # an answer with null content is not trained on
+        return {name: x for name, x in decoded.items() if x is not None or name in may_be_null}
     if isinstance(cls, pyarrow.JsonType):
         return _parse(value)
     if isinstance(cls, pyarrow.BaseExtensionType | pyarrow.MapType | pyarrow.UnionType):

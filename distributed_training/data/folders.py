@@ -1,13 +1,22 @@
 """Find the files of each split of a dataset, following the conventions of the datasets library."""
 
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from distributed_training.data.files import COMPRESSIONS, RECORD_SUFFIXES, TEXT_SUFFIXES, suffix_of
+from distributed_training.data.chats.records import Record
+from distributed_training.data.files import (  # fmt: skip
+    COMPRESSIONS,
+    RECORD_SUFFIXES,
+    TEXT_SUFFIXES,
+    read_records,
+    suffix_of,
+)
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import one_of
+from distributed_training.settings.files import is_outside, one_of, shown
 
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 CARD = "README.md"
@@ -37,10 +46,11 @@ def check_dataset_exists(path: Path, what: str) -> None:
     raise UserError(f"{what} {why}", fix=fix)
 
 
-def find_splits(path: Path, what: str) -> Splits:
+def find_splits(path: Path, what: str, columns: Mapping[str, str]) -> Splits:
     """Return the files of each split of a dataset on disk. `path` may be a file, a folder of files,
     a clone of a dataset from the Hub, or the output of `save_to_disk`. `what` names the dataset in
-    error messages. Raises UserError if `path` is anything else or cannot be read."""
+    error messages, and `columns` renames columns (`Record`). If a folder has records, its text
+    files only describe them. Raises UserError if `path` is anything else or cannot be read."""
     if path.is_file():
         if suffix_of(path) in SUFFIXES:
             return {"train": [path]}
@@ -49,6 +59,9 @@ def find_splits(path: Path, what: str) -> Splits:
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _read_saved_splits(path, what)
     files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
+    texts = [file for file in files if suffix_of(file) in TEXT_SUFFIXES]
+    records = [file for file in files if suffix_of(file) in RECORD_SUFFIXES]
+    files = [file for file in records if not _is_metadata(file, columns)] or texts or records
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]
@@ -56,35 +69,88 @@ def find_splits(path: Path, what: str) -> Splits:
     has_configs = card.is_file() and "configs:" in card.read_text(errors="replace")
     if not has_configs and not any(map(_MAY_BE_SPLIT.search, names)):
         return {"train": files}
-    return _find_splits_by_convention(path, what)
+    return _find_splits_by_convention(path, files, what)
 
 
 def _has_samples(file: Path, folder: Path) -> bool:
-    """Return whether a file contains samples: its suffix is known, it is not hidden, and it is not
-    in METADATA_FILES."""
+    """Return whether a file contains samples: its suffix is known, and it is not hidden, not in
+    METADATA_FILES and not a link to a file outside the folder."""
     relative = file.relative_to(folder)
     hidden = any(part.startswith((".", "__")) for part in relative.parts[:-1])
     hidden = hidden or relative.name.startswith(".") or relative.name in METADATA_FILES
-    return suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
+    is_sample = suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
+    # A pipe, device or broken link is refused when it is opened.
+    return is_sample and not (file.is_file() and is_outside(file, folder))
 
 
-def _find_splits_by_convention(folder: Path, what: str) -> Splits:
-    """Return the files of each split as `datasets.load_dataset(folder)` would find them. Raises
-    UserError if the search fails, or if a file is outside the folder."""
-    import datasets
-
+def _is_metadata(file: Path, columns: Mapping[str, str]) -> bool:
+    """Return whether a file is a .json file with a single value that is not a record."""
+    if suffix_of(file) != ".json":
+        return False
+    values = list(itertools.islice(read_records(file, columns=()), 2))
     try:
-        files_by_split = datasets.load_dataset_builder(str(folder)).config.data_files
+        Record(*values[0][::-1], columns)
+    except (UserError, IndexError):
+        return len(values) < 2
+    return False
+
+
+def read_card(card: Path, what: str) -> Any:
+    """Return the configurations in a dataset's card as MetadataConfigs. Raises UserError if a
+    configuration refers to files elsewhere, because the datasets library would connect to any
+    server and search any folder that a card names."""
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+    from yaml import AliasToken, scan
+
+    text = card.read_text(encoding="utf-8-sig", errors="replace")
+    if not text.startswith("---"):
+        return {}
+    front_matter = text.partition("\n---")[0]
+    if any(isinstance(token, AliasToken) for token in scan(front_matter)):
+        why = "a few aliases can stand for any amount of text"
+        raise UserError(f"{what}: {card.name} has YAML aliases", why, "write out their values")
+    configs = MetadataConfigs.from_dataset_card_data(DatasetCard(text).data)
+    for config in configs.values():
+        patterns = [config.get("data_dir") or ""]
+        patterns += itertools.chain(*sanitize_patterns(config.get("data_files") or "").values())
+        for pattern in patterns:
+            # A colon occurs in ftp://host/file and in zip://file::archive.
+            if ":" in pattern or os.path.isabs(pattern) or ".." in Path(pattern).parts:
+                why = "a dataset may refer only to its own files"
+                raise UserError(f"{what}: {card.name} refers to {shown(pattern)}", why)
+    return configs
+
+
+def _find_splits_by_convention(folder: Path, files: Sequence[Path], what: str) -> Splits:
+    """Return which of the `files` in a folder belong to each split, according to the datasets
+    library. Raises UserError if the search fails."""
+    from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
+
+    base = folder.resolve()
+    known_files = {base / file.relative_to(folder) for file in files}
+    patterns = None
+    try:
+        if configs := (folder / CARD).is_file() and read_card(folder / CARD, what):
+            name = configs.get_default_config_name()
+            if name is None:
+                why = f"its configurations are {shown(list(configs))}"
+                fix = f"mark one of them in {CARD} with default: true, or set dataset to its files"
+                raise UserError(f"{what} has no default configuration", why, fix)
+            base /= configs[name].get("data_dir") or ""
+            patterns = sanitize_patterns(configs[name].get("data_files") or [])
+        patterns = patterns or get_data_patterns(str(base))
+        files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
+    except UserError:
+        raise
     except Exception as error:  # errors from datasets, YAML or the file system
         raise UserError(f"{what} cannot be divided into splits", describe(error)) from None
     splits = {}
     for split, names in files_by_split.items():
         paths = sorted(Path(os.path.normpath(name)) for name in names)
-        for path in paths:
-            if not path.is_relative_to(folder.resolve()):
-                raise UserError(f"{what} refers to {path}, which is outside the folder")
-        if readable := [path for path in paths if _has_samples(path, folder.resolve())]:
-            splits[str(split)] = readable
+        if used := [path for path in paths if path in known_files]:
+            splits[str(split)] = used
     return splits
 
 
@@ -106,5 +172,5 @@ def _read_saved_splits(folder: Path, what: str) -> Splits:
 
 def _unusable_error(what: str, files: Sequence[Path]) -> UserError:
     found = ", ".join(sorted({suffix_of(file) or "without a suffix" for file in files}))
-    why = f"it has only files {found}" if found else "the folder has no files"
+    why = f"it has only files {found}, or links to other folders" if found else "it has no files"
     return UserError(f"{what} cannot be read", why, f"use {one_of(SUFFIXES)} files")

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from distributed_training.data.folders import CARD
+from distributed_training.data.folders import CARD, read_card
 from distributed_training.settings.errors import UserError, describe, first_line
 
 TIMEOUT_S = 3.0
@@ -44,18 +44,21 @@ def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[P
     connection_error = None
     try:
         import datasets
-        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
         datasets.logging.set_verbosity_error()
         try:  # Ask once, because the library would retry for half a minute.
             url = hf_hub_url(name, CARD, repo_type="dataset")
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
+            card = hf_hub_download(name, CARD, repo_type="dataset")
         except (EntryNotFoundError, RepositoryNotFoundError):
             pass  # The Hub answered, so the library reports below why it fails.
         except Exception as error:  # The Hub did not answer, so this process uses only the cache.
             connection_error = error
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        else:
+            read_card(Path(card), f"{key}={dataset!r}")
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
         builder = datasets.load_dataset_builder(name, config or None)
@@ -66,6 +69,8 @@ def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[P
             split: [Path(file["filename"]) for file in split_data.cache_files]
             for split, split_data in builder.as_dataset().items()
         }
+    except UserError:
+        raise
     except Exception as error:  # errors from datasets, huggingface_hub, pyarrow or the HTTP client
         error = connection_error or error
         arguments = ", ".join(repr(argument) for argument in (name, config) if argument)

@@ -111,7 +111,7 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
         "used": num_used,
         "left_out": left_out,
         "samples": num_samples,
-        "held_out": len(validation) if len(splits) == 1 else 0,
+        "held_out": len(validation),
         "trained": len(train),
         "trained_by_dataset": dict(zip(weights, trained, strict=True)),
         "unit": "blocks" if is_shared else unit,

@@ -18,8 +18,9 @@ import numpy as np
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.render import Conversation, Renderer
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
+from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_object, shown
+from distributed_training.settings.files import is_outside, load_model_json, shown
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
@@ -69,17 +70,20 @@ class Tokenizer:
     transformers selects the tokenizer's class by `model_type` and `tokenizer_class` in the model's
     config.json. `model` contains these keys as the model is exported (`ModelSpec.class_keys`). They
     take precedence over the config.json in the folder, so that the run and its export use the same
-    class."""
+    class. Chat templates use `date` in ISO format, by default today, as the current date."""
 
-    def __init__(self, folder: Path, model: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, model: Mapping[str, str] | None = None, date: str | None = None
+    ) -> None:
         self.folder = folder
         self._model = dict(model or {})
+        self._date = date or today()
 
     @cached_property
     def _class_keys(self) -> dict[str, str]:
         """Keys of a config.json by which transformers selects the tokenizer's class."""
         config = self.folder / "config.json"
-        values = load_object(config, "model") if config.is_file() else {}
+        values = load_model_json(config) if config.is_file() else {}
         stored = {key: str(values[key]) for key in CLASS_KEYS if values.get(key)}
         return stored | self._model
 
@@ -111,14 +115,23 @@ class Tokenizer:
         for name in self.files:
             content = (self.folder / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
+            if b"strftime_now" in content:
+                digest.update(self._date.encode())
         return digest.hexdigest()
 
     @property
     def files(self) -> list[str]:
-        """Names of the tokenizer's files, relative to its folder."""
+        """Names of the tokenizer's files, relative to its folder. Raises UserError if one of them
+        is a link to a file elsewhere, because the files are exported."""
         paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
         names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
-        return sorted(filter(hub.is_tokenizer_file, names))
+        tokenizer_files = sorted(filter(hub.is_tokenizer_file, names))
+        for name in tokenizer_files:
+            is_text = name.endswith((".json", ".jinja", ".txt", ".model"))
+            if is_text and is_outside(self.folder / name, self.folder):
+                what = f"tokenizer file {self.folder / name} is a link to a file in another folder"
+                raise UserError(what, fix="replace the link by a copy")
+        return tokenizer_files
 
     @cached_property
     def _hf_tokenizer(self) -> Any:
@@ -172,9 +185,7 @@ class Tokenizer:
         why += f"{shown(self._class_keys)}, "
         file = self.folder / "tokenizer.json"
         settings = self.folder / "tokenizer_config.json"
-        declared = (
-            load_object(settings, "model").get("tokenizer_class") if settings.is_file() else ""
-        )
+        declared = load_model_json(settings).get("tokenizer_class") if settings.is_file() else ""
         # For some types of models, transformers never uses the class that the folder names.
         is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
         is_replaced &= (self.folder / "config.json").is_file()
@@ -414,7 +425,7 @@ class Tokenizer:
         template. The tokenizer adds its special tokens to text from the built-in template."""
         templates = self._templates or [CHAT_TEMPLATE.read_text()] * 2
         names = dict(self._hf_tokenizer.special_tokens_map)
-        return Renderer(templates, names, self.special_pattern)
+        return Renderer(templates, names, self.special_pattern, self._date)
 
     def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as

@@ -40,7 +40,7 @@ from distributed_training.models.weights import (
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import load_object, shown
+from distributed_training.settings.files import load_model_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def find_model(name: str) -> ModelSpec:
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
-        config = load_object(folder / CONFIG_FILE, "model")
+        config = load_model_json(folder / CONFIG_FILE)
         native_family = family_of_type.get(str(config.get("model_type"))) if is_native else None
         family, size = _read_size(folder, native_family)
         label = name.rpartition("/")[2] if hub_id else folder_label(folder)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_object, replace_file, shown
+from distributed_training.settings.files import load_model_json, replace_file, shown
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
@@ -37,7 +37,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    document = load_object(folder / CONFIG_FILE, "model")
+    document = load_model_json(folder / CONFIG_FILE)
     _check_counts(document, folder / CONFIG_FILE)
     text = json.dumps(document, sort_keys=True)
 
@@ -78,8 +78,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     invalid."""
     file = folder / GENERATION_CONFIG
     if file.is_file():
-        return load_object(file, "model")
-    return {"eos_token_id": load_object(folder / CONFIG_FILE, "model").get("eos_token_id")}
+        return load_model_json(file)
+    return {"eos_token_id": load_model_json(folder / CONFIG_FILE).get("eos_token_id")}
 
 
 def cached_json(key: str, compute: Callable[[], str]) -> str:

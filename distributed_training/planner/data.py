@@ -111,7 +111,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     num_bytes = count_corpus_bytes(corpus)
-    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
+    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys, draft.requested.date)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
             return read_data(draft, tokenizer_dir, Path(cache_dir))
@@ -132,7 +132,7 @@ def load_planned_data(plan: Plan) -> Data:
     tokens. The planner has verified the tokens, so ranks do not read them all again."""
     folder = token_cache_dir() / (plan.cache or "")
     if plan.cache and folder.is_dir():
-        tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
+        tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys, plan.requested.date)
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
         return _build_data(folder, tokenizer, plan, [])
     return read_data(plan, plan.tokenizer_dir)
@@ -142,7 +142,7 @@ def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) 
     """Return a run's samples. Tokenize the text if its tokens are not in `cache_dir` or, by
     default, in the token cache."""
     config = draft.config
-    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys)
+    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys, draft.requested.date)
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(
         corpus, tokenizer, config, cache_dir or token_cache_dir(),

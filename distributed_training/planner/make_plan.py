@@ -168,7 +168,7 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
     engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
     inherited["engine_options"] = config.engine_options | engine_options
     inherited["set_by"] = set_by | config.set_by
-    config = with_values(config, **inherited)
+    config = with_values(config, **inherited, date=earlier.requested.date)
     return config if is_batch_new else keep_global_batch(config, earlier, num_processes, notes)
 
 

@@ -9,6 +9,7 @@ fields."""
 import functools
 import os
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -270,6 +271,11 @@ class RunConfig(Options):
         return {name: getattr(self, name) for name in KEYS}
 
 
+def today() -> str:
+    """Return today's date in ISO format."""
+    return f"{datetime.now():%Y-%m-%d}"
+
+
 class Request(RunConfig):
     """CONFIG as the user requested it: the value of each key and the source that set it. Values of
     "auto" are not resolved yet."""
@@ -282,6 +288,8 @@ class Request(RunConfig):
     force: bool = False  # start the run even if it is predicted not to fit
     # Fail if data, weights or tokenizers are missing, instead of using the embedded ones
     strict: bool = False
+    # Date that chat templates render. A resumed run keeps it, so that its data stay the same.
+    date: str = Field(default_factory=today)
 
     def is_set(self, name: str) -> bool:
         """Return whether the user set the key `name`."""

@@ -37,6 +37,14 @@ def resolve_user_path(text: str | Path) -> Path:
     return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
+def is_outside(file: Path, folder: Path) -> bool:
+    """Return whether `file` is a link that leaves `folder`. In the Hub's cache, the files of a
+    repository are links to the blobs beside its snapshots."""
+    folder, target = folder.resolve(), file.resolve()
+    blobs = [parent.with_name("blobs") for parent in folder.parents if parent.name == "snapshots"]
+    return not any(target.is_relative_to(root) for root in (folder, *blobs))
+
+
 def check_replaced(path: Path) -> None:
     """Raise UserError if the file `path` exists and this program did not write it."""
     is_own = path.is_file() and MARK.encode() in path.open("rb").read(4096)
@@ -136,6 +144,15 @@ def load_object(path: Path, what: str) -> JsonObject:
     if not isinstance(document, dict):
         raise UserError(f"{what} {path} is not a JSON object", f"it is {shown(document)}")
     return document
+
+
+def load_model_json(path: Path) -> JsonObject:
+    """Parse a JSON file of a model's folder, as `load_object` does. Raises UserError if the file is
+    a link to a file in another folder, because its values would be exported with the model."""
+    if is_outside(path, path.parent):
+        why = "it is a link to a file in another folder"
+        raise UserError(f"model {path} cannot be read", why, "copy the file to its place")
+    return load_object(path, "model")
 
 
 def parse_json(text: str | bytes, hook: Callable[..., Any] | None = None) -> Any:

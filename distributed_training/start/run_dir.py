@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.checkpoint import resume
-from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import replace_file
@@ -29,6 +29,10 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
     notes = [*plan.notes, *more_notes]
     checkpoint = resume.choose_checkpoint(plan, notes)
     folder = checkpoint.parents[1] if checkpoint else plan.output_dir / plan.run_dir.name
+    if checkpoint and resume.read_meta(checkpoint).data_fingerprint != plan.data_fingerprint:
+        # The chat template may have rendered an earlier date. Let the ranks read the data again.
+        requested = plan.requested.model_copy(update={"date": load_plan(folder).requested.date})
+        plan = replace(plan, requested=requested, cache=None, data_fingerprint="")
     numbers = itertools.count(2)
     while checkpoint is None:
         try:

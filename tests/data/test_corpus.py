@@ -75,7 +75,6 @@ def test_files_of_a_folder_are_read_in_name_order(tmp_path):
         ({"a.png": b"x"}, [".png", ".txt"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
         ({"a.jsonl": b'{"text": "a"}\n\n[]'}, ["line 3", '{"text": "..."}']),
-        ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),
     ],
 )
 def test_unusable_folder_is_refused(files, words, tmp_path):

@@ -52,14 +52,63 @@ def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
     assert splits_of(tmp_path) == {"train": ["two"]}
 
 
-@pytest.mark.parametrize("value", ["data_files: ../*.jsonl", "data_dir: .."])
-def test_a_card_that_refers_to_files_outside_the_folder_is_refused(value, tmp_path):
-    write(tmp_path / "a.jsonl", "one")
+BOMB = "a: &a0 [x]\n" + "".join(f"b{i}: &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(12))
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("data_files: ../*.jsonl", "'../*.jsonl'"), ("data_dir: ..", "'..'"),
+        ('data_files: "/**"', "'/**'"), ("data_files: [a.jsonl, /etc/passwd]", "'/etc/passwd'"),
+        ("data_files: ftp://127.0.0.1:1/x", "'ftp://127.0.0.1:1/x'"),
+        ("data_files: [{split: train, path: 'zip://*::a.zip'}]", "zip://"),
+        (f"data_files: *a12\n{BOMB}", "aliases"),
+    ],
+)  # fmt: skip
+def test_a_card_that_refers_to_files_outside_the_folder_is_refused(
+    value, word, tmp_path, monkeypatch
+):
+    """Nothing is searched, and no server is asked."""
+    monkeypatch.setattr(datasets.data_files, "resolve_pattern", lambda *args, **kwargs: 1 / 0)
     folder = tmp_path / "dataset"
-    folder.mkdir()
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {value}\n---\n")
-    with refused(str(folder)):
+    write(folder / "a.jsonl", "one")
+    head, _, tail = value.partition("\n")
+    card = f"---\n{tail}configs:\n- config_name: default\n  {head}\n---\n"
+    (folder / "README.md").write_text(card)
+    with refused(str(folder), word):
         find_corpus(str(folder))
+
+
+def test_files_beside_the_data_are_named_and_not_read(tmp_path):
+    beside = ["LICENSE.txt", "docs/guide.md", "docs/test.md", "metadata.json"]
+    for name in (*beside, "README.md", ".gitattributes", "dataset_infos.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}')
+    write(tmp_path / "data.jsonl", "one")
+    write(tmp_path / "more.json", "two")
+    assert splits_of(tmp_path) == {"train": ["one", "two"]}
+    assert find_unread(str(tmp_path), find_corpus(str(tmp_path))) == beside
+    (tmp_path / "data.jsonl").rename(tmp_path / "train.jsonl")
+    assert splits_of(tmp_path) == {"train": ["one"]}
+    for name in ("train.jsonl", "more.json", "docs/test.md"):
+        (tmp_path / name).unlink()
+    assert splits_of(tmp_path) == {"train": ['{"a": 1}'] * 2}
+
+
+def test_links_that_leave_the_folder_are_not_read(tmp_path):
+    write(tmp_path / "secret.jsonl", "secret")
+    repository = tmp_path / "hub" / "datasets--a--b"
+    snapshot = repository / "snapshots" / "0"
+    write(repository / "blobs" / "1", "one")
+    snapshot.mkdir(parents=True)
+    (snapshot / "a.jsonl").symlink_to("../../blobs/1")
+    (snapshot / "train.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (snapshot / "more").symlink_to(tmp_path)
+    assert splits_of(snapshot) == {"train": ["one"]}
+    assert find_unread(str(snapshot), find_corpus(str(snapshot))) == ["train.jsonl"]
+    (snapshot / "a.jsonl").unlink()
+    with refused(str(snapshot), "links"):
+        find_corpus(str(snapshot))
 
 
 def test_a_card_with_several_configurations_must_name_the_default(tmp_path):

@@ -54,6 +54,9 @@ def test_each_dataset_has_its_share_of_an_epoch(weights, limit, expected, tokeni
     counts = summarize(folder, build_config(config), can_pack=True)
     assert tuple(counts["trained_by_dataset"].values()) == expected
     assert (counts["trained"], counts["held_out"]) == (sum(expected), 7)
+    own = find_corpus(build_config(config).dataset, files[1])
+    folder = tmp_path / "cache" / prepare(tmp_path / "cache", tokenizer, own, **config).cache
+    assert summarize(folder, build_config(config), can_pack=True)["held_out"] == 40
     again = prepare(tmp_path / "cache", tokenizer, corpus, **config)
     assert again.fingerprint == data.fingerprint
     other = prepare(tmp_path / "cache", tokenizer, corpus, **config | {"dataset": files})
@@ -69,8 +72,11 @@ def test_a_dataset_may_have_a_colon_a_space_or_a_number_in_its_name(tmp_path, mo
         "a:2": {"a:2": 1}, "a:2:3": {"a:2": 3}, "a:0.5": {"a": 0.5}, "my file": {"my file": 1},
         "'my file:2' a": {"my file": 2, "a": 1}, "it's": {"it's": 1}, "a a": {"a": 2},
         "user/name:config": {"user/name:config": 1}, "user/name:config:2": {"user/name:config": 2},
+        "/home/o'brien/a.jsonl:2": {"/home/o'brien/a.jsonl": 2}, "C:\\b.jsonl": {"C:\\b.jsonl": 1},
     }  # fmt: skip
     assert {text: split_weights(text) for text in cases} == cases
+    with refused("dataset", "No closing quotation"):
+        split_weights("'a b.jsonl")
     config = build_config({"dataset": ["my file:2", "a"]})
     assert split_weights(config.dataset) == cases["'my file:2' a"]
 

@@ -3,10 +3,13 @@
 import shutil
 from collections import Counter
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from distributed_training.data.chats import prepare
 from distributed_training.data.chats.records import Record
+from distributed_training.data.corpus import find_corpus
 from distributed_training.data.pieces import PROMPT, TEXT
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.data.test_samples import jsonl
@@ -27,6 +30,7 @@ CHAT = {
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLED = {"function_call": CALL["function"], "tool_calls": [CALL]}
 
 
 def conversation_of(record, columns=()):
@@ -84,6 +88,13 @@ def conversation_of(record, columns=()):
             [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
         ),
         ({"messages": '[{"role": "user", "content": "2+2="}]'}, [USER]),
+        *(
+            (
+                {"messages": [{"role": "assistant", **answer, "function_call": CALL["function"]}]},
+                [{"role": "assistant", "content": answer.get("content") or "", **CALLED}],
+            )
+            for answer in ({}, {"content": None, "tool_calls": None}, {"content": "I look."})
+        ),
     ],
 )  # fmt: skip
 def test_conversations_are_read_in_every_format(record, messages):
@@ -214,3 +225,63 @@ def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
     assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == omitted
     assert counts.notes[prepare.QUOTED] == quoted
     assert counts.notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == len(rows)
+
+
+CHATML = """{% for m in messages %}<|endoftext|>{{ m.role ~ '|' ~ m.content }}
+{%- if m.name %}{{ m['name'] }}{% endif %}<|endoftext|>{% endfor %}
+{%- if add_generation_prompt %}<|endoftext|>assistant|{% endif %}"""
+
+
+def read_file(file, template):
+    """Return what is trained on in a file of chats under a template, and the notes."""
+    folder = shutil.copytree(EMBEDDED_DIR, file.parent / "tokenizer", dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    counts = prepare.Counts()
+    source = find_corpus(str(file))["train"][0]
+    pieces = prepare.read_pieces(source, Tokenizer(folder), by_line=False, counts=counts)
+    trained = [piece.text[first:last] for piece in pieces for first, last in piece.spans]
+    return trained, {note: count for note, count in counts.notes.items() if count}
+
+
+KEYS = ("tool_calls", "reasoning_content", "thinking", "refusal", "function_call", "audio")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_null_answers_are_not_trained_on_whatever_keys_stand_beside_them(suffix, tmp_path):
+    """OpenAI's clients write every key, and tables have every key in every row."""
+    null = {"role": "assistant", "content": None}
+    nulls = [null, *({**null, key: None} for key in KEYS), {**null, "tool_calls": []}]
+    rows = [{"messages": [USER, answer, USER, ANSWER]} for answer in nulls]
+    if suffix == ".jsonl":
+        jsonl(tmp_path, rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    trained, notes = read_file(tmp_path / f"a{suffix}", CHATML)
+    assert trained == ["4<|endoftext|>"] * len(rows)
+    assert [*notes.values()] == [len(rows)]
+
+
+def test_keys_of_messages_that_no_template_reads_are_counted(tmp_path):
+    keys = {"images": ["a.png"], "refusal": "", "thought": "hm", "prefix": False, "audio": None}
+    message = {**USER, **keys, "name": "Ann", "weight": 1}
+    jsonl(tmp_path, [{"messages": [message, USER, {**ANSWER, "images": []}]}] * 3)
+    trained, notes = read_file(tmp_path / "a.jsonl", CHATML)
+    assert trained == ["4<|endoftext|>"] * 3
+    counts = {"images": 6, "refusal": 3, "thought": 3, "prefix": 3}
+    assert {
+        f"{prepare.IGNORED_KEY} {key!r}": n for key, n in counts.items()
+    }.items() <= notes.items()
+    assert not any("name" in note or "audio" in note for note in notes)
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_silence_is_not_trained_if_a_template_omits_the_call(content, tmp_path):
+    call = {"name": "get_time", "arguments": "{}"}
+    answer = {"role": "assistant", "content": content, "function_call": call}
+    jsonl(tmp_path, [{"messages": [USER, answer, USER, ANSWER]}])
+    trained, notes = read_file(tmp_path / "a.jsonl", CHATML)
+    assert trained == [f"{text}<|endoftext|>" for text in (content, "4") if text]
+    assert notes[prepare.OMITTED_BY_TEMPLATE] == 1
+    names = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    called = CHATML.replace("m.content }}", "m.content }}" + names)
+    assert read_file(tmp_path / "a.jsonl", called)[0][0] == f"{content or ''}get_time<|endoftext|>"

@@ -33,6 +33,45 @@ def test_template_errors_are_one_line_that_names_the_row(content, words):
     assert renderer.render_prompt(SAID[:1]).endswith("2+2=<|a|>")
 
 
+@pytest.mark.parametrize(
+    "name", ["continue_final_message", "add_generation_prompt", "tools", "messages", "tokenize"]
+)
+def test_parameters_of_transformers_are_not_variables_of_a_template(name):
+    renderer = Renderer([TEMPLATE] * 2, {}, NO_TOKENS)
+    with refused("a.jsonl line 2", f"chat_template_kwargs sets {name!r}"):
+        renderer.render_samples(Conversation(SAID, template_kwargs={name: True}), "a.jsonl line 2")
+
+
+def test_arguments_that_a_template_reads_as_an_object_may_not_be_a_string():
+    """Templates such as Qwen3.5's read each argument (Qwen3-Coder#444)."""
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    template += "{{ c.function.arguments | items | list }}{% endfor %}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    called = Conversation([SAID[0], {**SAID[1], "tool_calls": [call]}])
+    with refused("line 1", "the arguments as an object"):
+        Renderer([template] * 2, {}, NO_TOKENS).render_samples(called, "line 1")
+
+
+THINKS = """{% for m in messages %}{{ '<|a|>' ~ m.role ~ '\n' }}{% if m.role == 'assistant' %}
+{%- generation %}{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' ~ m.content ~ '<|e|>' }}
+{%- endgeneration %}{% else %}{{ m.content ~ '<|e|>' }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "<think>\n\n", "<think></think>"])
+def test_reasoning_is_trained_if_the_prompt_ends_with_an_empty_block(empty):
+    """The spans are those that TRL marks in its templates for training (trl#5213)."""
+    plain = THINKS.replace("endgeneration", "endif").replace("generation", "if true")
+    plain += (
+        f"{{% if add_generation_prompt %}}<|a|>assistant{{{{ '\n' ~ {empty!r} }}}}{{% endif %}}"
+    )
+    thought = Conversation([SAID[0], {**SAID[1], "reasoning_content": "Hm, <think>"}])
+    marked, found = (
+        Renderer([template] * 2, {}, re.compile(r"<\|[ae]\|>")).render_samples(thought, "here")
+        for template in (THINKS, plain)
+    )
+    assert found == marked
+
+
 def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     """Values that JSON cannot represent, such as the timestamps of WildChat's messages, are
     rendered as in transformers."""

@@ -24,6 +24,7 @@ from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.settings.files import load_json
 from distributed_training.settings.request import build_config
 from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
@@ -94,6 +95,31 @@ def test_ids_equal_transformers(folder):
     ]
     assert tokenizer.encode_chat_prompt(SAID[:3]) == question_ids
     assert {*tokenizer.answer_end_ids} == {hf_tokenizer.convert_tokens_to_ids("<|end|>")}
+
+
+def test_a_template_renders_the_date_of_the_plan(folder, tmp_path):
+    """Otherwise a run could not be resumed on another day (trl#5138)."""
+    dated = shutil.copytree(folder, tmp_path / "dated")
+    template = PLAIN.replace("message.content", "strftime_now('%d %b %Y') + message.content")
+    edit_json(dated / "tokenizer_config.json", chat_template=template)
+    days = ("2024-02-29", "2025-01-01")
+    first, second = (Tokenizer(dated, date=day) for day in days)
+    assert "29 Feb 2024What is a list?" in first.renderer.render_prompt(SAID[:1])
+    assert "01 Jan 2025What is a list?" in second.renderer.render_prompt(SAID[:1])
+    assert first.fingerprint == Tokenizer(dated, date=days[0]).fingerprint != second.fingerprint
+    assert len({Tokenizer(folder, date=day).fingerprint for day in days}) == 1
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_file_that_is_a_link_to_another_folder_is_refused(name, folder, tmp_path):
+    linked = shutil.copytree(folder, tmp_path / "linked")
+    (tmp_path / "secret").write_text("{}")
+    (linked / name).unlink(missing_ok=True)
+    (linked / name).symlink_to(tmp_path / "secret")
+    with refused(str(linked / name), "link"):
+        assert Tokenizer(linked).facts
+    with refused(str(linked / name), "link"):
+        load_json(linked / name, "model")
 
 
 def test_marks_of_the_next_turn_end_answers_and_tool_calls(tmp_path):

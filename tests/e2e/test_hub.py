@@ -52,6 +52,9 @@ def own_dataset():
         "chats/resolve/main/data/train-00001-of-00002.parquet": parquet(chats[60:]),
         "chats/resolve/main/data/validation-00000-of-00001.parquet": parquet(chats[:20]),
         "cards/resolve/main/README.md": f"---\n{json.dumps({'configs': configs})}\n---\n".encode(),
+        "evil/resolve/main/README.md": b"""---
+configs: [{config_name: default, data_files: "ftp://127.0.0.1:1/x"}]
+---""",
         "cards/resolve/main/a.jsonl": "\n".join(cards).encode(),
         "cards/resolve/main/b.jsonl": "\n".join(cards[:50]).encode(),
     }
@@ -164,3 +167,4 @@ def test_one_config_of_a_hub_dataset_is_loaded(own_dataset, run, tmp_path):
         assert_refused(ask("me/cards"), "dataset='me/cards'", "config", "a", "b")
         assert_refused(ask("me/cards:c"), "'c'")
         assert_refused(ask("me/none"), "'me/none'")
+        assert_refused(ask("me/evil"), "README.md refers to 'ftp://127.0.0.1:1/x'")

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from distributed_training.checkpoint.resume import Meta, write_meta
-from distributed_training.plan.plan import load_plan
+from distributed_training.plan.plan import PLAN_FILE, load_plan
 from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.planner.rank import as_typed
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
+from distributed_training.start import run_dir
 from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
 from tests.planner.helpers import merged
 from tests.settings.test_config import OTHER
-from tests.support import CPU_MACHINE, refused, start_test_record
+from tests.support import CPU_MACHINE, edit_json, refused, start_test_record
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 
@@ -98,7 +99,10 @@ def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan)
     """A printed command repeats the options of the first run. With a different number of
     processes, the repeated batch size must not change the global batch."""
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
+    file = saved_plan.run_dir / PLAN_FILE
+    edit_json(file, requested__date="2024-02-29")  # for chat templates that render the date
     config, notes = resume(saved_plan, *repeated, count=count, **shipped)
+    assert config.date == "2024-02-29"
     plan = build_plan(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved_plan.work
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
@@ -106,6 +110,21 @@ def test_resuming_a_named_run_keeps_its_work(count, batch, repeated, saved_plan)
     for text in ("strategy='local_sgd'", "model='gpt2-tiny'", "seed=7", "keep_checkpoints=9"):
         assert text in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
+
+
+def test_resume_auto_keeps_the_date_that_templates_rendered(saved_plan, monkeypatch):
+    """The planned tokens have today's date, so the ranks read the data again (trl#5138)."""
+    edit_json(saved_plan.run_dir / PLAN_FILE, requested__date="2024-02-29")
+    checkpoint = saved_plan.run_dir / "checkpoints/step-00000007"
+    monkeypatch.setattr(run_dir.resume, "choose_checkpoint", lambda plan, notes: checkpoint)
+    monkeypatch.setattr(run_dir.claims, "claim", lambda folder, run_id: None)
+    today = saved_plan.requested.date
+    for fingerprint, date, cache in (("today's", today, "a"), ("earlier", "2024-02-29", None)):
+        meta = SimpleNamespace(data_fingerprint=fingerprint)
+        monkeypatch.setattr(run_dir.resume, "read_meta", lambda folder, meta=meta: meta)
+        plan = reserve_run_dir(replace(saved_plan, data_fingerprint="today's", cache="a"))
+        assert (plan.requested.date, plan.cache) == (date, cache)
+        edit_json(saved_plan.run_dir / PLAN_FILE, requested__date="2024-02-29")
 
 
 def test_a_typed_batch_size_is_kept(saved_plan):

@@ -9,6 +9,8 @@ from distributed_training.data.pieces import ASSISTANT, Message, Span
 
 Render = Callable[..., str]  # (messages, ask=bool) -> text
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
+# Block of reasoning with which a prompt asks for an answer without reasoning
+_EMPTY_THOUGHT = re.compile(r"(<[^<>\s]*think[^<>\s]*>\s*)+\Z", re.I)
 _PLACEHOLDER = "qzWzqXy"  # replaces an answer to find its position in the text
 
 
@@ -82,6 +84,8 @@ def align(
         text, start, end, is_prefix, stop = _find_answer(render, messages, index, special_pattern)
         if start == len(text) and messages[index].get("content"):
             raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
+        if messages[index].get("tool_calls") and not special_pattern.sub("", text[start:]).strip():
+            continue  # The template omits the calls, and silence is not an answer.
         if is_prefix and full_text.startswith(text):
             end = len(text)
         elif not (is_prefix and start < end and full_text.startswith(text[:end])):
@@ -155,8 +159,13 @@ def _find_answer(
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
             return _Answer(prompt + answer_text, len(prompt), 0, False, stop)
     if not header:
-        which = f"message {index + 1}, an answer,"
-        raise AlignmentError(f"{which} is not at the position where the template puts answers")
+        # The answer has reasoning, but the prompt ends with an empty block of reasoning. As in
+        # TRL's templates for training, the answer begins with its own block.
+        empty_thought = _EMPTY_THOUGHT.search(prompt)
+        header = prompt[: empty_thought.start()] if empty_thought else ""
+        if not (header and text.startswith(header)):
+            which = f"message {index + 1}, an answer,"
+            raise AlignmentError(f"{which} is not at the position where the template puts answers")
     return _Answer(text, len(header), end, True, stop)
 
 

@@ -1,17 +1,16 @@
 """Convert records into pieces of text for tokenization, and count the records that are left out."""
 
-import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts, loses_thoughts
-from distributed_training.data.chats.records import Record
-from distributed_training.data.chats.render import Conversation
+from distributed_training.data.chats.records import READ_KEYS, Record
+from distributed_training.data.chats.render import Conversation, find_functions
 from distributed_training.data.corpus import Source
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
@@ -35,6 +34,7 @@ OMITTED_BY_TEMPLATE = (
     "the text"
 )
 IGNORED_COLUMNS = "record with columns that are ignored:"
+IGNORED_KEY = "message with a key that is ignored, because the chat template does not read it:"
 NO_ANSWER = "no answer to train on"
 
 
@@ -97,17 +97,19 @@ def _render(
     """Render a conversation and yield its pieces. Update `counts` if the record is left out and
     with the notes that apply."""
     samples = tokenizer.renderer.render_samples(conversation, where)
+    for message in conversation.messages:
+        for key in sorted(message.keys() - READ_KEYS - tokenizer.renderer.words):
+            counts.notes[f"{IGNORED_KEY} {shown(key)}"] += 1
     if not samples:
         counts.left_out[NO_ANSWER] += 1
         return
     contents = [message["content"] for message in join_parts(conversation.messages)]
     if tokenizer.special_pattern.search("\n".join(contents)):
         counts.notes[SPECIAL] += 1
-    tool_calls = (message.get("tool_calls") or [] for message in conversation.messages)
-    called_functions = _find_functions(itertools.chain(*tool_calls))
+    called_functions = conversation.called_functions
     arguments = (function.get("arguments") for function in called_functions)
     quoted_arguments = [json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)]
-    functions = called_functions + _find_functions(conversation.tools or [])
+    functions = called_functions + find_functions(conversation.tools or [])
     expected_words = [str(function.get("name") or "") for function in functions]
     expected_words += map(_longest_word, conversation.documents or [])
     # Reasoning that a template removes has its own note.
@@ -124,12 +126,6 @@ def _render(
     for sample in samples:
         counts.notes[NO_END_TOKEN] += sample.num_without_end_token
         yield Piece(sample.text, sample.spans, templated=tokenizer.facts.has_template, eos=False)
-
-
-def _find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the functions in a list of tools or tool calls."""
-    functions = (item.get("function", item) for item in items if isinstance(item, dict))
-    return [function for function in functions if isinstance(function, dict)]
 
 
 def _longest_word(document: Any) -> str:

@@ -37,7 +37,9 @@ _ROLES = {
 # and one from ms-swift
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys besides "content" whose values the model generates in an answer
-_OUTPUT_KEYS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
+_OUTPUT_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+# Keys of a message that this package reads, or for which it has other notes
+READ_KEYS = {"role", "content", "function_call", "train_detail", *_TRAIN_KEYS, *_OUTPUT_KEYS}
 _IGNORED_MARKS = (
     "message with a training mark that is ignored, because only answers are in the loss"
 )
@@ -201,7 +203,8 @@ class Record:
 
 def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     """Return a message with the keys "role" and "content". If the dataset calls these keys "from"
-    and "value", they are renamed. All other keys are kept. Raises UserError if the content is not
+    and "value", they are renamed. Keys whose value is null are left out, because a table cannot
+    tell them from missing keys. All other keys are kept. Raises UserError if the content is not
     text or a key has an unsupported value."""
 
     def refuse(key: str) -> NoReturn:
@@ -211,7 +214,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     if not isinstance(raw, dict):
         what = f'{where} is {_described(raw)}, not an object with a "role"'
         raise UserError(what, fix=f"write {_EXAMPLES[MESSAGES]}")
-    message = dict(raw)
+    message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
     if "content" not in message and "value" in message:
@@ -225,28 +228,29 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     if not isinstance(message.get("tool_calls") or [], list):
         what = f"{where} has tool_calls that are not a list: {shown(message['tool_calls'])}"
         raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
-    content = message.get("content")
-    if role == "function_call" and isinstance(content, str):
-        parsed = _parse(content)
+    # OpenAI's older format has at most one call in an answer, under another key.
+    call = message.get("function_call") if message["role"] == ASSISTANT else None
+    if role == "function_call":
+        call, message["content"] = message.get("content"), ""
+    if not (_is_empty(call) or message.get("tool_calls")):
+        parsed = _parse(call)
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
-            what = f"{where} is a function_call, but its content is not a JSON object"
-            raise UserError(what, f"the content is {shown(content)}")
-        message |= {
-            "content": "",
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        }
-    elif isinstance(content, list):
+            what = f"{where} has a function_call that is not a JSON object: {shown(call)}"
+            raise UserError(what, fix='write {"name": "...", "arguments": {...}}')
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    content = message.get("content")
+    if isinstance(content, list):
         for part in content:
             is_text = isinstance(part, dict) and part.get("type") == "text"
             if not is_text or not isinstance(part.get("text"), str):
                 what = f"{where} has a part that is not text: {shown(part)}"
                 raise UserError(what, "only text is supported", "remove such records")
     elif content is None:
-        if "content" not in message and not message.get("tool_calls"):
+        if "content" not in raw and "value" not in raw and not message.get("tool_calls"):
             refuse("content")
         message["content"] = ""
-        if message["role"] == ASSISTANT and not _OUTPUT_KEYS & message.keys():
+        if message["role"] == ASSISTANT and not any(map(message.get, _OUTPUT_KEYS)):
             message["weight"] = 0
             notes["answer with null content, which does not count toward the loss"] += 1
     elif not isinstance(content, str):

@@ -3,15 +3,21 @@
 The Jinja sandbox of transformers keeps a template from running code. Time and memory are not
 limited, so an endless template must be stopped with Ctrl-C."""
 
+import inspect
+import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from distributed_training.data.chats.align import AlignmentError, Rendered, align, join_parts
 from distributed_training.data.pieces import Message, Span
+from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
+from distributed_training.settings.files import shown
 
 
 class Conversation(NamedTuple):
@@ -23,6 +29,12 @@ class Conversation(NamedTuple):
     template_kwargs: dict[str, Any] = {}  # noqa: RUF012, other variables of the template
     skip: list[int] = []  # noqa: RUF012, indices of messages that are not in the loss
 
+    @property
+    def called_functions(self) -> list[dict[str, Any]]:
+        """Functions in the tool calls of all messages."""
+        calls = (message.get("tool_calls") or [] for message in self.messages)
+        return find_functions(itertools.chain(*calls))
+
 
 @dataclass(frozen=True)
 class Renderer:
@@ -31,6 +43,16 @@ class Renderer:
     templates: Sequence[str]  # one for conversations without tools, and one for those with tools
     variables: dict[str, Any]  # variables that both templates can use
     special_pattern: re.Pattern[str]  # matches special tokens
+    date: str = field(default_factory=today)  # today's date for the templates, in ISO format
+
+    @cached_property
+    def words(self) -> set[str]:
+        """Names and strings in the templates' code. They include every key of a message that a
+        template reads."""
+        from jinja2 import Environment
+
+        tokens = Environment().lex("\n".join(self.templates))
+        return {text.strip("'\"") for _, kind, text in tokens if kind in ("name", "string")}
 
     def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
         """Return the samples of a conversation. Raises UserError with its location in the dataset,
@@ -43,6 +65,7 @@ class Renderer:
             messages = conversation.messages
             return self._render(conversation, messages, return_assistant_tokens_mask=True)[1]
 
+        _check_kwargs(conversation.template_kwargs, where)
         try:
             conversation = self._adapt(conversation)
             template = self.templates[bool(conversation.tools)]
@@ -58,7 +81,10 @@ class Renderer:
         except Exception as error:  # A template can raise any error.
             what = f"{where} cannot be rendered by the chat template"
             why = str(error) if isinstance(error, AlignmentError) else describe(error)
-            raise UserError(what, why, "change the record or the chat template") from None
+            fix = "change the record or the chat template"
+            if any(isinstance(f.get("arguments"), str) for f in conversation.called_functions):
+                fix = f"write the arguments as an object instead of a string, or {fix}"
+            raise UserError(what, why, fix) from None
 
     def render_prompt(self, messages: list[Message]) -> str:
         """Return the text of a conversation up to the start of the answer to its last message.
@@ -92,9 +118,12 @@ class Renderer:
     ) -> tuple[str, list[Span]]:
         """Return the text of `messages`, and the spans that the template marks if `options` ask for
         them."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
 
-        rendered: Any = render_jinja_template(
+        # The function strftime_now of the templates calls datetime.now.
+        now = datetime.fromisoformat(self.date)
+        vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: now)
+        rendered: Any = chat_template_utils.render_jinja_template(
             conversations=[list(messages)], tools=conversation.tools,
             documents=conversation.documents,
             chat_template=self.templates[bool(conversation.tools)],
@@ -102,3 +131,22 @@ class Renderer:
         )  # fmt: skip
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
+
+
+def find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the functions in a list of tools or tool calls."""
+    functions = (item.get("function", item) for item in items if isinstance(item, dict))
+    return [function for function in functions if isinstance(function, dict)]
+
+
+def _check_kwargs(template_kwargs: dict[str, Any], where: str) -> None:
+    """Raise UserError if a variable of the template has the name of a parameter of transformers,
+    which would replace messages or tools, or move the end of the text."""
+    from transformers import PreTrainedTokenizerBase
+
+    for name in template_kwargs:
+        parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        if name in {*parameters, "messages", "conversations"}:
+            what = f"{where}: chat_template_kwargs sets {shown(name)}"
+            why = "it may set only variables of the chat template"
+            raise UserError(what, why, "remove it")
