@@ -1,35 +1,48 @@
-"""Run the commands from CLUSTER_QUICKSTART.md: make a plan, write its job script, and run the job
-on two nodes. The job receives SIGTERM, as it would at its time limit, and is requeued and resumed.
-The nodes are network namespaces, and short scripts replace srun and scontrol. The agents, the
-processes and the run are real."""
+"""Run the commands from CLUSTER_QUICKSTART.md: make a plan, write its job script, and run the job.
+The job is stopped, as it would be before its time limit, and is requeued and resumed.
 
+One test runs a real SLURM whose nodes share this machine. In the other test, the nodes are network
+namespaces, and short scripts replace srun, scancel and scontrol. The agents, the processes and the
+run are real."""
+
+import contextlib
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.conftest import assert_ok, only_record, run_command
+from tests.conftest import assert_ok, only_record, run_command, settings
 from tests.e2e.nodes import cluster
 from tests.e2e.support import clone, find_command, metrics, running, wait_for
 from tests.e2e.test_printed_commands import as_required
-from tests.pool import free_port
+from tests.pool import SCRIPT, free_port
 from tests.support import small_text
 
 SRUN = """\
 #!/usr/bin/env bash
-shift  # --kill-on-bad-exit=1
+while [[ $1 == --* ]]; do shift; done
 nodes=()
-trap 'kill -TERM "${{nodes[@]}}"' TERM
+trap 'kill -KILL "${{nodes[@]}}"' TERM  # as srun does
 {on_first} env --chdir="$PWD" "$@" & nodes+=($!)
 {on_second} env --chdir="$PWD" "$@" & nodes+=($!)
+echo "${{nodes[@]}}" >"$TASKS"
 code=0
 for node in "${{nodes[@]}}"; do
     until wait "$node" || code=$?; ! kill -0 "$node" 2>/dev/null; do :; done
 done
 exit "$code"
+"""
+SCANCEL = """\
+#!/usr/bin/env bash
+[ "$*" = "--signal=TERM $SLURM_JOB_ID.0" ] && kill -TERM $(cat "$TASKS")
 """
 SCONTROL = """\
 #!/usr/bin/env bash
@@ -45,9 +58,10 @@ SHORT = shlex.split(
 
 def environment_of(nodes, tmp_path: Path) -> dict[str, str]:
     """Return the environment that SLURM sets for a job on two nodes with one process each. PATH
-    begins with the folder of the scripts that replace srun and scontrol."""
+    begins with the folder of the scripts that replace SLURM's programs."""
     first, second = (shlex.join(node.command([])) for node in nodes)
-    programs = {"srun": SRUN.format(on_first=first, on_second=second), "scontrol": SCONTROL}
+    srun = SRUN.format(on_first=first, on_second=second)
+    programs = {"srun": srun, "scancel": SCANCEL, "scontrol": SCONTROL}
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
         file = tmp_path / "bin" / name
@@ -56,7 +70,8 @@ def environment_of(nodes, tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": "", "VIRTUAL_ENV": sys.prefix, "HF_HOME": str(tmp_path / "hf"),
-        "REQUEUED": str(tmp_path / "requeued"), "SLURM_JOB_NODELIST": "node[0-1]",
+        "REQUEUED": str(tmp_path / "requeued"), "TASKS": str(tmp_path / "tasks"),
+        "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": str(free_port()),
     }  # fmt: skip
 
@@ -85,6 +100,7 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     checked = run_command(["bash", "job.slurm"], cwd=repository, PYTHONPATH="")
     assert_ok(checked)
     assert "launch command\n  torchrun --nnodes=2 " in checked.stdout
+    assert checked.stdout.splitlines()[-1] == "  sbatch job.slurm"
     missing = ["bash", "job.slurm", "--tokenizer", "gpt2"]
     refused = run_command(missing, cwd=repository, PYTHONPATH="", HF_HOME=str(tmp_path / "hf"))
     assert (refused.returncode, refused.stderr[:24]) == (2, "error: tokenizer='gpt2' ")
@@ -95,7 +111,7 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
         environment = environment_of(nodes, tmp_path)
         with running(job, log, **environment) as process:
             wait_for(lambda: steps(runs) >= 2, process, log, 300)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGUSR1)
             process.wait(timeout=200)
         requeued = (tmp_path / "requeued").read_text()
         assert requeued.count("\n") == 1, log.read_text()
@@ -112,3 +128,116 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     assert [row["step"] for row in metrics(Path(record["run_dir"]))] == list(range(1, 201))
     assert record["evaluations"][-1]["loss"] < record["evaluations"][0]["loss"] - 0.5
     assert (tmp_path / "requeued").read_text() == requeued
+
+
+@contextlib.contextmanager
+def real_slurm(folder: Path) -> Iterator[list[str]]:
+    """Start a SLURM with two nodes, and yield the words before a folder and a command to run there."""
+    if shutil.which("slurmctld") is None or os.getuid() != 0:
+        assert "CI" not in os.environ, "CI needs slurmctld, slurmd, munge and root"
+        pytest.skip("no slurmctld, or not root")
+    spaces = ["--net", "--mount", "--uts", "--pid"]
+    script = str(Path(__file__).with_name("slurm.sh"))
+    command = ["unshare", *spaces, "--fork", "--kill-child", "--mount-proc", "bash", script]
+    with subprocess.Popen(
+        [*command, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            (first,) = psutil.Process(process.pid).children()
+            enter = ["nsenter", "--target", str(first.pid), *spaces, "--"]
+            yield [*enter, "env", f"SLURM_CONF={folder}/slurm.conf", "env", "--chdir"]
+        finally:
+            process.kill()  # and, with it, all processes inside
+
+
+class Job:
+    """Job in a real SLURM."""
+
+    def __init__(self, inside: list[str], folder: Path, *options: str) -> None:
+        self.inside, self.folder = inside, folder
+        words = ["sbatch", "--parsable", "--output=%j.log", *options, "my job.slurm"]
+        self.number = self.call(*words).strip()
+
+    def call(self, *command: str) -> str:
+        words = [*self.inside, str(self.folder), *command]
+        found = run_command(words, PYTHONPATH="", VIRTUAL_ENV=sys.prefix)
+        assert_ok(found)
+        return found.stdout
+
+    @property
+    def log(self) -> str:
+        return (self.folder / f"{self.number}.log").read_text()
+
+    def wait_for(self, condition, timeout_s: float = 180) -> None:
+        """Wait until `condition` is true, or if it is text, until SLURM says this of the job."""
+        end = time.monotonic() + timeout_s
+        status = ""
+        while condition not in status if isinstance(condition, str) else not condition():
+            status = self.call("scontrol", "show", "job", self.number)
+            assert time.monotonic() < end, status + self.log
+            time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """Return a function that writes a job for a number of nodes. The function returns
+    `real_slurm`'s words, and a new folder with the job "my job.slurm"."""
+    if not as_required():
+        pytest.skip("this Python has other versions than requirements.txt")
+    with real_slurm(tmp_path_factory.mktemp("slurm")) as inside:
+
+        def write(num_nodes: int, num_epochs: int) -> tuple[list[str], Path]:
+            folder = tmp_path_factory.mktemp(f"{num_nodes} nodes")
+            values = {"model": "gpt2-tiny", "dataset": small_text(), "output_dir": "runs"}
+            words = ["plan", "--cluster", f"{num_nodes}x1xL4", "--write", "my job.slurm"]
+            command = [sys.executable, str(SCRIPT), *words, *settings(values), *SHORT]
+            planned = run_command([*command, "--epochs", str(num_epochs)], cwd=folder)
+            assert_ok(planned)
+            assert planned.stdout.endswith("\n  bash 'my job.slurm'\n  sbatch 'my job.slurm'\n")
+            return inside, folder
+
+        yield write
+
+
+def test_a_job_in_slurm_ends_when_cancelled_and_continues_when_stopped(slurm):
+    inside, folder = slurm(1, 60)
+    runs = folder / "runs"
+    job = Job(inside, folder)
+    job.wait_for(lambda: steps(runs) >= 2)
+    job.call("scancel", job.number)
+    job.wait_for(lambda: job.call("squeue", "-h") == "")
+    job.wait_for("JobState=CANCELLED")
+    job.wait_for("Restarts=0")
+    saved = only_record(runs)
+    assert (saved["status"], saved["step"] > 1) == ("interrupted", True), job.log
+
+    job = Job(inside, folder)
+    job.wait_for(lambda: steps(runs) > saved["step"] + 1)
+    job.call("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for("Restarts=1")
+    stopped = only_record(runs)
+    assert stopped["status"] == "interrupted"
+    job.wait_for("JobState=COMPLETED")
+    record = only_record(runs)
+    assert (record["status"], record["step"]) == ("ok", record["num_steps"]), job.log
+    assert record["resumed_from"].endswith(f"step-{stopped['step']:08}")
+    assert [row["step"] for row in metrics(Path(record["run_dir"]))] == list(
+        range(1, record["num_steps"] + 1)
+    )
+
+
+def test_a_job_on_two_nodes_saves_before_its_limit_and_ends_without_progress(slurm):
+    inside, folder = slurm(2, 1000)
+    job = Job(inside, folder, "--signal=B:USR1@60")
+    job.wait_for(lambda: steps(folder / "runs") >= 2)
+    job.call("scontrol", "update", f"jobid={job.number}", "TimeLimit=1")
+    job.wait_for("Restarts=1")
+    stopped = only_record(folder / "runs")
+    assert (stopped["status"], stopped["step"] >= 2) == ("interrupted", True), job.log
+    job.wait_for(lambda: f"step-{stopped['step']:08}\nlaunch command" in job.log)
+    job.call("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for("JobState=FAILED")
+    job.wait_for("Restarts=1")
+    assert only_record(folder / "runs")["step"] == stopped["step"]
