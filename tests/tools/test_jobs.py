@@ -20,10 +20,10 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import describe_suggestion
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
-from distributed_training.tools import dry_run
+from distributed_training.tools import dry_run, jobs
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
-from tests.pool import SCRIPT
+from tests.pool import ROOT, SCRIPT
 from tests.support import small_text
 
 FOLDERS = {"tokenizer_dir": Path(), "weights_dir": None, "adapters_dir": None}
@@ -119,15 +119,71 @@ def assert_equal(plan, ranked, typed):
     assert {name for name in found if found[name] != expected[name]} == set(), typed
 
 
-def test_plan_replaces_only_jobs_that_it_wrote(call, tmp_path, capsys):
-    job, dataset = tmp_path / "job.slurm", tmp_path / "text.txt"
-    dataset.write_text("the dataset")
-    words = ["plan", "--cluster", "2xH100-80GB", "--model", "gpt2", "--write"]
-    for _ in range(2):
-        assert call([*words, str(job)])[0] == 0
-    assert call([*words, str(dataset)])[0] == 2
-    assert str(dataset) in capsys.readouterr().err
-    assert dataset.read_text() == "the dataset"
+@pytest.mark.parametrize("end", [".slurm", ".sky.yaml", ".yaml"])
+def test_plan_replaces_only_jobs_that_nobody_has_changed(end, call, tmp_path, capsys):
+    job = tmp_path / f"job{end}"
+    words = ["plan", "--model", "gpt2", "--write", str(job), "--cluster"]
+    for cluster in ("2xH100-80GB", "2x8xH100-80GB"):
+        assert call([*words, cluster])[0] == 0
+    changed = job.read_text().replace("\n", "\n#SBATCH --account=mine\n", 1)
+    job.write_text(changed)
+    assert call([*words, cluster])[0] == 2
+    assert str(job) in capsys.readouterr().err
+    assert job.read_text() == changed
+
+
+HOSTILE = "x: [\n#SBATCH --mail-user=a@b\ntouch PWNED\n#'\"$(touch PWNED)`touch PWNED`\u2028- train-gpt2"
+
+
+def test_no_text_of_a_user_leaves_its_string(call, tmp_path, monkeypatch):
+    """HOSTILE is an option, the name of the job and its folder."""
+    folder = tmp_path / HOSTILE.replace("/", "")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text("#!/bin/sh\nfor word; do printf '%s\\0' \"$word\"; done\n")
+    python.chmod(0o755)
+    values = {"generate": HOSTILE, "weights": "random"}
+    words = [f"--{name}={value}" for name, value in values.items()]
+    call_words = ["plan", "--cluster", "2x8xH100-80GB", "--model", "gpt2", *words, "--write"]
+    for end in (".slurm", ".sky.yaml", ".yaml"):
+        job = folder / f"{HOSTILE}{end}"
+        assert call([*call_words, job.name])[0] == 0
+        text = job.read_text()
+        if end == ".slurm":
+            checked = subprocess.run(
+                ["bash", str(job)], stdout=subprocess.PIPE, text=True, check=True,
+                env={"PATH": f"{python.parent}:/usr/bin:/bin", "CONDA_PREFIX": "x"},
+            )  # fmt: skip
+            assert HOSTILE in checked.stdout.split("\0")
+            directives = text.partition("\nset -euo")[0].splitlines()
+            assert all(line.startswith("#") for line in directives if line)
+            assert "#SBATCH --mail-user=a@b" not in directives
+            assert "#SBATCH --cpus-per-task=32" in directives
+            continue
+        document = yaml.safe_load(text)
+        schema = json.loads(Path(__file__).with_name("job_schemas.json").read_text())[end]
+        jsonschema.validate(document, schema)
+        if end == ".yaml":
+            assert HOSTILE in document["spec"]["trainer"]["args"]
+        else:
+            assert HOSTILE in shlex.split(document["envs"]["TRAIN"])
+            assert HOSTILE in run_skypilot_job(document, tmp_path)
+            assert document["workdir"] == str(SCRIPT.parent)
+    assert not [*tmp_path.rglob("PWNED")]
+
+
+def test_jobs_include_the_users_own_lines(call, tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/train.slurm").write_text((ROOT / "configs/train.slurm").read_text())
+    (tmp_path / "configs/site.slurm").write_text("#SBATCH --account=a b\n#SBATCH --qos=q\n")
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)
+    job = tmp_path / "job.slurm"
+    assert call(["plan", "--cluster", "2xL4", "--model", "gpt2", "--write", str(job)])[0] == 0
+    lines = job.read_text().splitlines()
+    assert lines.index("#SBATCH --account=a b") < lines.index("set -euo pipefail")
+    assert "#SBATCH --qos=q" in lines
 
 
 def assert_same_plans(call, capsys, words, tmp_path):
@@ -207,14 +263,15 @@ def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypa
 def run_skypilot_job(document, folder):
     """Run a job's script on the second of its nodes, and return the arguments of Python."""
     (folder / "strategies").mkdir(exist_ok=True)
-    (folder / "strategies/setup_env.sh").write_text("python() { printf '%s\\n' \"$@\"; }")
+    (folder / "strategies/setup_env.sh").write_text("python() { printf '%s\\0' \"$@\"; }")
     environment = {
         **document["envs"], "HOME": str(folder), "PATH": "/usr/bin:/bin",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NUM_NODES": str(document["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     }  # fmt: skip
     script = ["bash", "-euc", document["run"]]
-    return subprocess.check_output(script, cwd=folder, env=environment, text=True).splitlines()
+    output = subprocess.check_output(script, cwd=folder, env=environment, text=True)
+    return output.split("\0")[:-1]
 
 
 @pytest.mark.parametrize("end", [".sky.yaml", ".yaml"])
