@@ -104,7 +104,7 @@ def build_batch_script(
         script_words += [] if "--strict" in script_words else ["--strict"]
         script_words += [] if "--resume" in script_words else ["--resume", "auto"]
         own_file = ROOT / "configs/site.slurm"
-        own_lines = own_file.read_text(encoding="utf-8") if own_file.is_file() else ""
+        own_lines = own_file.read_text(encoding="utf-8").rstrip() if own_file.is_file() else ""
         num_cpus = min(CPUS_PER_GPU * processes_here, plan.machine.num_cpus)
         # Relative paths in the options refer to the current folder.
         run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
