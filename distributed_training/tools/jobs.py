@@ -31,18 +31,6 @@ TEMPLATES = {
 SKYPILOT_GPUS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100"}
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writer of YAML that keeps the lines of a shell script."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
 def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
     """Return the options with which the script starts this plan: the preset, the typed keys, the
     keys that the planner set as if they were typed, the layout, and restarts."""
@@ -121,9 +109,10 @@ def build_batch_script(
             "run=(real_model_example.py --strict --resume auto": run_line,
             "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
         }
-        assert all(job.count(template_text) == 1 for template_text in changes)
+        # A user may have changed some of these lines in the template.
         pattern = "|".join(map(re.escape, changes))
         return re.sub(pattern, lambda match: changes[match[0]], job)
+    job, setup, shell_text = job.partition("setup:")
     document = yaml.safe_load(job)
     if template == "skypilot.yaml":
         gpu = find_gpu(plan.machine.gpu_name)
@@ -140,7 +129,8 @@ def build_batch_script(
         trainer["resourcesPerNode"]["limits"] = limits
         trainer["args"] = [*trainer["args"][:-1], *options]  # without the example --strategy
     instructions = "".join(re.findall("^#.*\n", job.partition("\n")[2], re.MULTILINE))
-    return f"{comments}\n{instructions}{yaml.dump(document, Dumper=_Dumper, sort_keys=False)}"
+    text = yaml.safe_dump(document, sort_keys=False)
+    return f"{comments}\n{instructions}{text}{setup}{shell_text}"
 
 
 def job_template(file: Path) -> tuple[str, str]:

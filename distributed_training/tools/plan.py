@@ -173,7 +173,7 @@ def run(
         )  # fmt: skip
         write_own(job_file, job)
         submit = job_template(job_file)[1]
-        file_word = printable(shlex.quote(str(job_file)))
+        file_word = shlex.quote(str(job_file))
         print(f"Wrote {file_word}. Check it, then submit it:")
         if submit == "sbatch":
             print(f"  bash {file_word}")
