@@ -10,14 +10,16 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# The tutorial's explorer is tested in a browser and in Node.js. Outside CI, these tests are skipped if either is missing.
+# The tutorial's explorer is tested in a browser and in Node.js, and the job script in SLURM. Outside CI, these tests are
+# skipped if a program is missing.
 missing=()
 command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
     missing+=(chromium)
 command -v node >/dev/null || missing+=(nodejs)
+command -v slurmctld >/dev/null || missing+=(slurmctld slurmd slurm-client munge)
 if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get -q update && apt-get -q install -y --no-install-recommends "${missing[@]}"; } >&2 ||
-        echo "note: could not install ${missing[*]} for tests in a browser" >&2
+        echo "note: could not install ${missing[*]} for tests" >&2
 fi
 ruff check .
 ruff format --check .

@@ -16,7 +16,13 @@ from distributed_training.records.display import fill_template, fold, short_name
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
 from distributed_training.settings.errors import UserError, print_stderr, printable
-from distributed_training.settings.files import MARK, check_replaced, plural, resolve_user_path
+from distributed_training.settings.files import (
+    MARK,
+    check_replaced,
+    plural,
+    resolve_user_path,
+    write_own,
+)
 
 COMMAND = "python real_model_example.py report"
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -139,7 +145,6 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     print(render("txt", *page), flush=True)
     if html := arguments.html:
         check_replaced(html)
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render("html", *page), encoding="utf-8")
+        write_own(html, render("html", *page))
         print(f"Wrote {short_path(html)}.")
     return 0

@@ -31,7 +31,13 @@ from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.results import Comparison, LayoutRow
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import check_replaced, load_json, parse_as, plural
+from distributed_training.settings.files import (
+    check_replaced,
+    load_json,
+    parse_as,
+    plural,
+    write_own,
+)
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
@@ -319,6 +325,6 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         "one after another, each in new processes."
     )
     page = report.render("html", title, heading, comparison)
-    (out / "compare.html").write_text(page, encoding="utf-8")
+    write_own(out / "compare.html", page)
     print(f"\n{report.render('txt', title, heading, comparison)}")
     print(f"\nWrote {short_path(out)}/compare.html.")

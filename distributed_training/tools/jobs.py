@@ -1,22 +1,26 @@
 """Build commands and job files that run a planned layout. This module does not import torch."""
 
 import argparse
-import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+import yaml
 
 from distributed_training.data.report import Amount
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import layout_settings
 from distributed_training.predict.predict import Prediction
+from distributed_training.settings.errors import printable
 from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB, find_gpu
 from distributed_training.settings.request import parse_overrides
 
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
+CPUS_PER_GPU = 4  # CPUs that a job requests, unless this machine has fewer
 # End of a job file's name -> template in configs/, and the command that submits the job
 TEMPLATES = {
     ".sky.yaml": ("skypilot.yaml", "sky jobs launch"),
@@ -68,57 +72,65 @@ def build_batch_script(
     num_nodes = plan.num_processes // processes_here
     gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)
     template, submit = job_template(file)
-    header = [f"# Submit:  {submit} {shlex.quote(file.name)}", f"# {MARK}:  {plan_command}"]
+    name = f"train-{plan.strategy.name.replace('_', '-')}"
+    header = [f"{MARK}:  {plan_command}", f"Submit:  {submit} {shlex.quote(file.name)}"]
     time = "04:00:00"
     if isinstance(amount, str) or choice.likely_s is None:
         reason = amount if isinstance(amount, str) else "the GPU's speed is unknown"
-        header.append(f"# The time is unknown: {reason}.")
+        header.append(f"The time is unknown: {reason}.")
     else:
         steps = math.ceil(amount.num_steps * (1 + amount.error))
         min_step_s, max_step_s = choice.likely_s
-        header.append(
-            f"# Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each."
-        )
+        header.append(f"Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each.")
         limit_s = SAFETY_FACTOR * steps * max_step_s + OVERHEAD_S
         time = str(5 * math.ceil(limit_s / 300))  # SLURM reads a number alone as minutes
-    script_words = [str(script), *options]
-    script_words += [] if "--strict" in script_words else ["--strict"]
-    script_words += [] if "--resume" in script_words else ["--resume", "auto"]
+    # A user's text cannot leave its comment.
+    comments = "\n".join(f"# {printable(line)}" for line in header)
     job = (ROOT / "configs" / template).read_text(encoding="utf-8")
-    # Relative paths in the options refer to the current folder.
-    run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
-    gpu = find_gpu(plan.machine.gpu_name)
-    gpu_name = str(gpu.name if gpu else plan.machine.gpu_name).replace("RTX-", "RTX")
-    changes = {
-        "skypilot.yaml": {
-            "num_nodes: 2": f"num_nodes: {num_nodes}",
-            "H100:8": f"{SKYPILOT_GPUS.get(gpu_name, gpu_name)}:{processes_here}",
-            "memory: 64+": f"memory: {gib}+",
-            "TRAIN: --strategy fsdp": f"TRAIN: {json.dumps(shlex.join(options))}",
-        },
-        "kubeflow-trainjob.yaml": {
-            "numNodes: 2": f"numNodes: {num_nodes}",
-            "numProcPerNode: 8": f"numProcPerNode: {processes_here}",
-            "gpu: 8": f"gpu: {processes_here}",
-            "memory: 64Gi": f"memory: {gib}Gi",
-            "--strategy=fsdp]": json.dumps(options)[1:],
-        },
-        "train.slurm": {
-            "#SBATCH --nodes=1": f"#SBATCH --nodes={num_nodes}",
+    if template == "train.slurm":
+        script_words = [str(script), *options]
+        script_words += [] if "--strict" in script_words else ["--strict"]
+        script_words += [] if "--resume" in script_words else ["--resume", "auto"]
+        own_file = ROOT / "configs/site.slurm"
+        own_lines = own_file.read_text(encoding="utf-8").rstrip() if own_file.is_file() else ""
+        num_cpus = min(CPUS_PER_GPU * processes_here, plan.machine.num_cpus)
+        # Relative paths in the options refer to the current folder.
+        run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
+        changes = {
+            "# Submit:  sbatch --nodes=2 configs/train.slurm --strategy fsdp ...": comments,
+            "train-gpt2": shlex.quote(printable(name)),
+            "--nodes=1": f"--nodes={num_nodes}",
             "--gpus-per-node=4": f"--gpus-per-node={processes_here}",
+            "--cpus-per-task=16": f"--cpus-per-task={num_cpus}",
             "--mem=64G": f"--mem={gib}G",
             "--time=04:00:00": f"--time={time}",
+            "# Lines of configs/site.slurm": own_lines,
             'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
             "run=(real_model_example.py --strict --resume auto": run_line,
             "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
-        },
-    }[template]
-    changes["train-gpt2"] = f"train-{plan.strategy.name.replace('_', '-')}"
-    changes[next(line for line in job.splitlines() if "Submit:" in line)] = "\n".join(header)
-    for template_text, job_text in changes.items():
-        assert job.count(template_text) == 1, template_text
-        job = job.replace(template_text, job_text)
-    return job
+        }
+        # A user may have changed some of these lines in the template.
+        pattern = "|".join(map(re.escape, changes))
+        return re.sub(pattern, lambda match: changes[match[0]], job)
+    job, setup, shell_text = job.partition("setup:")
+    document = yaml.safe_load(job)
+    if template == "skypilot.yaml":
+        gpu = find_gpu(plan.machine.gpu_name)
+        gpu_name = str(gpu.name if gpu else plan.machine.gpu_name).replace("RTX-", "RTX")
+        accelerators = f"{SKYPILOT_GPUS.get(gpu_name, gpu_name)}:{processes_here}"
+        document |= {"name": name, "num_nodes": num_nodes, "workdir": str(script.parent)}
+        document["resources"] |= {"accelerators": accelerators, "memory": f"{gib}+"}
+        document["envs"]["TRAIN"] = shlex.join(options)
+    else:
+        document["metadata"]["generateName"] = f"{name}-"
+        trainer = document["spec"]["trainer"]
+        trainer |= {"numNodes": num_nodes, "numProcPerNode": processes_here}
+        limits = {"nvidia.com/gpu": processes_here, "memory": f"{gib}Gi"}
+        trainer["resourcesPerNode"]["limits"] = limits
+        trainer["args"] = [*trainer["args"][:-1], *options]  # without the example --strategy
+    instructions = "".join(re.findall("^#.*\n", job.partition("\n")[2], re.MULTILINE))
+    text = yaml.safe_dump(document, sort_keys=False)
+    return f"{comments}\n{instructions}{text}{setup}{shell_text}"
 
 
 def job_template(file: Path) -> tuple[str, str]:

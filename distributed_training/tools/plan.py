@@ -36,7 +36,7 @@ from distributed_training.records.display import bottleneck_name, fold, format_c
 from distributed_training.records.results import format_table
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import check_replaced, shown
+from distributed_training.settings.files import check_replaced, shown, write_own
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.start.launch import requested_cluster
@@ -171,13 +171,13 @@ def run(
             first, amount, job_file, script, options, machine_options=machine_options,
             plan_command=shlex.join(["python", *sys.argv]),
         )  # fmt: skip
-        job_file.parent.mkdir(parents=True, exist_ok=True)
-        job_file.write_text(job, encoding="utf-8")
+        write_own(job_file, job)
         submit = job_template(job_file)[1]
-        print(f"Wrote {job_file}. Check it, then submit it:")
+        file_word = shlex.quote(str(job_file))
+        print(f"Wrote {file_word}. Check it, then submit it:")
         if submit == "sbatch":
-            print(f"  bash {job_file}")
-        print(f"  {submit} {job_file}")
+            print(f"  bash {file_word}")
+        print(f"  {submit} {file_word}")
     return 0
 
 

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import MARK, check_replaced, load_json, shown
+from distributed_training.settings.files import MARK, check_replaced, load_json, shown, write_own
 from distributed_training.settings.request import build_config
 from tests.support import refused
 
@@ -20,11 +20,19 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
             assert getattr(build_config({key: text}), key) == path
 
 
-@pytest.mark.parametrize("kind", ["text", "folder", "pipe", "link"])
+@pytest.mark.parametrize("kind", ["quote", "whole quote", "changed", "folder", "pipe", "link"])
 def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
-    path = tmp_path / "a"
-    if kind == "text":
-        path.write_text("x" * 5000 + MARK)
+    path, own = tmp_path / "a", tmp_path / "b"
+    for number in range(2):
+        write_own(own, f"# {MARK}\nnaïve {number} {MARK} 7\n")
+        for file in (own, tmp_path / "c"):
+            check_replaced(file)
+    if kind == "quote":
+        path.write_text(f"# {MARK}")
+    elif kind == "whole quote":
+        path.write_text(f"see: {own.read_text()}")
+    elif kind == "changed":
+        path.write_text(own.read_text() + "\n")
     elif kind == "folder":
         path.mkdir()
     elif kind == "pipe":
@@ -33,9 +41,6 @@ def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
         path.symlink_to("missing")
     with refused(str(path)):
         check_replaced(path)
-    (tmp_path / "b").write_text(f"# {MARK}")
-    for name in "bc":
-        check_replaced(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,10 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import describe_suggestion
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
-from distributed_training.tools import dry_run
+from distributed_training.tools import dry_run, jobs
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
-from tests.pool import SCRIPT
+from tests.pool import ROOT, SCRIPT
 from tests.support import small_text
 
 FOLDERS = {"tokenizer_dir": Path(), "weights_dir": None, "adapters_dir": None}
@@ -119,15 +120,53 @@ def assert_equal(plan, ranked, typed):
     assert {name for name in found if found[name] != expected[name]} == set(), typed
 
 
-def test_plan_replaces_only_jobs_that_it_wrote(call, tmp_path, capsys):
-    job, dataset = tmp_path / "job.slurm", tmp_path / "text.txt"
-    dataset.write_text("the dataset")
-    words = ["plan", "--cluster", "2xH100-80GB", "--model", "gpt2", "--write"]
-    for _ in range(2):
-        assert call([*words, str(job)])[0] == 0
-    assert call([*words, str(dataset)])[0] == 2
-    assert str(dataset) in capsys.readouterr().err
-    assert dataset.read_text() == "the dataset"
+@pytest.mark.parametrize("end", [".slurm", ".sky.yaml", ".yaml"])
+def test_plan_replaces_only_jobs_that_nobody_has_changed(end, call, tmp_path, capsys):
+    job = tmp_path / f"job{end}"
+    words = ["plan", "--model", "gpt2", "--write", str(job), "--cluster"]
+    for cluster in ("2xH100-80GB", "2x8xH100-80GB"):
+        assert call([*words, cluster])[0] == 0
+    changed = job.read_text().replace("\n", "\n#SBATCH --account=mine\n", 1)
+    job.write_text(changed)
+    assert call([*words, cluster])[0] == 2
+    assert str(job) in capsys.readouterr().err
+    assert job.read_text() == changed
+
+
+HOSTILE = "x: [\n#SBATCH --mem=9\ntouch PWNED\n#'\"$(touch PWNED)`touch PWNED`\u2028- train-gpt2"
+
+
+@pytest.mark.parametrize("end", [".slurm", ".sky.yaml", ".yaml"])
+def test_no_text_of_a_user_leaves_its_string(end, call, tmp_path, monkeypatch):
+    """HOSTILE is an option, the name of the job and its folder. Jobs include the user's lines."""
+    folder = tmp_path / HOSTILE
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "configs/site.slurm").write_text("#SBATCH --account=a\n#SBATCH --qos=q\n")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(jobs, "ROOT", folder)
+    words = ["--model", "gpt2", "--weights", "random", f"--generate={HOSTILE}"]
+    file = f"{HOSTILE}{end}"
+    assert call(["plan", "--cluster", "2x8xH100-80GB", *words, "--write", file])[0] == 0
+    job = Path(file).read_text()
+    if end == ".slurm":
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONDA_PREFIX": "x"}
+        output = subprocess.check_output(["bash", file], env=environment, text=True)
+        options = output.split("\0")
+        directives = job.partition("\n\nset -euo")[0].splitlines()
+        assert {line[0] for line in directives} == {"#"}
+        assert directives[-2:] == ["#SBATCH --account=a", "#SBATCH --qos=q"]
+        assert "#SBATCH --cpus-per-task=32" in directives
+        assert "#SBATCH --mem=9" not in directives
+    elif end == ".yaml":
+        options = yaml.safe_load(job)["spec"]["trainer"]["args"]
+    else:
+        options = run_skypilot_job(yaml.safe_load(job), tmp_path)
+        assert yaml.safe_load(job)["workdir"] == str(SCRIPT.parent)
+    assert HOSTILE in options
+    assert not [*tmp_path.rglob("PWNED")]
 
 
 def assert_same_plans(call, capsys, words, tmp_path):
@@ -207,14 +246,15 @@ def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypa
 def run_skypilot_job(document, folder):
     """Run a job's script on the second of its nodes, and return the arguments of Python."""
     (folder / "strategies").mkdir(exist_ok=True)
-    (folder / "strategies/setup_env.sh").write_text("python() { printf '%s\\n' \"$@\"; }")
+    (folder / "strategies/setup_env.sh").write_text("python() { printf '%s\\0' \"$@\"; }")
     environment = {
         **document["envs"], "HOME": str(folder), "PATH": "/usr/bin:/bin",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NUM_NODES": str(document["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     }  # fmt: skip
     script = ["bash", "-euc", document["run"]]
-    return subprocess.check_output(script, cwd=folder, env=environment, text=True).splitlines()
+    output = subprocess.check_output(script, cwd=folder, env=environment, text=True)
+    return output.split("\0")[:-1]
 
 
 @pytest.mark.parametrize("end", [".sky.yaml", ".yaml"])
