@@ -38,7 +38,8 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     options |= {"checkpointed_blocks": args.blocks} if args.blocks else {}
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / "real_model_example.py", *words, "--output_dir", folder]
+        script = str(ROOT / "real_model_example.py")
+        command = [sys.executable, script, *words, "--output_dir", folder]
         subprocess.run(command, check=True, stdout=sys.stderr)
         record = load_record(next(Path(folder).glob(f"*/{RECORD_FILE}")).parent)
     memory: Any = record.memory
