@@ -29,6 +29,8 @@ from results.lab.runs import to_current_keys
 RECORDS = ROOT / "results" / "records"
 # Runs that started before this time kept two more copies of each loss chunk.
 CHUNKS_IN_PLACE_SINCE = "2026-11-25T14"
+# Runs that started before this time kept fp32 values for each logit if the vocabulary was sharded.
+TP_LOSS_IN_PLACE_SINCE = "2026-11-29"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +51,13 @@ class Row:
         the size of this memory, but not how much of it was in use. These records are excluded
         unless this size is less than a quarter of the peak on the fullest rank. Runs whose order of
         operations came from a search are excluded, because old records do not contain the order.
-        Old runs that computed the loss in chunks are excluded, because chunks took more memory at
-        that time."""
-        is_old = self.record.started_at < CHUNKS_IN_PLACE_SINCE
-        if self.plan.schedule.is_searched or (is_old and self.plan.config.loss_chunk_tokens):
+        Old runs that computed the loss in chunks, or over tp, are excluded, because the loss took
+        more memory at that time."""
+        chunked = self.plan.config.loss_chunk_tokens
+        since = CHUNKS_IN_PLACE_SINCE if chunked else TP_LOSS_IN_PLACE_SINCE
+        is_other_loss = bool(chunked) or self.plan.mesh["tp"] > 1
+        is_old = is_other_loss and self.record.started_at < since
+        if self.plan.schedule.is_searched or is_old:
             return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
