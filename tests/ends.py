@@ -2,7 +2,7 @@
 
     python -m tests.ends oldest|newest
 
-The packages of requirements.txt are installed in an environment in .venv/, which is made once."""
+The packages are installed in an environment of their own in .venv/."""
 
 import subprocess
 import sys
@@ -16,13 +16,17 @@ TESTS = ("settings", "models", "data", "plan", "predict", "planner", "records")
 
 
 def list_requirements(end: str) -> list[str]:
-    """Return what pip has to install. The tools of the tests have their pinned versions."""
+    """Return what pip has to install."""
+    files = ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"
+    pins = read_requirements("\n".join(file.read_text() for file in files).splitlines())
     ranges = declared_ranges()
-    pins = read_requirements((ROOT / "requirements.txt").read_text().splitlines())
-    if end == "newest":
-        return [str(ranges[name]) for name in pins]
-    starts = {name: s for name in pins for s in ranges[name].specifier if s.operator == ">="}
-    return [f"{name}=={start.version}" for name, start in starts.items()]
+    requirements = []
+    for name, pin in pins.items():
+        range_or_pin = ranges.get(name, pin)
+        starts = [s.version for s in range_or_pin.specifier if s.operator == ">="]
+        is_oldest = end == "oldest" and starts
+        requirements.append(f"{name}=={starts[0]}" if is_oldest else str(range_or_pin))
+    return requirements
 
 
 def main(end: str) -> int:
