@@ -106,6 +106,9 @@ def test_exported_weights_are_the_trained_weights():
     config = RunConfig(base_dtype="fp8", precision="bf16")
     adapters = peft.Adapters(spec=spec, tensors={}, config=config, base_fingerprint=None, origin="")
     exported = adapters.merged(base)
+    names = [name for name, _ in model.named_parameters()]
+    num_quantized = sum(name.endswith("scales") for name in names)
+    assert num_quantized == spec.size.num_layers * len(spec.size.block_matrices)
     for name, parameter in model.named_parameters():
         if name.endswith("scales"):
             matrix = name.replace("scales", "weight")
