@@ -106,17 +106,19 @@ def order_key(choice: Prediction) -> tuple[Any, ...]:
     need."""
     plan = choice.plan
     is_simple = _is_simple(plan)
-    cost = choice.step.seconds if choice.step else 0.0
-    cost *= (1 + MIN_GAIN) ** len(layout_settings(plan))
-    if not is_simple:
-        low, high = choice.likely_shares
-        cost *= high / low
+    num_settings = len(layout_settings(plan))
+    cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
         cost = choice.memory.needed_bytes
+    elif choice.step is not None:
+        cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
+        if not is_simple:
+            low, high = choice.likely_shares
+            cost *= high / low
     # fsdp with dp_replicate comes before the same layout under dp, with dp_shard.
     is_named_dp = plan.strategy.mesh["dp_shard"] == 1
     shards_under_dp = is_simple and is_named_dp and plan.mesh["dp_shard"] > 1
-    return *fit_key(choice), cost, shards_under_dp
+    return *fit_key(choice), cost, not is_simple, num_settings, shards_under_dp
 
 
 def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> Iterator[Draft]:
