@@ -246,9 +246,9 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Check whether this machine is ready for training. With --nodes, measure the links instead."""
+    """Check whether this machine is ready for training. With --nodes, check the network."""
     add = parser.add_argument
-    add("--nodes", action="store_true", help="measure the links between processes instead")
+    add("--nodes", action="store_true", help="check the network between processes instead")
     num_gpus_help = "with --nodes: number of processes to start. Omit this option under torchrun"
     add("--num_gpus", metavar="N", help=num_gpus_help)
 

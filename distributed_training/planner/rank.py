@@ -1,11 +1,9 @@
-"""Rank the layouts of all strategies for one CONFIG. The simplest of the fastest layouts that fit
-comes first. `strategy=auto` uses this layout, and `plan` lists all. This module does not import
-torch."""
+"""Rank the layouts of all strategies for one CONFIG, in the order of `order_key`. `strategy=auto`
+uses the first, and `plan` lists all. This module does not import torch."""
 
 import bisect
 import contextlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +17,7 @@ from distributed_training.planner.layouts import (
     all_meshes,
     format_settings,
 )
-from distributed_training.predict.predict import (
-    MEMORY_FITS,
-    Cluster,
-    Prediction,
-    has_measured_size,
-    predict,
-    predict_within,
-)
+from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
@@ -37,19 +28,14 @@ from distributed_training.settings.strategies import (
     strategy_options,
 )
 
-# Relative difference in step time below which the simpler layout is chosen. The value is about as
-# large as the prediction error.
-TOLERANCE = 0.03
-TOLERANCE_ON_CPU = 0.2
-TOLERANCE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that were not measured
-MAX_SLOWDOWN = 0.05  # tolerance for a simpler strategy, if not validated, or a simpler setting
+MIN_GAIN = 0.05  # fraction by which a setting must shorten a step to be worth typing
 # Values of activation_checkpointing, fastest first
 MODES = ("none", "selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
 SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits
 LORA_RANK = 16  # rank of the adapters that are suggested if training all weights does not fit
-MAX_MICROBATCH_COUNTS = 4  # maximum number of micro-batch counts to test per pipeline schedule
+MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
 
 
 def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Candidate:
@@ -60,7 +46,7 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
     if request.strategy != AUTO:
         strategy = load_strategy(request)
         return Candidate(config=request, strategy=strategy, model=model, mesh=strategy.mesh)
-    first = rank(request, cluster, num_best=1)[0]
+    first = rank(request, cluster)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
@@ -74,18 +60,13 @@ def _candidate(plan: Draft) -> Candidate:
 
 
 def rank(
-    request: Request,
-    cluster: Cluster,
-    names: Sequence[str] | None = None,
-    num_best: int | None = None,
+    request: Request, cluster: Cluster, names: Iterable[str] | None = None
 ) -> list[Prediction]:
-    """Return predictions for all valid layouts: the first choice, then the others from best to
-    worst. If the user did not set activation_checkpointing, layouts that would not fit use as much
-    of it as necessary. `request` must have a batch size. `names` restricts strategy=auto to these
-    strategies. With `num_best`, only the first choice and this many of the best layouts are certain
-    to be in the list, which takes less time. Raises UserError if no layout is valid."""
-    choices = {}
-    predictor = Predictor(cluster, num_best)
+    """Return predictions for all valid layouts in the order of `order_key`, best first. If the user
+    did not set activation_checkpointing, layouts that would not fit use as much of it as necessary.
+    `request` must have a batch size. `names` restricts strategy=auto to these strategies. Raises
+    UserError if no layout is valid."""
+    choices: dict[tuple[Any, ...], Prediction] = {}
     for plan in _useful_plans(request, cluster, names or list_strategies()):
         # Two strategies that give the same layout have the same key.
         strategy = plan.strategy
@@ -95,53 +76,49 @@ def rank(
             engine, *plan.mesh.values(), plan.only_copies, schedule, plan.batch.num_microbatches,
         )  # fmt: skip
         if key not in choices:
-            if choice := predictor.predict(plan):
-                choices[key] = choice
-        elif _simplicity_key(plan) < _simplicity_key(choices[key].plan):
-            choices[key] = replace(choices[key], plan=plan)
+            choices[key] = predict(plan, cluster.rates)
+        same_layout = replace(choices[key], plan=plan)
+        choices[key] = min(choices[key], same_layout, key=order_key)
     if not choices:
         raise _explain_no_layout(request, cluster)
-    ranked = sorted(choices.values(), key=lambda choice: choice.sort_key)
+    ranked = list(choices.values())
     may_recompute = cluster.machine.num_gpus > 0 and not request.is_set("activation_checkpointing")
     if may_recompute:
-        ranked = [_with_checkpointing(choice, cluster, predictor) for choice in ranked]
-        ranked.sort(key=lambda choice: choice.sort_key)
-    first = _first_choice(ranked)
-    others = [choice for choice in ranked if choice is not first]
+        ranked = [_with_checkpointing(choice, cluster) for choice in ranked]
+    ranked.sort(key=order_key)
     if may_recompute and not request.is_set("checkpointed_blocks"):
-        first = _with_some_blocks(first, cluster)
-    return [first, *others]
+        ranked[0] = _with_some_blocks(ranked[0], cluster)
+    return ranked
 
 
-class Predictor:
-    """Predict layouts, except those that are neither the first choice nor one of the `num_best`
-    best layouts, given the layouts that are known to fit. Without `num_best`, predict all."""
+def fit_key(choice: Prediction) -> tuple[Any, ...]:
+    """Return a sort key for how well a layout fits. Layouts that fit without offload come first."""
+    memory_fit = MEMORY_FITS.index(choice.memory_fit)
+    return memory_fit > 1, choice.plan.strategy.offloads, memory_fit
 
-    def __init__(self, cluster: Cluster, num_best: int | None) -> None:
-        self.rates = cluster.rates
-        self.num_best = num_best
-        self.fitting_s: list[float] = []  # sorted times of layouts that fit without offload
-        self.simple_s = 0.0  # shortest of these times under dp and fsdp
 
-    def predict(self, plan: Draft) -> Prediction | None:
-        """Return the prediction for a layout, or None if its step takes too long."""
-        choice = predict_within(plan, self.rates, self._max_s(plan))
-        if choice is None or choice.step is None:
-            return choice
-        if choice.memory_fit == "yes" and not plan.strategy.offloads:
-            seconds = choice.step.seconds
-            bisect.insort(self.fitting_s, seconds)
-            if _is_simple(plan):
-                self.simple_s = min(self.simple_s or seconds, seconds)
-        return choice
+def order_key(choice: Prediction) -> tuple[Any, ...]:
+    """Return the sort key that puts the layout first that a practitioner would choose.
 
-    def _max_s(self, plan: Draft) -> float:
-        """Return the limit in seconds for a layout. dp and fsdp have none, because the first choice
-        may be much slower than the best layouts."""
-        if self.num_best is None or len(self.fitting_s) < self.num_best or _is_simple(plan):
-            return math.inf
-        near_s = max(self.fitting_s[0], self.simple_s if has_measured_size(plan) else 0)
-        return max(self.fitting_s[self.num_best - 1], (1 + TOLERANCE_UNVALIDATED) * near_s)
+    Layouts that fit equally well are sorted by their predicted time, which is increased for each
+    setting that a user has to type and, unless the layout is as simple as dp and fsdp, by the
+    typical error of the prediction. Layouts that do not fit are sorted by the memory that they
+    need."""
+    plan = choice.plan
+    is_simple = _is_simple(plan)
+    num_settings = len(layout_settings(plan))
+    cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
+    if not choice.fits:
+        cost = choice.memory.needed_bytes
+    elif choice.step is not None:
+        cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
+        if not is_simple:
+            low, high = choice.likely_shares
+            cost *= high / low
+    # fsdp with dp_replicate comes before the same layout under dp, with dp_shard.
+    is_named_dp = plan.strategy.mesh["dp_shard"] == 1
+    shards_under_dp = is_simple and is_named_dp and plan.mesh["dp_shard"] > 1
+    return *fit_key(choice), cost, not is_simple, num_settings, shards_under_dp
 
 
 def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> Iterator[Draft]:
@@ -149,8 +126,6 @@ def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> I
     algorithm changes the training results are left out. On CPUs, strategies with CPU offload are
     left out, and with one process the other DeepSpeed strategies, unless CONFIG names a DeepSpeed
     configuration."""
-    # dp and fsdp come first, because their times limit the others.
-    names = sorted(names, key=lambda name: name not in SIMPLE)
     names = names if request.strategy == AUTO else (request.strategy,)
     for name in names:
         if request.strategy == AUTO and any(
@@ -180,7 +155,7 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
-def _with_checkpointing(choice: Prediction, cluster: Cluster, predictor: Predictor) -> Prediction:
+def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
     for mode in MODES[1:]:
@@ -189,9 +164,7 @@ def _with_checkpointing(choice: Prediction, cluster: Cluster, predictor: Predict
         with contextlib.suppress(UserError):
             request = plan.requested.model_copy(update={"activation_checkpointing": mode})
             draft = lay_out(replace(_candidate(plan), config=request), cluster)
-            recomputed = predictor.predict(draft)
-            if recomputed is None:
-                break
+            recomputed = predict(draft, cluster.rates)
             if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
                 choice = recomputed
     return choice
@@ -215,16 +188,8 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
     )
     some = predict_with(counts[index])
     assert some.step is not None
-    is_faster = some.step.seconds * (1 + MAX_SLOWDOWN) < choice.step.seconds
+    is_faster = some.step.seconds * (1 + MIN_GAIN) < choice.step.seconds
     return some if is_faster else choice
-
-
-def _simplicity_key(plan: Draft) -> tuple[int, bool]:
-    """Return a sort key for strategies that produce the same layout. Strategies that need fewer
-    settings come first. If fsdp and dp need the same number of settings to shard the state, fsdp
-    comes first."""
-    is_sharded = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
-    return len(layout_settings(plan)), is_sharded and plan.strategy.mesh["dp_shard"] == 1
 
 
 def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
@@ -303,69 +268,19 @@ def layout_name(plan: Draft) -> str:
     return " ".join(words)
 
 
-def _first_choice(choices: Sequence[Prediction]) -> Prediction:
-    """Return the simplest layout that a practitioner would accept: dp or fsdp, unless another
-    layout is faster by more than the typical errors of both predictions. If neither fits, return
-    another layout that fits, with offload only if nothing else fits. If nothing fits, return the
-    layout without offload that needs the least GPU memory."""
-    if not any(choice.fits for choice in choices):
-        return min(
-            choices, key=lambda choice: (choice.plan.strategy.offloads, choice.memory.needed_bytes)
-        )
-    best_tier = min(map(_tier, choices))
-    first = _simplest([choice for choice in choices if _tier(choice) == best_tier])
-    faster = [choice for choice in choices if _is_surely_faster(choice, first)]
-    return _simplest(faster) if faster else first
+def find_fastest(choices: Iterable[Prediction]) -> Prediction:
+    """Return the fastest of the layouts that fit best."""
 
+    def fit_and_seconds(choice: Prediction) -> tuple[Any, ...]:
+        return *fit_key(choice), choice.step.seconds if choice.step else 0.0
 
-def _tier(choice: Prediction) -> tuple[int, ...]:
-    """Return a key that is smaller for layouts that fit better and are simpler to use."""
-    memory_fit = MEMORY_FITS.index(choice.memory_fit)
-    return memory_fit > 1, choice.plan.strategy.offloads, memory_fit, not _is_simple(choice.plan)
+    return min(choices, key=fit_and_seconds)
 
 
 def _is_simple(plan: Draft) -> bool:
     """Return whether a plan has the layout of dp or fsdp."""
     mesh = plan.mesh
     return plan.strategy.traits.averages_with_torch and mesh["pp"] * mesh["cp"] * mesh["tp"] == 1
-
-
-def _is_surely_faster(choice: Prediction, first: Prediction) -> bool:
-    """Return whether a layout fits as well as `first` and is faster by more than the typical errors
-    of both predictions. Sizes that were not measured never count as faster."""
-    if choice.likely_s is None or first.likely_s is None or not has_measured_size(choice.plan):
-        return False
-    return choice.memory_fit == first.memory_fit and choice.likely_s[1] < first.likely_s[0]
-
-
-def _simplest(choices: Sequence[Prediction]) -> Prediction:
-    """Return the simplest of the layouts that are as fast as the first, within the prediction
-    error. `choices` are sorted."""
-    best = choices[0]
-    tolerance, simple_tolerance = (
-        (TOLERANCE, TOLERANCE) if best.validated else (TOLERANCE_UNVALIDATED, MAX_SLOWDOWN)
-    )
-    if best.plan.machine.num_gpus == 0:
-        tolerance = simple_tolerance = TOLERANCE_ON_CPU
-    near_best = within(choices, best, tolerance)
-    fewest_settings = min(len(layout_settings(choice.plan)) for choice in near_best)
-    simplest = [
-        choice for choice in near_best if len(layout_settings(choice.plan)) == fewest_settings
-    ]
-    names = list(list_strategies())
-    return min(
-        within(simplest, simplest[0], simple_tolerance),
-        key=lambda choice: names.index(choice.plan.strategy.name),
-    )
-
-
-def within(choices: Sequence[Prediction], best: Prediction, tolerance: float) -> list[Prediction]:
-    """Return the layouts that are as likely to fit into memory as `best` and slower by at most the
-    fraction `tolerance`."""
-    memory_fit, seconds = best.sort_key
-    return [
-        choice for choice in choices if choice.sort_key <= (memory_fit, seconds * (1 + tolerance))
-    ]
 
 
 def as_typed(request: Request, **values: Any) -> Request:
@@ -388,12 +303,13 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
             with contextlib.suppress(UserError):
                 sized = as_typed(request, batch_size=size)
                 if request.strategy == AUTO:
-                    first = rank(sized, cluster, names, num_best=1)[0]
+                    first = rank(sized, cluster, names)[0]
                 else:
                     draft = lay_out(choose_candidate(sized, cluster, []), cluster)
                     first = predict(draft, cluster.rates)
-                if first.memory_fit == "yes":
-                    speeds[size] = first.tokens_per_s or size
+                if first.memory_fit != "yes":
+                    break
+                speeds[size] = first.tokens_per_s or size
         if speeds:
             break
     required_speed = NEAR_BEST * max(speeds.values(), default=0.0)
@@ -435,7 +351,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
         settings = dict(alternative)
         with contextlib.suppress(UserError):
             sized = choose_batch_size(as_typed(request, **settings), cluster, [])
-            first = rank(sized, cluster, num_best=1)[0]
+            first = rank(sized, cluster)[0]
             if not first.fits:
                 continue
             if not settings or plan.requested.strategy != AUTO:
@@ -447,7 +363,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
             suggestions.append((settings, first))
             if not alternative and not first.plan.strategy.offloads:
                 break
-    return sorted(suggestions, key=lambda suggestion: _tier(suggestion[1]))
+    return sorted(suggestions, key=lambda suggestion: fit_key(suggestion[1]))
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:

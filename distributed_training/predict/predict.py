@@ -1,7 +1,6 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -143,12 +142,6 @@ class Prediction:
         return self.memory_fit != "no"
 
     @property
-    def sort_key(self) -> tuple[int, float]:
-        """Key that sorts layouts from most to least likely to fit. If times are known, layouts that
-        are equally likely to fit are sorted from fastest to slowest."""
-        return (MEMORY_FITS.index(self.memory_fit), self.step.seconds if self.step else 0.0)
-
-    @property
     def error_class(self) -> str:
         """Key of FITTED.likely_s that selects the typical error of this prediction, or "unknown" if
         the rates are not known."""
@@ -248,15 +241,5 @@ def has_measured_size(plan: Draft) -> bool:
 
 def predict(plan: Draft, rates: Rates | None) -> Prediction:
     """Predict the memory and time of a plan's step."""
-    prediction = predict_within(plan, rates, math.inf)
-    assert prediction is not None
-    return prediction
-
-
-def predict_within(plan: Draft, rates: Rates | None, max_s: float) -> Prediction | None:
-    """Predict the memory and time of a plan's step. Return None as soon as the step is known to
-    take more than `max_s` seconds."""
-    step = None if rates is None else estimate_step(plan, rates, max_s)
-    if step is not None and step.seconds > max_s:
-        return None
+    step = None if rates is None else estimate_step(plan, rates)
     return Prediction(plan=plan, rates=rates, memory=estimate_memory(plan), step=step)

@@ -4,7 +4,6 @@ datasheets."""
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,49 +113,16 @@ def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
 
 def calibration_file(device: str) -> Path:
     """Return the file in which `plan --calibrate` stores the rates for a kind of device."""
-    return cache_folder() / f"calibration-{device.replace(' ', '-')}.json"
+    return cache_folder() / f"rates-{device.replace(' ', '-')}.json"
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
-    """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote. The last
-    entry about attention has the longest sequences, and the last entry about collectives has the
-    largest group and message."""
-    measured: dict[str, Any] = {}
-    for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
-        matmuls = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
-        measured[name] = _matmul_rate(matmuls, base.num_sms)
-    bandwidths = document["memory_bytes_per_s"]
-    longest = document["attention"][-1]
-    slowdown = 1 + FITTED.attention_half / longest["length"]
-    if collectives := document["collectives"]:
-        members, gathered_bytes = collectives[-1]["members"], collectives[-1]["bytes"]
-        seconds = [entry["seconds"]["all_gather"] for entry in collectives]
-        measured["link_bytes_per_s"] = (members - 1) / members * gathered_bytes / seconds[-1]
-        measured["link_latency_s"] = min(seconds)
-    block_s = document["seconds"]["compiled_block"]
+    """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote."""
+    measured = document["rates"]
     return replace(
         base,
         **measured,
-        memory_bytes_per_s=statistics.mean((bandwidths["gelu"], bandwidths["adamw"])),
-        attention_flops=longest["flops_per_s"]["both"] * slowdown,
-        host=scale_launch_costs(base.host, block_s / FITTED.launching_s.block),
+        attention_flops=base.attention_flops * measured["gemm_flops"] / base.gemm_flops,
+        host=scale_launch_costs(base.host, document["block_s"] / FITTED.launching_s.block),
         measured_at=document["made_at"],
-        kernel_s=document["seconds"]["kernel"],
     )
-
-
-def _matmul_rate(matmuls: list[Mapping[str, Any]], num_sms: int) -> float:
-    """Return the median FLOP/s of the largest matrix multiplications. FLOPs are counted with
-    `tiled_multiplications`, which counts whole tiles."""
-    m = max(matmul["tokens"] for matmul in matmuls)
-    rates = []
-    for matmul in matmuls:
-        if matmul["tokens"] < m:
-            continue
-        k = matmul["in"]
-        n = matmul["out"]
-        shapes = {"forward": (m, k, n), "inputs": (m, n, k), "weights": (n, m, k)}
-        for name, shape in shapes.items():
-            rate = matmul["flops_per_s"][name]
-            rates.append(rate * tiled_multiplications(*shape, num_sms) / math.prod(shape))
-    return statistics.median(rates)

@@ -10,8 +10,6 @@ Durations are estimated as follows:
 The host launches kernels while the GPU computes, so the slower of the host and the GPU determines
 the time of the step. With a CUDA graph, the host's time does not count."""
 
-import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -40,16 +38,13 @@ class StepTime(NamedTuple):
     bound_by: str  # arithmetic, memory, network, bubble, host RAM, disk or host
 
 
-def estimate_step(plan: Draft, rates: Rates, max_s: float = math.inf) -> StepTime:
-    """Estimate the time of one step. If a lower bound of the time exceeds `max_s`, return the lower
-    bound."""
+def estimate_step(plan: Draft, rates: Rates) -> StepTime:
+    """Estimate the time of one step."""
     step = StepCosts(plan, rates)
     is_graph = step.config.cuda_graphs is True  # one launch per step
     ranks = pipeline_ranks(plan)
     costs = step.operation_costs()
     durations = {key: float(cost.sum()) for key, cost in costs.items()}
-    if max_s < math.inf and (least_s := _least_passes_s(step, durations)) > max_s:
-        return StepTime(least_s, "arithmetic")
     orders = find_orders(plan)
     consumers = map_consumers(plan.layout.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
@@ -89,21 +84,6 @@ def estimate_step(plan: Draft, rates: Rates, max_s: float = math.inf) -> StepTim
     }
     bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))
     return StepTime(total_s, max(bottlenecks, key=lambda name: bottlenecks[name]))
-
-
-def _least_passes_s(step: "StepCosts", durations: Mapping[Step, float]) -> float:
-    """Return a lower bound of the time in seconds of a pipeline's passes: each rank runs all of its
-    operations, after the forward passes of the stages before its first stage. Without split
-    backward passes, the backward passes of these stages follow."""
-    plan = step.plan
-    fill_s = bound_s = 0.0
-    for rank in range(step.pp):
-        stages = [stage for stage, place in enumerate(plan.layout.ranks) if place == rank]
-        busy_s = sum(durations["F", stage] + durations["B", stage] for stage in stages)
-        bound_s = max(bound_s, fill_s + step.num_microbatches * busy_s)
-        fill_s += durations["F", rank]
-        fill_s += 0.0 if plan.schedule.splits_backward else durations["B", rank]
-    return (1 - 1e-9) * bound_s  # rounded sums of the same times may differ
 
 
 class StepCosts(Timing):

@@ -1,13 +1,9 @@
-"""Measure the links between processes, for `doctor --nodes`. `plan --calibrate` and the programs in
-results/lab/ measure in the groups of this module."""
+"""Check that the nodes of a job reach each other, for `doctor --nodes`. `plan --calibrate` and the
+programs in results/lab/ open their process group with this module."""
 
 import contextlib
-import itertools
 import platform
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,84 +16,53 @@ from distributed_training.start import launch, worker
 from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process
 
-BUDGET_S = 0.15  # seconds per measurement
-ROUNDS = 3  # the fastest round counts, because other programs can only slow a link down
-SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Process group for measurements, and this process's rank in the group."""
-
-    process: Process
-    device: torch.device
-    budget_s: float = BUDGET_S  # seconds per measurement
-    synchronized: bool = True  # whether all processes make the same calls the same number of times
-
-    def time_call(self, call: Callable[[], Any]) -> float:
-        """Return the mean time per call in seconds, over as many calls as the budget allows (3 to
-        200)."""
-        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        call()
-        # `timeit` makes an extra call before the one that it times.
-        single_call_s = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)
-        if self.synchronized:
-            dist.all_reduce(single_call_s, op=dist.ReduceOp.MAX)
-        return timer.timeit(max(3, min(200, int(self.budget_s / float(single_call_s))))).mean
+NUM_BYTES = 2**25  # size of the tensor that each process sends
+NUM_CALLS = 10  # number of exchanges that are timed
 
 
 @contextlib.contextmanager
-def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
+def open_group() -> Iterator[tuple[Process, torch.device]]:
     """Join the process group that the launcher describes. Without a launcher, create a group that
-    contains only this process."""
+    contains only this process. Yield this process and its device."""
     process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare_device(torch.cuda.device_count(), process)
     store = worker.open_store(process, RENDEZVOUS_S)
     # The limit is only three minutes, because another rank may have failed.
     with process_group(device, store, timeout_s=180):
-        yield Group(process=process, device=device, budget_s=budget_s)
-
-
-def time_send(group: Group, ends: Sequence[int], num_bytes: int, members: Any = None) -> float:
-    """Return the time in seconds to send a tensor of `num_bytes` from one of the ranks `ends` to
-    the other, on the slowest process. `members` is the process group that connects them. All ranks
-    must call this function."""
-    tensor = torch.zeros(num_bytes // 4, device=group.device)
-    first, second = ends
-
-    def ping_pong() -> None:
-        if dist.get_rank() == first:
-            dist.send(tensor, second, group=members)
-            dist.recv(tensor, second, group=members)
-        elif dist.get_rank() == second:
-            dist.recv(tensor, first, group=members)
-            dist.send(tensor, first, group=members)
-
-    return max(gather(group.time_call(ping_pong))) / 2  # the tensor is sent twice
+        yield process, device
 
 
 def check_nodes() -> int:
-    """Measure the link between each process and the next, for `doctor --nodes`. Rank 0 prints one
-    line per link. Return the exit code. All ranks must call this function."""
-    lines = []
-    network = []  # Gbit/s of the links between nodes
-    with open_group(budget_s=0.02) as group:
+    """Send a tensor from each process to its counterpart on the next node, or to the next process
+    if there is only one node. All processes send at once, as they do in training, so the processes
+    of a node share its network. Rank 0 prints the speeds. Return the exit code. All ranks must call
+    this function."""
+    with open_group() as (process, device):
+        rank = process.rank
+        world_size = process.world_size
+        has_network = world_size > process.local_world_size
+        distance = process.local_world_size if has_network else 1
+        receiver = (rank + distance) % world_size
+        sender = (rank - distance) % world_size
+        sent = torch.zeros(NUM_BYTES // 4, device=device)
+        received = torch.empty_like(sent)
+
+        def exchange() -> None:
+            send = dist.P2POp(dist.isend, sent, receiver)
+            receive = dist.P2POp(dist.irecv, received, sender)
+            for request in dist.batch_isend_irecv([send, receive]):
+                request.wait()
+
+        # `timeit` first makes calls that it does not time. They connect the processes.
+        seconds = Timer("call()", globals={"call": exchange}).timeit(NUM_CALLS).mean
+        speeds = gather(8 * NUM_BYTES / seconds / 1e9)
         hosts = gather(platform.node())
-        small, large = SIZES[group.device.type]
-        for ends in itertools.pairwise(range(group.process.world_size)):
-            latency, seconds = (
-                min(time_send(group, ends, size) for _ in range(ROUNDS)) for size in (small, large)
-            )
-            gbit_per_s = 8 * large / seconds / 1e9
-            first, second = (f"{rank} ({hosts[rank]})" for rank in ends)
-            speed = f"{1e6 * latency:,.0f} us, {gbit_per_s:.3g} Gbit/s"
-            lines.append(f"rank {first} to {second}: {speed}")
-            if len({hosts[rank] for rank in ends}) > 1:
-                network.append(gbit_per_s)
-    if group.process.rank == 0:
-        print("\n".join(lines))
-        if network:  # The processes of a node may share its network connection.
-            per_process = min(network) / max(Counter(hosts).values())
-            print(f"For plan and --dry-run: --network_gbit {per_process:.3g}")
+    if rank == 0:
+        for first, gbit_per_s in enumerate(speeds):
+            second = (first + distance) % world_size
+            ends = f"rank {first} ({hosts[first]}) to {second} ({hosts[second]})"
+            print(f"{ends}: {gbit_per_s:.3g} Gbit/s")
+        if has_network:
+            print(f"For plan and --dry-run: --network_gbit {min(speeds):.3g}")
     return 0

@@ -26,6 +26,7 @@ from distributed_training.planner.rank import (
     as_typed,
     choose_batch_size,
     describe_suggestion,
+    find_fastest,
     layout_name,
     rank,
     suggest,
@@ -104,13 +105,12 @@ def run(
     is_open = "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options
     strategy_text = ["strategy=auto"] if is_open else []
     request = configure([*arguments.overrides, *strategy_text])
-    num_best = None if arguments.all or arguments.json else MAX_SHOWN
 
     def rank_sized(request: Request) -> list[Prediction]:
         sized = choose_batch_size(request, cluster, [])
         if arguments.tokens is not None:
             sized = _with_steps(arguments.tokens, sized, config.max_length, cluster)
-        return rank(sized, cluster, num_best=num_best)
+        return rank(sized, cluster)
 
     choices = rank_sized(request)
     if arguments.json:
@@ -148,8 +148,10 @@ def run(
         lines.append("To see other layouts and their bottlenecks, add --explain.")
     print("\n".join(map(fold, lines)))
     if arguments.explain or arguments.all:
-        listed = choices if arguments.all else fitting[:MAX_SHOWN]
         labels = {id(choice): label for label, choice in picks}
+        listed = sorted(choices, key=lambda choice: id(choice) not in labels)  # picks first
+        if not arguments.all:
+            listed = listed[: min(MAX_SHOWN, len(fitting))]
         rows = [_row(choice, labels.get(id(choice), "")) for choice in listed]
         table = format_table({name: [row[name] for row in rows] for name in rows[0]})
         print(f"\n{table}\n")
@@ -185,7 +187,7 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
     """Return a note about the batch size that CONFIG sets and the size that "auto" chooses."""
     note = f"batch_size is {request.batch_size}, from CONFIG"
     best = choose_batch_size(as_typed(request, batch_size=AUTO), cluster, [])
-    now, then = (rank(each, cluster, SIMPLE, 1)[0].tokens_per_s for each in (request, best))
+    now, then = (rank(each, cluster, SIMPLE)[0].tokens_per_s for each in (request, best))
     if now is not None and then is not None and then > now / NEAR_BEST:
         note += (
             f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
@@ -226,7 +228,7 @@ def _with_steps(tokens_text: str, request: Request, max_length: int, cluster: Cl
 def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
     """Return the first choice and the fastest layout of a ranking, each with its label."""
     first = choices[0]
-    fastest = min(choices, key=lambda choice: choice.sort_key)
+    fastest = find_fastest(choices)
     if first is fastest:
         return [("first, fastest", first)]
     return [("first", first), ("fastest", fastest)]
@@ -278,7 +280,7 @@ def legend(cluster: Cluster) -> str:
     if cluster.assumption:
         source += f" {cluster.assumption}."
     return f"""\
-first: the simplest of the fastest layouts
+first: the fastest layout, unless a simpler one takes about as long
 m2, m4: micro-batches per replica; +full, +offload:9 ...: activation_checkpointing, of 9 blocks
 GiB: allocated memory and CUDA context of the fullest process; tight, unlikely: may not fit
 MFU: share of the peak FLOP/s; error: measured times relative to predictions

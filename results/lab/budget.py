@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from distributed_training import cli
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import rank
+from distributed_training.planner.rank import find_fastest, rank
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import format_count, format_duration
 from distributed_training.settings.config import AUTO, Request, with_values
@@ -185,7 +185,7 @@ def fastest_layouts(
                 values["batch_size"] = draft_plan(config, cluster).config.batch_size
 
             choices = rank(with_values(build(AUTO), **values), cluster)
-            choice = min(choices, key=lambda choice: choice.sort_key)
+            choice = find_fastest(choices)
             if choice.fits:
                 fastest.append(choice)
     if not fastest:

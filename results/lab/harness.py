@@ -38,6 +38,7 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import MESH_AXES
 from distributed_training.start.rendezvous import agree_on_plan
+from distributed_training.supervise.process import Process
 from distributed_training.tools import links
 from distributed_training.train.run import build_engine, build_sampler, build_topology
 
@@ -58,9 +59,11 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group(links.Group):
-    """Process group that all runs share."""
+class Group:
+    """Process group that all runs share, and this process's rank in it."""
 
+    process: Process
+    device: torch.device
     # Folder shared by all ranks and runs, so that each dataset is tokenized only once. The folder
     # is removed at the end.
     folder: Path
@@ -69,11 +72,11 @@ class Group(links.Group):
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
     """Open a group with `links.open_group` and create a temporary folder that all ranks share."""
-    with links.open_group() as group:
-        rank = group.process.rank
+    with links.open_group() as (process, device):
+        rank = process.rank
         folder = Path(broadcast_from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
         try:
-            yield Group(process=group.process, device=group.device, folder=folder)
+            yield Group(process=process, device=device, folder=folder)
         finally:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.benchmark import Timer
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.layout import format_axes
@@ -29,7 +30,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
-from distributed_training.tools.links import BUDGET_S, Group, open_group, time_send
+from distributed_training.tools.links import open_group
 
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 
@@ -51,17 +52,35 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
     return latency_s, 1 / s_per_byte if s_per_byte else math.inf, error
 
 
-def time_group(group: Group, members: Any, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def time_call(call: Callable[[], Any], num_calls: int) -> float:
+    """Return the mean time per call in seconds, on the slowest process. All ranks must call this
+    function."""
+    return max(gather(Timer("call()", globals={"call": call}).timeit(num_calls).mean))
+
+
+def time_group(
+    members: Any, sizes: Sequence[int], device: torch.device, num_calls: int
+) -> list[dict[str, Any]]:
     """Time all operations over the torch process group `members`, or over all ranks if it is None.
     `sizes` contains the sizes of the whole tensor in bytes. Return one entry per size, with the
     time of each operation in seconds on the slowest process. All ranks must call this function."""
     ranks = dist.get_process_group_ranks(members or dist.group.WORLD)
+    first, second = ranks[:2]
     entries = []
     for num_bytes in sizes:
-        tensor = torch.zeros(num_bytes // 4, device=group.device)
-        shard = torch.zeros(num_bytes // 4 // len(ranks), device=group.device)
+        tensor = torch.zeros(num_bytes // 4, device=device)
+        shard = torch.zeros(num_bytes // 4 // len(ranks), device=device)
         divisible = tensor[: shard.numel() * len(ranks)]
         output = torch.zeros_like(divisible)
+
+        def ping_pong(tensor: torch.Tensor = tensor) -> None:
+            if dist.get_rank() == first:
+                dist.send(tensor, second, group=members)
+                dist.recv(tensor, second, group=members)
+            elif dist.get_rank() == second:
+                dist.recv(tensor, first, group=members)
+                dist.send(tensor, first, group=members)
+
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(dist.all_reduce, tensor, group=members),
             "all_gather": partial(dist.all_gather_into_tensor, divisible, shard, group=members),
@@ -69,8 +88,8 @@ def time_group(group: Group, members: Any, sizes: Sequence[int]) -> list[dict[st
             "broadcast": partial(dist.broadcast, tensor, ranks[0], group=members),
             "all_to_all": partial(dist.all_to_all_single, output, divisible, group=members),
         }
-        seconds = {name: max(gather(group.time_call(call))) for name, call in calls.items()}
-        seconds["send"] = time_send(group, ranks[:2], num_bytes, members)
+        seconds = {name: time_call(call, num_calls) for name, call in calls.items()}
+        seconds["send"] = time_call(ping_pong, num_calls) / 2  # the tensor is sent twice
         entries.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
     return entries
 
@@ -133,13 +152,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for axis in ("pp", "dp_shard", "tp"):
         parser.add_argument(f"--{axis}", type=at_least(1), default=1)
     parser.add_argument("--largest", type=at_least(1), help="largest tensor in MiB")
-    parser.add_argument("--seconds", type=at_least(0.0), default=BUDGET_S, help="per measurement")
+    parser.add_argument("--calls", type=at_least(1), default=20, help="calls per measurement")
     parser.add_argument("--out", type=Path, default=Path("links"))
     options = parser.parse_args(argv)
     groups = {}  # axis -> its size and the `summarize` result of its slowest group
-    with open_group(options.seconds) as group:
-        process = group.process
-        device = group.device
+    with open_group() as (process, device):
         axes = mesh_of(options, process.world_size)
         used_axes = {axis: size for axis, size in axes.items() if size > 1}
         mesh = init_device_mesh(
@@ -151,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         largest = (options.largest or LARGEST_MIB[device.type]) * 2**20
         sizes = [4**power for power in range(5, 30) if 4**power <= largest]
         for axis, axis_members in members.items():
-            entries = time_group(group, axis_members, sizes)
+            entries = time_group(axis_members, sizes, device, options.calls)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
     if process.rank > 0:
         return 0

@@ -31,7 +31,7 @@ def test_fitted_links_reproduce_the_times_of_the_ring_formula():
 
 
 def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
-    arguments = ["--largest", "1", "--tp", "2", "--seconds", "0", "--out", tmp_path]
+    arguments = ["--largest", "1", "--tp", "2", "--calls", "1", "--out", tmp_path]
     shown = heavy_pool().script(arguments, num_processes=4, script=ROOT / "results/lab/links.py")
     assert_ok(shown)
     record = json.loads((tmp_path / "links.json").read_text())

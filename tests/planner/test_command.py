@@ -52,15 +52,13 @@ def test_plan_prints_ten_rows_and_a_command_for_each_pick(plan):
 
 @pytest.mark.parametrize("gbit", ["400", "25"])
 def test_ranking_for_two_nodes_matches_the_strategies_page(plan, gbit):
-    """For a fast and for a slow network, strategies/README.md names the first layout, and one of
-    the two fastest, which take equally long."""
+    """For a fast and for a slow network, strategies/README.md names the kind of the first layout,
+    and one of the fastest, which take equally long."""
     arguments = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
     arguments += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
     rows = plan(*arguments, "--explain").partition("\npick ")[2].splitlines()[1:]
-    assert rows[0].split("  ")[0] == "first"
-    assert "first    dp m8 " in rows[0]
-    assert rows[1].startswith("fastest  pp ")
-    assert any(" pp pp=2 dp_shard=4 zb-v m16 " in row for row in rows[1:3])
+    assert rows[0].startswith("first    dp m8 " if gbit == "400" else "first, fastest  pp ")
+    assert any(" pp pp=2 dp_shard=4 zb-v m16 " in row for row in rows[:3])
 
 
 def test_open_values_are_searched_and_typed_values_are_kept(plan):

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from distributed_training.plan.schedules import divisors
-from distributed_training.planner.rank import enumerate_plans, rank
+from distributed_training.planner.rank import enumerate_plans, find_fastest, rank
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
 from distributed_training.settings.config import AUTO
@@ -41,12 +41,12 @@ def test_results_of_calibrate_are_used_in_later_plans(tmp_path, monkeypatch):
     rates = local_cluster(GPU_MACHINE, 4, 4).rates
     assert rates.measured_at
     measured = {
-        "gemm_flops": 6.969e14, "fp32_gemm_flops": 5.087e13, "memory_bytes_per_s": 3.509e12,
-        "attention_flops": 3.950e14, "link_bytes_per_s": 3.028e11, "link_latency_s": 1.638e-5,
+        "gemm_flops": 6.918e14, "memory_bytes_per_s": 3.599e12, "link_bytes_per_s": 3.028e11,
     }  # fmt: skip
     found = {name: getattr(rates, name) for name in measured}
     assert found == pytest.approx(measured, rel=1e-3)
-    assert (rates.kernel_s, rates.host.block) == pytest.approx((4.96e-6, 1.359e-3), rel=1e-3)
+    assert rates.host.block == pytest.approx(1.359e-3, rel=1e-3)
+    assert rates.attention_flops / rates.gemm_flops == H200.attention_flops / H200.gemm_flops
 
 
 def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
@@ -118,14 +118,14 @@ def layout_of(plan):
 
 
 def ranked(cluster, **config):
-    choices = rank(build(AUTO, **config), parse_cluster(cluster))
-    return sorted(choices, key=lambda choice: choice.sort_key)
+    return rank(build(AUTO, **config), parse_cluster(cluster))
 
 
 def test_rankings_for_slow_links_and_for_a_thousand_gpus():
     """Over links of 31.5 GB/s, gathering the weights of gpt2-xl costs more than a pipeline's
     bubble."""
-    assert ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)[0].plan.mesh["pp"] > 1
+    choices = ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)
+    assert find_fastest(choices).plan.mesh["pp"] > 1
     choices = ranked("128x8xH100", model="gpt2-xl")
     assert len(choices) > 100
     assert {choice.plan.num_processes for choice in choices} == {1024}

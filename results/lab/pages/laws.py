@@ -43,7 +43,7 @@ def recipes() -> str:
         for label in sizes:
             model = f"Qwen3-{label}"
             request = build_config({"model": model, "max_length": 1024, **settings})
-            firsts = [rank(request, cluster, num_best=1)[0] for cluster in clusters]
+            firsts = [rank(request, cluster)[0] for cluster in clusters]
             cells = [
                 f"{first.memory.needed_bytes / GIB:.1f}"
                 if first.memory_fit == "yes" and not first.plan.strategy.offloads
