@@ -1,6 +1,7 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
