@@ -1,5 +1,6 @@
 # Common commands. Each sets up .venv first if needed.
 setup := source strategies/setup_env.sh requirements.txt tests/requirements.txt
+rooms := $(addprefix tests/,settings models data plan predict planner records)
 SHELL := bash
 .PHONY: help setup test quick ends lint docs report
 
@@ -13,10 +14,13 @@ test:  ## Every check and every test that needs no GPU
 	bash tests/run.sh
 
 quick:  ## Unit tests of every room, without processes
-	bash tests/run.sh -q -n 2 tests/settings tests/models tests/data tests/plan tests/predict tests/planner tests/records tests/test_*.py
+	bash tests/run.sh -q -n 2 $(rooms) tests/test_*.py
 
-ends:  ## The unit tests with the oldest and the newest versions in the ranges
-	$(setup) && for end in oldest newest; do python -m tests.ends $$end || exit; done
+ends:  ## Unit tests with the oldest and with the newest versions in pyproject.toml's ranges
+	$(setup) && python -m pip install -q uv && for end in lowest-direct highest; do \
+	  uv venv -q --allow-existing .venv/$$end && \
+	  uv pip install -q --python .venv/$$end --resolution $$end -e '.[dev]' && \
+	  .venv/$$end/bin/python -m pytest -q -n 2 $(rooms) || exit; done
 
 lint:  ## ruff, mypy, import-linter and codespell on all files
 	$(setup) && pre-commit run --all-files
