@@ -12,11 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from distributed_training.planner import checks
-from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import local_cluster
 from distributed_training.records.display import fold
-from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.errors import first_line
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import (
     GIB,
@@ -27,7 +24,6 @@ from distributed_training.settings.machine import (
     detect_machine,
     find_gpu,
 )
-from distributed_training.settings.request import build_config
 
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")  # NCCL uses it between GPUs without peer access
@@ -128,18 +124,6 @@ def check_disk(output_dir: Path) -> Iterator[Finding]:
     yield check(free_bytes >= 20 * GIB, "disk", text, fix)
 
 
-def check_extensions(machine: Machine) -> Iterator[Finding]:
-    """Check that the two strategies with C++ extensions can run."""
-    for name in ("offload", "infinity"):
-        try:
-            plan = draft_plan(build_config({"strategy": name}), local_cluster(machine, 1, 1))
-            checks.check_packages(plan)
-            checks.check_extensions(plan)
-            yield ok(name, "DeepSpeed's extensions are compiled, or can be")
-        except UserError as error:
-            yield warn(name, str(error).removesuffix(error.command), f"\n{error.command}")
-
-
 def check_hub() -> Iterator[Finding]:
     """Check whether pretrained weights and datasets can be downloaded."""
     from huggingface_hub import constants  # slow to import
@@ -164,7 +148,7 @@ def main(output_dir: Path) -> int:
     machine = detect_machine()
     findings = [
         *check_gpus(machine), *check_torch_and_driver(machine), *check_memory(),
-        *check_disk(output_dir), *check_extensions(machine), *check_hub(),
+        *check_disk(output_dir), *check_hub(),
     ]  # fmt: skip
     width = max(len(finding.topic) for finding in findings)
     indent = 7 + width

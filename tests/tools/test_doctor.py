@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed_training.settings.errors import UserError
 from distributed_training.tools import doctor
 from tests.support import CPU_MACHINE, GPU_MACHINE
 
@@ -60,11 +59,8 @@ def test_a_full_or_unwritable_disk_is_reported(tmp_path, monkeypatch):
 
 def test_lines_fit_a_terminal_and_commands_can_be_copied(tmp_path, monkeypatch, capsys):
     lock = f"/{'a-long-folder/' * 8}lock"
-
-    def find_lock(name):
-        raise UserError(f"{lock} is old", fix=f"run:  rm {lock}")
-
-    monkeypatch.setattr(doctor.checks, "check_extensions", find_lock)
+    finding = doctor.warn("Hub", f"{lock} is old", f"Run:\nrm {lock}")
+    monkeypatch.setattr(doctor, "check_hub", lambda: iter([finding]))
     code = doctor.main(tmp_path)
     printed = capsys.readouterr().out.splitlines()
     assert f"rm {lock}" in [line.strip() for line in printed]
