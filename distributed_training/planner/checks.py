@@ -17,7 +17,7 @@ from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import format_bytes
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural
+from distributed_training.settings.files import plural, require_writable
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
@@ -92,9 +92,9 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
 
 
 def check_disk(plan: Draft, notes: list[str]) -> None:
-    """Add a note if a disk may have too little free space for checkpoints, exports or offloaded
-    state. This is no reason to refuse the run, because a resumed run replaces files of its own and
-    a disk may be cleaned meanwhile."""
+    """Raise UserError if a folder of the run cannot be written. Add a note if a disk may have too
+    little free space for checkpoints, exports or offloaded state. This is no reason to refuse the
+    run, because a resumed run replaces files of its own and a disk may be cleaned meanwhile."""
     config = plan.config
     num_trained = plan.size.num_trained_parameters(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
@@ -105,7 +105,7 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
     if plan.offload_dir is not None:
         planned_writes.append((plan.offload_dir, 20 * plan.size.num_parameters))
     for path, needed in planned_writes:
-        folder = next(parent for parent in (path, *path.parents) if parent.exists())
+        folder = require_writable(path)
         free = shutil.disk_usage(folder).free
         if needed > free:
             notes.append(

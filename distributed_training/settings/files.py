@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,9 +48,23 @@ def is_outside(file: Path, folder: Path) -> bool:
     return not any(target.is_relative_to(root) for root in (folder, *blobs))
 
 
+def require_writable(path: Path) -> Path:
+    """Return the nearest folder that exists, of `path` and the folders that contain it. Raises
+    UserError if no file can be written there."""
+    folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        why = f"{folder}: {error.strerror}"
+        raise UserError(f"{path} cannot be written", why, "name another file or folder") from None
+    return folder
+
+
 def check_replaced(path: Path) -> None:
-    """Raise UserError if the file `path` exists and is not as `write_own` wrote it."""
+    """Raise UserError if the file `path` exists and is not as `write_own` wrote it, or if it cannot
+    be written."""
     if not os.path.lexists(path):
+        require_writable(path)
         return
     signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
     if signature is not None:
