@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -48,23 +48,22 @@ def is_outside(file: Path, folder: Path) -> bool:
     return not any(target.is_relative_to(root) for root in (folder, *blobs))
 
 
-def require_writable(path: Path) -> Path:
-    """Return the nearest folder that exists, of `path` and the folders that contain it. Raises
-    UserError if no file can be written there."""
+def open_probe(path: Path) -> IO[bytes]:
+    """Return a temporary file in `path` or, if it does not exist, in the nearest folder that does.
+    Raises UserError if no file can be written there."""
     folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        return tempfile.TemporaryFile(dir=folder)
     except OSError as error:
         why = f"{folder}: {error.strerror}"
-        raise UserError(f"{path} cannot be written", why, "name another file or folder") from None
-    return folder
+        raise UserError(f"{path} cannot be written", why, "name another place") from None
 
 
 def check_replaced(path: Path) -> None:
     """Raise UserError if the file `path` exists and is not as `write_own` wrote it, or if it cannot
     be written."""
     if not os.path.lexists(path):
-        require_writable(path)
+        open_probe(path).close()
         return
     signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
     if signature is not None:
@@ -130,8 +129,9 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         publish(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
         raise
 
 

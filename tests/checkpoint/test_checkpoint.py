@@ -257,7 +257,7 @@ def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
     for content, *message in (
         (b'{"format": 3, "step": 1}', str(folder), "format 3", str(FORMAT), "weights=<run>/hf"),
         (b"{}", str(folder), "format None"),
-        (b"[]", str(folder), "format None"),
+        (b"[]", str(folder), "not a checkpoint"),
         (b"1", str(folder), "not a checkpoint"),
         (b"\xff\xfe\x00", str(folder), "not a checkpoint"),
     ):
@@ -370,6 +370,7 @@ def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(t
     (runs / "c").symlink_to("missing")
     (runs / "d").mkdir()
     os.mkfifo(runs / "pipe")
+    edit_json(make_run(runs, "f", status="ok") / "record.json", strategy={})
     damaged = make_run(runs, "e", 5)
     (damaged / "record.json").unlink()
     os.mkfifo(damaged / "record.json")

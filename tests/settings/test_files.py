@@ -20,7 +20,9 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
             assert getattr(build_config({key: text}), key) == path
 
 
-@pytest.mark.parametrize("kind", ["quote", "whole quote", "changed", "folder", "pipe", "link"])
+@pytest.mark.parametrize(
+    "kind", ["quote", "whole quote", "changed", "folder", "pipe", "link", "below a file"]
+)
 def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
     path, own = tmp_path / "a", tmp_path / "b"
     for number in range(2):
@@ -37,6 +39,8 @@ def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
+    elif kind == "below a file":
+        path = own / "a"
     else:
         path.symlink_to("missing")
     with refused(str(path)):
