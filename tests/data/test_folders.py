@@ -50,9 +50,9 @@ def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
     card += "  - split: train\n    path: {}\n---\n"
     (tmp_path / "README.md").write_text(card.format("a/two.jsonl"))
     assert splits_of(tmp_path) == {"train": ["two"]}
+    write(tmp_path / "three.jsonl", "three")
     card = "---\nconfigs:\n- config_name: default\n  data_dir: a\n---\n"
     (tmp_path / "README.md").write_text(card)
-    write(tmp_path / "b" / "three.jsonl", "three")
     assert splits_of(tmp_path) == {"train": ["one", "two"]}
 
 

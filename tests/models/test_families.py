@@ -322,10 +322,9 @@ def test_unusable_indices_and_shards_are_refused(index, words, tmp_path):
         weights.open_weights(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja"])
-def test_pipes_in_a_models_folder_are_refused(name, tmp_path):
-    os.mkfifo(tmp_path / name)
-    with refused(name, "not a regular file"):
+def test_a_pipe_in_a_models_folder_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with refused("chat_template.jinja"):
         read_config(tmp_path)
 
 
