@@ -10,10 +10,10 @@ from collections.abc import Callable
 from distributed_training.settings.launchers import prints_messages
 
 # Errors for a full or read-only disk, an exceeded file-size limit, missing permissions, a file
-# where a folder is expected or the reverse, and a name that is too long
+# where a folder is expected, and a name that is too long
 STORAGE_ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-    errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
+    errno.EEXIST, errno.ENAMETOOLONG,
 )  # fmt: skip
 
 

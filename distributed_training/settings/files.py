@@ -51,7 +51,9 @@ def is_outside(file: Path, folder: Path) -> bool:
 def open_probe(path: Path) -> IO[bytes]:
     """Return a temporary file in `path` or, if it does not exist, in the nearest folder that does.
     Raises UserError if no file can be written there."""
-    folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    folder = path
+    while not folder.exists():
+        folder = folder.parent
     try:
         return tempfile.TemporaryFile(dir=folder)
     except OSError as error:

@@ -71,9 +71,9 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     file = runs / "20260101-000001-zero2-x" / RECORD_FILE
     assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
     assert capsys.readouterr().err == ""
-    wrong = json.dumps(record_values(machine={}))
-    contents = {"deep": "[" * 2000 + "]" * 2000, "list": "[]", "pipe": None, "wrong": wrong}
-    contents["late"] = json.dumps(record_values(data={}))  # read to compare several runs
+    contents = {"deep": "[" * 2000 + "]" * 2000, "list": "[]", "pipe": None}
+    for key in ("machine", "data"):  # `data` is read to compare several runs
+        contents[key] = json.dumps(record_values(**{key: {}}))
     for name, content in contents.items():
         (runs / name).mkdir()
         if content is None:

@@ -1,8 +1,9 @@
 import os
+from pathlib import Path
 
 import pytest
 
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import MARK, check_replaced, load_json, shown, write_own
 from distributed_training.settings.request import build_config
 from tests.support import refused
@@ -66,6 +67,7 @@ def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_
 
 
 def test_errors_are_one_line_of_limited_length():
+    assert run_and_report_errors(Path("a" * 300).exists) == 2
     error = UserError("a is\nwrong.", " because\u2028of b. ", "type\tc")
     assert str(error) == "a is wrong. Because of b. Type c."
     assert shown([1, None]) == "[1, None]"
