@@ -251,7 +251,7 @@ def _check_unfinished(run_dir: Path, plan: Plan) -> None:
         return
     data_fingerprint = run.work.pop("data_fingerprint", "")
     is_same_data = plan.data_fingerprint in ("", data_fingerprint)
-    is_same = is_same_data and run.strategy["name"] == plan.strategy.name
+    is_same = is_same_data and run.strategy.get("name") == plan.strategy.name
     if run.status == "ok" and is_same and not _differences(run.work, data_fingerprint, plan):
         name = shlex.quote(os.path.relpath(run_dir))
         fix = "to train again, add --resume None. To train longer, add "

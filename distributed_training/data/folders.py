@@ -84,14 +84,15 @@ def _has_samples(file: Path, folder: Path) -> bool:
 
 
 def _is_metadata(file: Path, columns: Mapping[str, str]) -> bool:
-    """Return whether a file is a .json file with a single value that is not a record."""
+    """Return whether a file is a .json file with a single value that is not a record, or with a
+    list of values that are not objects."""
     if suffix_of(file) != ".json":
         return False
     values = list(itertools.islice(read_records(file, columns=()), 2))
     try:
         Record(*values[0][::-1], columns)
     except (UserError, IndexError):
-        return len(values) < 2
+        return len(values) < 2 or not isinstance(values[0][1], dict)
     return False
 
 
@@ -139,8 +140,8 @@ def _find_splits_by_convention(folder: Path, files: Sequence[Path], what: str) -
                 fix = f"mark one of them in {CARD} with default: true, or set dataset to its files"
                 raise UserError(f"{what} has no default configuration", why, fix)
             base /= configs[name].get("data_dir") or ""
-            patterns = sanitize_patterns(configs[name].get("data_files") or [])
-        patterns = patterns or get_data_patterns(str(base))
+            patterns = configs[name].get("data_files")
+        patterns = sanitize_patterns(patterns) if patterns else get_data_patterns(str(base))
         files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
     except UserError:
         raise

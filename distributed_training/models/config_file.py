@@ -14,7 +14,12 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_model_json, replace_file, shown
+from distributed_training.settings.files import (
+    load_model_json,
+    replace_file,
+    require_regular,
+    shown,
+)
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
@@ -37,6 +42,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
+    for file in folder.iterdir():
+        if not file.is_dir():
+            require_regular(file, "model")  # transformers would ignore a pipe
     document = load_model_json(folder / CONFIG_FILE)
     _check_counts(document, folder / CONFIG_FILE)
     text = json.dumps(document, sort_keys=True)

@@ -17,7 +17,7 @@ from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import format_bytes
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural
+from distributed_training.settings.files import open_probe, plural
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
@@ -92,9 +92,9 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
 
 
 def check_disk(plan: Draft, notes: list[str]) -> None:
-    """Add a note if a disk may have too little free space for checkpoints, exports or offloaded
-    state. This is no reason to refuse the run, because a resumed run replaces files of its own and
-    a disk may be cleaned meanwhile."""
+    """Raise UserError if a folder of the run cannot be written. Add a note if a disk may have too
+    little free space for checkpoints, exports or offloaded state. This is no reason to refuse the
+    run, because a resumed run replaces files of its own and a disk may be cleaned meanwhile."""
     config = plan.config
     num_trained = plan.size.num_trained_parameters(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
@@ -104,12 +104,14 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
     planned_writes = [(plan.output_dir.absolute(), output_bytes)]
     if plan.offload_dir is not None:
         planned_writes.append((plan.offload_dir, 20 * plan.size.num_parameters))
+    if config.compile:  # The errors of torch's compiler do not name its cache.
+        planned_writes.append((Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")), 2**25))
     for path, needed in planned_writes:
-        folder = next(parent for parent in (path, *path.parents) if parent.exists())
-        free = shutil.disk_usage(folder).free
+        with open_probe(path) as probe:
+            free = shutil.disk_usage(probe.fileno()).free
         if needed > free:
             notes.append(
-                f"the disk with {folder} has {format_bytes(free)} free, and the run may write "
+                f"the disk of {path} has {format_bytes(free)} free, and the run may write "
                 f"{format_bytes(needed)}"
             )
 

@@ -271,7 +271,8 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
         return
     kept_lines = []
     for line in path.read_bytes().split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):  # a crash may have damaged the line
+        # A crash may have damaged the line.
+        with contextlib.suppress(ValueError, TypeError, LookupError):
             if parse_json(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
     replace_file(path, b"".join(kept_lines))

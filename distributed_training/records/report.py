@@ -15,7 +15,7 @@ import numpy as np
 from distributed_training.records.display import fill_template, fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
-from distributed_training.settings.errors import UserError, print_stderr, printable
+from distributed_training.settings.errors import UserError, describe, print_stderr, printable
 from distributed_training.settings.files import (
     MARK,
     check_replaced,
@@ -122,13 +122,26 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
             files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
         for file in map(Path, map(os.path.realpath, files)):  # resolves the link runs/latest
             try:
-                records[file] = load_record(file)
+                record = load_record(file)
+                _check_values(record)
+                records[file] = record
             except UserError as error:
                 if not path.is_dir():
                     raise
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
                     print_stderr(f"note: {error}")
     return list(records.values())
+
+
+def _check_values(record: Record) -> None:
+    """Raise UserError if the tables cannot show a record, because one wrong value would hide all
+    other runs."""
+    other = record.model_copy(update={"run_dir": ""})  # tables of two runs read more values
+    try:
+        render("txt", "", "", compare_runs([record, other]))
+    except Exception as error:  # each value may have any type
+        what = f"record {record.run_dir}/{RECORD_FILE} contains a value that cannot be shown"
+        raise UserError(what, describe(error)) from None
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:

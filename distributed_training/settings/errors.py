@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from distributed_training.settings.launchers import prints_messages
 
-# Errors for a full or read-only disk, an exceeded file-size limit, missing permissions, and a file
-# where a folder is expected
+# Errors for a full or read-only disk, an exceeded file-size limit, missing permissions, a file
+# where a folder is expected, and a name that is too long
 STORAGE_ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-    errno.EEXIST,
+    errno.EEXIST, errno.ENAMETOOLONG,
 )  # fmt: skip
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -47,9 +48,24 @@ def is_outside(file: Path, folder: Path) -> bool:
     return not any(target.is_relative_to(root) for root in (folder, *blobs))
 
 
+def open_probe(path: Path) -> IO[bytes]:
+    """Return a temporary file in `path` or, if it does not exist, in the nearest folder that does.
+    Raises UserError if no file can be written there."""
+    folder = path
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as error:
+        why = f"{folder}: {error.strerror}"
+        raise UserError(f"{path} cannot be written", why, "name another place") from None
+
+
 def check_replaced(path: Path) -> None:
-    """Raise UserError if the file `path` exists and is not as `write_own` wrote it."""
+    """Raise UserError if the file `path` exists and is not as `write_own` wrote it, or if it cannot
+    be written."""
     if not os.path.lexists(path):
+        open_probe(path).close()
         return
     signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
     if signature is not None:
@@ -115,8 +131,9 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         publish(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
         raise
 
 

@@ -8,6 +8,7 @@ import gc
 import importlib
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -112,9 +113,9 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
     if num_gpus == "all":
         mesh_size = math.prod(size for size in mesh.values() if size > 0)
         return machine.num_gpus or mesh_size * -(-CPU_PROCESSES // mesh_size)
-    if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
+    if num_gpus is not None and not re.fullmatch(r"[1-9]\d{0,3}", num_gpus):
         what = f"--num_gpus {shown(num_gpus)} is not accepted"
-        raise UserError(what, 'it must be a whole number >= 1 or "all"')
+        raise UserError(what, 'it must be a whole number from 1 to 9,999 or "all"')
     return int(num_gpus or 1)
 
 

@@ -12,14 +12,13 @@ import json
 import os
 import platform
 import re
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from distributed_training.records.record import OWNER_FILE
 from distributed_training.settings.errors import RunError, UserError, print_stderr
-from distributed_training.settings.files import load_object, shown
+from distributed_training.settings.files import load_object, open_probe, shown
 
 QUIET_S = 60.0  # without a lock, a run has ended if its folder does not change for this long
 # Names in a run's folder that a run opens, fills or replaces
@@ -35,13 +34,10 @@ def check_foreign_files(run_dir: Path) -> None:
     if the folder belongs to another user, or if a link, a pipe or a device has a name that a run
     writes to. Other links do not matter."""
     fix = "remove the link, or resume another run"
-    try:
-        # Some network disks give this process's own files to another user id.
-        with tempfile.TemporaryFile(dir=run_dir) as own_file:
-            if os.fstat(own_file.fileno()).st_uid != run_dir.stat().st_uid:
-                raise UserError(f"{run_dir} belongs to another user", fix=fix)
-    except OSError as error:
-        raise UserError(f"{run_dir} cannot be written: {error.strerror}", fix=fix) from None
+    # Some network disks give this process's own files to another user id.
+    with open_probe(run_dir) as own_file:
+        if os.fstat(own_file.fileno()).st_uid != run_dir.stat().st_uid:
+            raise UserError(f"{run_dir} belongs to another user", fix=fix)
     for path in run_dir.rglob("*"):
         is_foreign = path.is_symlink() or not (path.is_dir() or path.is_file())
         if is_foreign and _WRITTEN.fullmatch(path.relative_to(run_dir).as_posix()):

@@ -370,6 +370,7 @@ def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(t
     (runs / "c").symlink_to("missing")
     (runs / "d").mkdir()
     os.mkfifo(runs / "pipe")
+    edit_json(make_run(runs, "f", status="ok") / "record.json", strategy={})
     damaged = make_run(runs, "e", 5)
     (damaged / "record.json").unlink()
     os.mkfifo(damaged / "record.json")

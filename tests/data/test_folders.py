@@ -50,6 +50,10 @@ def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
     card += "  - split: train\n    path: {}\n---\n"
     (tmp_path / "README.md").write_text(card.format("a/two.jsonl"))
     assert splits_of(tmp_path) == {"train": ["two"]}
+    write(tmp_path / "three.jsonl", "three")
+    card = "---\nconfigs:\n- config_name: default\n  data_dir: a\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    assert splits_of(tmp_path) == {"train": ["one", "two"]}
 
 
 BOMB = "a: &a0 [x]\n" + "".join(f"b{i}: &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(12))
@@ -84,13 +88,14 @@ def test_files_beside_the_data_are_named_and_not_read(tmp_path):
     for name in (*beside, "README.md", ".gitattributes", "dataset_infos.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": 1}')
+    (tmp_path / "stats.json").write_text("[1, 2, 3]")
     write(tmp_path / "data.jsonl", "one")
     write(tmp_path / "more.json", "two")
     assert splits_of(tmp_path) == {"train": ["one", "two"]}
-    assert find_unread(str(tmp_path), find_corpus(str(tmp_path))) == beside
+    assert find_unread(str(tmp_path), find_corpus(str(tmp_path))) == [*beside, "stats.json"]
     (tmp_path / "data.jsonl").rename(tmp_path / "train.jsonl")
     assert splits_of(tmp_path) == {"train": ["one"]}
-    for name in ("train.jsonl", "more.json", "docs/test.md"):
+    for name in ("train.jsonl", "more.json", "docs/test.md", "stats.json"):
         (tmp_path / name).unlink()
     assert splits_of(tmp_path) == {"train": ['{"a": 1}'] * 2}
 

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from distributed_training.models import ModelSpec, find_model, gpt2, llama, weights
+from distributed_training.models.config_file import read_config
 from tests.models.hub_folders import random_model
 from tests.support import assert_near, edit_json, read_model, refused, save_model
 
@@ -319,6 +320,12 @@ def test_unusable_indices_and_shards_are_refused(index, words, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with refused(str(tmp_path), *words):
         weights.open_weights(tmp_path)
+
+
+def test_a_pipe_in_a_models_folder_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with refused("chat_template.jinja"):
+        read_config(tmp_path)
 
 
 # Numbers of parameters, from the models' pages or counted by transformers

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
@@ -154,9 +153,7 @@ def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter
 
 
 def free_disk(monkeypatch, num_bytes):
-    usage = Mock(return_value=SimpleNamespace(free=num_bytes))
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    return usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=num_bytes))
 
 
 @pytest.mark.parametrize(
@@ -170,16 +167,25 @@ def free_disk(monkeypatch, num_bytes):
 )
 def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
     needed = per_parameter * SIZES["gpt2"].num_parameters
-    disk_usage = free_disk(monkeypatch, needed)
+    free_disk(monkeypatch, needed)
     notes: list[str] = []
     checks.check_disk(draft(tmp_path, model="gpt2", **config), notes)
-    disk_usage.assert_called_once_with(tmp_path)  # the nearest existing folder
     assert not notes
     if needed:
         free_disk(monkeypatch, needed - 1)
         checks.check_disk(draft(tmp_path, model="gpt2", **config), notes)
         assert len(notes) == 1
         assert str(tmp_path) in notes[0]
+
+
+def test_folders_of_a_run_are_writable_and_the_compilers_cache_has_space(tmp_path, monkeypatch):
+    with refused(__file__):
+        checks.check_disk(draft(tmp_path, output_dir=f"{__file__}/runs"), [])
+    free_disk(monkeypatch, 2**16)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/some/cache")
+    notes: list[str] = []
+    checks.check_disk(draft(tmp_path, compile=True), notes)
+    assert "/some/cache" in notes[-1]
 
 
 def test_each_strategy_names_the_extensions_it_builds():

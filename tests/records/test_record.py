@@ -68,7 +68,7 @@ def test_metrics_are_appended_and_a_resumed_run_drops_the_rows_it_repeats(tmp_pa
     truncate_metrics(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
     append_metrics(tmp_path, [{"step": 1, "loss": 2.5}])
-    broken = [b'{"step": 2, "lo', b"\0\0\0", b"\xff", b""]
+    broken = [b'{"step": 2, "lo', b"\0\0\0", b"\xff", b"", b"5", b"{}", b"[]", b'{"step": "1"}']
     with open(tmp_path / METRICS_FILE, "ab") as file:
         file.write(b"\n".join([*broken, b""]))
     append_metrics(tmp_path, [{"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}])

@@ -71,7 +71,10 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     file = runs / "20260101-000001-zero2-x" / RECORD_FILE
     assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
     assert capsys.readouterr().err == ""
-    for name, content in {"deep": "[" * 2000 + "]" * 2000, "list": "[]", "pipe": None}.items():
+    contents = {"deep": "[" * 2000 + "]" * 2000, "list": "[]", "pipe": None}
+    for key in ("machine", "data"):  # `data` is read to compare several runs
+        contents[key] = json.dumps(record_values(**{key: {}}))
+    for name, content in contents.items():
         (runs / name).mkdir()
         if content is None:
             os.mkfifo(runs / name / RECORD_FILE)
@@ -79,8 +82,8 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
             (runs / name / RECORD_FILE).write_text(content)
     assert len(find_records([runs])) == 3
     notes = capsys.readouterr().err
-    assert [name for name in ("deep", "list", "pipe") if f"/{name}/" not in notes] == []
-    for name in ("deep", "list", "pipe"):
+    assert [name for name in contents if f"/{name}/" not in notes] == []
+    for name in contents:
         shutil.rmtree(runs / name)
     (latest,) = find_records([runs / "latest"])
     assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")

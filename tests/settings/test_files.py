@@ -1,8 +1,9 @@
 import os
+from pathlib import Path
 
 import pytest
 
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import MARK, check_replaced, load_json, shown, write_own
 from distributed_training.settings.request import build_config
 from tests.support import refused
@@ -20,7 +21,9 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
             assert getattr(build_config({key: text}), key) == path
 
 
-@pytest.mark.parametrize("kind", ["quote", "whole quote", "changed", "folder", "pipe", "link"])
+@pytest.mark.parametrize(
+    "kind", ["quote", "whole quote", "changed", "folder", "pipe", "link", "below a file"]
+)
 def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
     path, own = tmp_path / "a", tmp_path / "b"
     for number in range(2):
@@ -37,6 +40,8 @@ def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
+    elif kind == "below a file":
+        path = own / "a"
     else:
         path.symlink_to("missing")
     with refused(str(path)):
@@ -62,6 +67,7 @@ def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_
 
 
 def test_errors_are_one_line_of_limited_length():
+    assert run_and_report_errors(Path("a" * 300).exists) == 2
     error = UserError("a is\nwrong.", " because\u2028of b. ", "type\tc")
     assert str(error) == "a is wrong. Because of b. Type c."
     assert shown([1, None]) == "[1, None]"

@@ -32,7 +32,7 @@ def test_number_of_processes():
         ("all", CPU_MACHINE, {"tp": 3, "dp_shard": -1}, 3),
     ):
         assert launch.requested_processes(text, on, mesh) == count
-    for wrong in ("0", "two", "1.5"):
+    for wrong in ("0", "two", "1.5", "10000"):
         with refused(f"--num_gpus {wrong!r}", "all"):
             launch.requested_processes(wrong, CPU_MACHINE, {})
 
