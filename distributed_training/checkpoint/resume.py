@@ -36,9 +36,10 @@ from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 6
-# Keys of the work that a named resume may change: larger values of the first two extend the run,
+# Keys of the work that a named resume may change: larger values of STEPS extend the run,
 # and the model's folder may have been moved. `load_checkpoint` compares the weights.
-CHANGEABLE = ("max_steps", "epochs", "model", "weights")
+STEPS = {"max_steps", "epochs"}
+CHANGEABLE = {*STEPS, "model", "weights"}
 MERGE_ADVICE = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
     "use another layout, merge the run's folders of all nodes and copy the result to every node"
@@ -174,11 +175,11 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     meta = read_meta(checkpoint)
     changed = changed_keys(meta, plan)
     max_steps = plan.work.get("max_steps")
-    if changed & {"max_steps", "epochs"} == {"epochs"} and plan.num_steps == max_steps:
+    if changed & STEPS == {"epochs"} and plan.num_steps == max_steps:
         what = f"epochs={plan.work['epochs']} has no effect, because {max_steps=} decides"
         raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
-        changed -= {"max_steps", "epochs"}
+        changed -= STEPS
     if "model" in changed and load_plan(checkpoint.parents[1]).model.size != plan.model.size:
         changed.remove("model")
     if differences := _differences(meta.work, meta.data_fingerprint, plan, changed):
@@ -190,7 +191,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         raise UserError(f"{what}: {differences}", fix=fix)
     check_files(checkpoint, meta, plan)
     run = load_run_record(checkpoint, meta)
-    for key in sorted(changed & {"max_steps", "epochs"}):
+    for key in sorted(changed & STEPS):
         change = f"{key} was {meta.work.get(key)} and is now {plan.work[key]}"
         notes.append(f"{change}. The learning rate follows the new schedule from step {meta.step}")
     if run.status == "ok" and run.step > meta.step:

@@ -117,10 +117,10 @@ def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
     return ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
 
 
-def _compile(function: Any, **options: Any) -> Any:
+def _compile(function: Any, backend: Any = "inductor") -> Any:
     """Compile `function` separately for each input shape. By default, torch.compile makes changing
     shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
-    return torch.compile(function, dynamic=False, **options)
+    return torch.compile(function, dynamic=False, backend=backend)
 
 
 def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
@@ -134,15 +134,15 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
     if not config.compile:
         return
     keep_headers_private()
-    options: dict[str, Any] = {}
+    backend: Any = "inductor"
     if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
-        options["backend"] = compile_with_less_memory
+        backend = compile_with_less_memory
     has_chunked_loss = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
-        model.run = _compile(model.run, **options)  # type: ignore[method-assign]
+        model.run = _compile(model.run, backend)  # type: ignore[method-assign]
     else:
         for block in model.blocks.values():
-            block.forward = _compile(block.forward, **options)
+            block.forward = _compile(block.forward, backend)
         if compile_outer_layers:
             model.embed = _compile(model.embed)
     if compile_outer_layers and not has_chunked_loss:

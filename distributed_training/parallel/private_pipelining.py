@@ -37,11 +37,6 @@ class TwoGroupStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._assign_group(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages from this rank to itself. In a V-shaped schedule, torch 2.11 includes
-        such messages between the two consecutive stages on the last rank, and gloo then fails."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
-
 
 class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned

@@ -20,7 +20,6 @@ from distributed_training.settings.request import parse_overrides
 
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
-CPUS_PER_GPU = 4  # CPUs that a job requests, unless this machine has fewer
 # End of a job file's name -> template in configs/, and the command that submits the job
 TEMPLATES = {
     ".sky.yaml": ("skypilot.yaml", "sky jobs launch"),
@@ -93,7 +92,7 @@ def build_batch_script(
         script_words += [] if "--resume" in script_words else ["--resume", "auto"]
         own_file = ROOT / "configs/site.slurm"
         own_lines = own_file.read_text(encoding="utf-8").rstrip() if own_file.is_file() else ""
-        num_cpus = min(CPUS_PER_GPU * processes_here, plan.machine.num_cpus)
+        num_cpus = min(4 * processes_here, plan.machine.num_cpus)  # unless it has fewer
         # Relative paths in the options refer to the current folder.
         run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
         changes = {

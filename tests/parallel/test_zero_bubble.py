@@ -2,7 +2,6 @@
 FLOPs, also with weights that are rounded once per step."""
 
 import copy
-import functools
 import weakref
 
 import pytest
@@ -75,7 +74,10 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
     model = ModelSpec(label="", family="gpt2", size=size).build(dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    compile_with = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, dynamic, backend: compile_with(function, backend=counter)
+    )
     apply_compile(
         model, build_config({"compile": True, "loss_chunk_tokens": 0}), compile_outer_layers=False
     )

@@ -4,7 +4,6 @@ tests.pool calls these functions on every rank. Each public function except `exc
 {"cases": {name: CONFIG values}, ...} and returns {name: results}. Each case is one training run,
 which results/lab/harness.py builds."""
 
-import functools
 import hashlib
 import itertools
 import os
@@ -99,7 +98,9 @@ def train_without_inductor(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train like `train`, but without Inductor's generated code, because compiling C++ takes
     seconds per kernel. Compiled functions are still traced, decomposed and partitioned as they
     would be for Inductor."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    compile_with = torch.compile
+    traced = {"backend": "aot_eager_decomp_partition"}
+    torch.compile = lambda function, **options: compile_with(function, **options | traced)
     return train(arguments)
 
 

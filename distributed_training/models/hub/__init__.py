@@ -120,7 +120,6 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     is_mixture = any(_MIXTURE.search(type(module).__name__) for module in net.modules())
     saved_buffer = min(net.state_dict().keys() & dict(net.named_buffers()).keys(), default="")
     shapes_differ = any(shape != shapes[0] for shape in shapes)
-    _refuse_if(0 in embedding.shape, f"has an embedding of shape {tuple(embedding.shape)}")
     _refuse_if(is_mixture, "is a mixture of experts")
     _refuse_if(saved_buffer, f"saves {saved_buffer}, which is not a parameter")
     for name, shape in shapes[0].items():
