@@ -52,19 +52,6 @@ def test_gradients_that_are_not_finite(norm, skipped, precision, expected):
     assert has_nonfinite_gradients(result, config) == expected
 
 
-def test_the_first_bad_step_ends_the_rows_and_names_the_gradient(tmp_path):
-    step_results = make_results(tmp_path)
-    add(step_results, 1, loss=3.0)
-    add(step_results, 2, norm=math.nan, norms=(1.0, math.nan, math.inf))
-    add(step_results, 3)
-    rows, fault = step_results.flush()
-    assert [row["step"] for row in rows] == [1, 2]
-    assert step_results.history.loss_curve == [(1, 1.5), (2, 0.5)]
-    assert "step 2:" in fault
-    assert f"{NAMES[1]} on rank 0" in fault
-    assert step_results.flush() == ([], None)
-
-
 def test_skipped_steps_are_limited(tmp_path):
     step_results = make_results(tmp_path, on_nonfinite="skip")
     last = MAX_CONSECUTIVE_SKIPS + 1
