@@ -1,4 +1,4 @@
-"""Test which results of steps are non-finite, and how the first non-finite step is described."""
+"""Test which results of steps are non-finite, how many are skipped, and what a rollback restores."""
 
 import math
 from types import SimpleNamespace
@@ -28,12 +28,6 @@ def make_results(tmp_path, **config):
     return step_results
 
 
-def add(step_results, step, loss=1.0, norm=1.0, norms=(1.0, 1.0, 1.0)):
-    row = {"step": step, "num_tokens": 4, "num_targets": 2}
-    result = StepResult(torch.tensor(loss), torch.tensor(norm), False, torch.tensor(norms))
-    step_results.add(row, result)
-
-
 @pytest.mark.parametrize(
     ("norm", "skipped", "precision", "expected"),
     [
@@ -56,7 +50,8 @@ def test_skipped_steps_are_limited(tmp_path):
     step_results = make_results(tmp_path, on_nonfinite="skip")
     last = MAX_CONSECUTIVE_SKIPS + 1
     for step in range(1, last + 1):
-        add(step_results, step, norm=math.nan)
+        result = StepResult(torch.tensor(1.0), torch.tensor(math.nan), False, torch.ones(3))
+        step_results.add({"step": step, "num_tokens": 4, "num_targets": 2}, result)
         rows, fault = step_results.flush()
         assert rows[0]["skipped"]
         assert (fault is not None) == (step == last)
