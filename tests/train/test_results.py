@@ -1,4 +1,4 @@
-"""Test which results of steps are non-finite, how many are skipped, and what a rollback restores."""
+"""Test which step results are non-finite, how many are skipped, and what a rollback restores."""
 
 import math
 from types import SimpleNamespace
