@@ -258,7 +258,6 @@ def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
         (b'{"format": 3, "step": 1}', str(folder), "format 3", str(FORMAT), "weights=<run>/hf"),
         (b"{}", str(folder), "format None"),
         (b"[]", str(folder), "not a checkpoint"),
-        (b"1", str(folder), "not a checkpoint"),
         (b"\xff\xfe\x00", str(folder), "not a checkpoint"),
     ):
         (folder / "meta.json").write_bytes(content)

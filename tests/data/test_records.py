@@ -88,12 +88,9 @@ def conversation_of(record, columns=()):
             [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
         ),
         ({"messages": '[{"role": "user", "content": "2+2="}]'}, [USER]),
-        *(
-            (
-                {"messages": [{"role": "assistant", **answer, "function_call": CALL["function"]}]},
-                [{"role": "assistant", "content": answer.get("content") or "", **CALLED}],
-            )
-            for answer in ({}, {"content": None, "tool_calls": None}, {"content": "I look."})
+        (
+            {"messages": [{"role": "assistant", "content": None, **CALLED, "tool_calls": None}]},
+            [{"role": "assistant", "content": "", **CALLED}],
         ),
     ],
 )  # fmt: skip
@@ -282,6 +279,3 @@ def test_silence_is_not_trained_if_a_template_omits_the_call(content, tmp_path):
     trained, notes = read_file(tmp_path / "a.jsonl", CHATML)
     assert trained == [f"{text}<|endoftext|>" for text in (content, "4") if text]
     assert notes[prepare.OMITTED_BY_TEMPLATE] == 1
-    names = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
-    called = CHATML.replace("m.content }}", "m.content }}" + names)
-    assert read_file(tmp_path / "a.jsonl", called)[0][0] == f"{content or ''}get_time<|endoftext|>"

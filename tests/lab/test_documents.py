@@ -5,14 +5,10 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import list_strategies
 from results.lab.documents import main
 from results.lab.pages import tables
-from results.lab.pages.figures import update_figures
 from results.lab.pages.tables import published_table
 from tests.support import record_values, refused
 
@@ -48,18 +44,6 @@ def test_links_resolve():
 def test_readme_names_every_strategy():
     text = (ROOT / "README.md").read_text()
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
-
-
-def test_an_outdated_figure_is_reported(tmp_path):
-    records, folder = ROOT / "results" / "records", tmp_path / "plots"
-    page = tmp_path / "page.md"
-    page.write_text("![bubbles](plots/bubbles.svg)")
-    update_figures([page], records, folder, write=True)
-    assert [file.name for file in folder.iterdir()] == ["bubbles.svg"]
-    update_figures([page], records, folder, write=False)
-    (folder / "bubbles.svg").write_text("<svg/>")
-    with pytest.raises(UserError, match="differs from its records"):
-        update_figures([page], records, folder, write=False)
 
 
 BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!-- [[[end]]] -->\n"

@@ -5,7 +5,6 @@ import pytest
 from distributed_training.plan.orders import build_orders
 from distributed_training.settings.files import ROOT
 from results.lab.analysis.bubble import bubble, explain
-from results.lab.layouts import LeftOver, subtract_left_over
 from tests.conftest import SMALL, assert_ok, heavy_pool
 
 
@@ -17,9 +16,6 @@ def test_idle_time_is_the_slowest_ranks_phase_minus_kernel_time():
     assert found["idle_share"] == pytest.approx(0.35)
     assert found["between_operations"]["by_rank"] == pytest.approx([0.4, 0.1])
     assert found["between_operations"]["operations_s"] == {"F 0": 2.0}
-    on_cpu = bubble([{**first, "kernels_s": None}, {**second, "kernels_s": None}])
-    assert on_cpu["by_rank"] == pytest.approx([0.4, 0.1])
-    assert on_cpu["from"] == "begin and end of operations"
 
 
 def test_a_bubble_is_split_into_formula_operations_messages_and_gaps():
@@ -38,21 +34,6 @@ def test_a_bubble_is_split_into_formula_operations_messages_and_gaps():
     parts = explain(idle, pipeline, orders, (0, 1))
     assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
     assert sum(parts.values()) == pytest.approx(0.5)
-
-
-def test_peaks_exclude_memory_left_over_from_earlier_runs():
-    """Memory that a run leaves, and old memory freed during the run, count toward its peak."""
-    ranks = [
-        {"rank": rank, "peak_allocated_bytes": most, "peak_reserved_bytes": most}
-        for rank, most in enumerate((100, 130, 120))
-    ]
-    memory = {"by_rank": ranks}
-    before, after = (
-        [LeftOver(size, size) for size in sizes] for sizes in ((0, 60, 10), (9, 60, 0))
-    )
-    subtract_left_over(memory, before, after)
-    assert [rank["left_over_bytes"] for rank in ranks] == [0, 60, 0]
-    assert memory["peak_reserved_bytes"] == memory["peak_allocated_bytes"] == 120
 
 
 def test_each_run_of_a_plan_has_its_own_batch_settings(tmp_path):

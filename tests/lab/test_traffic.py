@@ -47,8 +47,6 @@ def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
 
 
 def test_counted_bytes_equal_the_formulas():
-    """The counted bytes of every rank equal the result of the formula. With four local steps, local
-    SGD sends a quarter as many bytes per step as dp."""
     cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
     cases = {"cp": cp, "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL}}
     cases["dp, cp"] = {**cp, "strategy": "dp", "cp": 2}
@@ -57,8 +55,3 @@ def test_counted_bytes_equal_the_formulas():
         for rank in ranks:
             counted = {key: row["sent_bytes"] for key, row in rank["counted"].items()}
             assert counted == rank["formula_sent_bytes"], name
-    sent = {name: sum(ranks[0]["formula_sent_bytes"].values()) for name, ranks in found.items()}
-    assert sent["one local step"] == sent["all of top-k"] == sent["dp"]
-    assert sent["diloco"] == sent["four local steps"] == sent["dp"] / 4
-    assert sent["bf16"] == sent["dp"] / 2
-    assert sent["powersgd"] < sent["topk-int8"] < 0.4 * sent["dp"]

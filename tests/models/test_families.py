@@ -284,7 +284,6 @@ GPT2 |= {"vocab_size": 300}
             ("num_attention_heads=4", "num_key_value_heads=3", "do not fit"),
         ),
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000",)),
-        ({"model_type": "olmo2", "hidden_size": 10**9}, ("hidden_size=1000000000",)),
         ({**GPT2, "n_layer": 10**9}, ("n_layer=1000000000",)),
         ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
         ({**GPT2, "n_head": 3}, ("n_embd=32", "n_head=3")),
@@ -307,10 +306,8 @@ def test_configs_of_an_unsupported_function_are_refused(changes, words, tmp_path
     ("index", "words"),
     [
         ("{}", ("weight_map is missing",)),
-        ('{"weight_map": 3}', ("weight_map",)),
         ('{"weight_map": ["pipe"]}', ("weight_map",)),
         ('{"weight_map": {"a": 3}}', ("weight_map.a=3",)),
-        ("[]", ("not a JSON object",)),
         ("[" * 2000 + "]" * 2000, ("100 levels",)),
         ('{"weight_map": {"a": "pipe"}}', ("pipe is not a regular file",)),
     ],

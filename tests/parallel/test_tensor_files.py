@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ from safetensors.torch import load_file
 
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import (
-    HostMemory,
     TensorFiles,
     build_part,
-    bytes_to_copy,
     choose_writer,
     write_parts,
 )
@@ -109,27 +106,3 @@ def test_missing_and_foreign_tensors_are_refused(tmp_path):
         files.read(build_part("other", WHOLE, SHAPE, (0, 0)))
     with pytest.raises(ValueError, match=r"\[11, 6\].*\[6, 11\]"):
         files.read(build_part("w", WHOLE.t(), SHAPE[::-1], (0, 0)))
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_copies_are_pinned_if_the_driver_supports_it(code, monkeypatch):
-    runtime = Mock(cudaError=Mock(success=0), cudaHostRegister=Mock(return_value=code))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    tensors = [torch.arange(5.0), torch.arange(3, dtype=torch.uint8), torch.tensor(7.0)]
-    parts = [
-        build_part(f"{i}", tensor, tensor.shape, (0,) * tensor.dim())
-        for i, tensor in enumerate(tensors)
-    ]
-    memory = HostMemory(bytes_to_copy(parts), torch.device("cuda", 3))
-    copies = memory.copy(parts)
-    tensors[0].zero_()
-    assert [part.get().tolist() for part in copies] == [[0, 1, 2, 3, 4], [0, 1, 2], 7]
-    (second_copy, *_) = memory.copy(parts)
-    assert second_copy.get().tolist() == [0] * 5
-    address = memory.memory.data_ptr()
-    assert all(address <= part.get().data_ptr() < address + 3 * 64 for part in copies)
-    assert memory.pinned == (code == 0)
-    del memory
-    runtime.cudaHostRegister.assert_called_once_with(address, 3 * 64, 0)
-    assert runtime.cudaHostUnregister.call_count == (code == 0)

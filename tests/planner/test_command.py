@@ -87,17 +87,8 @@ def test_offload_on_cpus_is_ranked_only_when_asked_for(plan):
 
 
 def test_tokens_become_steps_hours_and_a_price(plan):
-    arguments = (
-        "--cluster",
-        "2xH200",
-        "--model",
-        "gpt2",
-        "--batch_size",
-        "8",
-        "--price",
-        "2 U.S. dollars",
-    )
-    out = " ".join(plan(*arguments, "--tokens", "1B").split())
+    arguments = ["--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--tokens", "1B"]
+    out = " ".join(plan(*arguments, "--price", "2 U.S. dollars").split())
     assert " 122,071 steps of 16 x 512 tokens" in out
     hours, cost = (float(re.search(rf"([\d.]+) {unit}", out)[1]) for unit in ("GPU-hours", "U.S."))
     assert cost == pytest.approx(2 * hours, rel=0.01)

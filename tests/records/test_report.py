@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -71,23 +70,23 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     file = runs / "20260101-000001-zero2-x" / RECORD_FILE
     assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
     assert capsys.readouterr().err == ""
-    contents = {"deep": "[" * 2000 + "]" * 2000, "list": "[]", "pipe": None}
-    for key in ("machine", "data"):  # `data` is read to compare several runs
-        contents[key] = json.dumps(record_values(**{key: {}}))
-    for name, content in contents.items():
-        (runs / name).mkdir()
-        if content is None:
-            os.mkfifo(runs / name / RECORD_FILE)
-        else:
-            (runs / name / RECORD_FILE).write_text(content)
-    assert len(find_records([runs])) == 3
-    notes = capsys.readouterr().err
-    assert [name for name in contents if f"/{name}/" not in notes] == []
-    for name in contents:
-        shutil.rmtree(runs / name)
     (latest,) = find_records([runs / "latest"])
     assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")
     assert printed(capsys, *sorted(runs.iterdir())) == printed(capsys, output_dir=runs)
+
+
+def test_a_bad_record_hides_only_itself(runs, capsys):
+    # `data` is read to compare several runs.
+    bad = {name: runs / name / RECORD_FILE for name in ("deep", "pipe", "machine", "data")}
+    for name, file in bad.items():
+        file.parent.mkdir()
+        if name in ("machine", "data"):
+            file.write_text(json.dumps(record_values(**{name: {}})))
+    bad["deep"].write_text("[" * 2000 + "]" * 2000)
+    os.mkfifo(bad["pipe"])
+    assert len(find_records([runs])) == 3
+    notes = capsys.readouterr().err
+    assert [name for name in bad if f"/{name}/" not in notes] == []
 
 
 def test_a_closed_output_pipe_gives_no_traceback(runs):

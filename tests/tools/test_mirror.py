@@ -97,24 +97,6 @@ def test_a_mirror_that_is_never_complete_stays_small(tmp_path):
     assert saved_steps(bucket) == [50, 55]
 
 
-@pytest.mark.parametrize("num_failures", [1, mirror.NUM_RETRIES])
-def test_the_last_copy_is_repeated(num_failures, tmp_path, monkeypatch):
-    attempts = []
-
-    def push(*arguments):
-        attempts.append(arguments)
-        if len(attempts) <= num_failures:
-            raise OSError("the bucket is gone")
-
-    monkeypatch.setattr(mirror, "push", push)
-    monkeypatch.setattr(mirror, "INTERVAL_S", 60.0)
-    monkeypatch.setattr(mirror.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(mirror.subprocess.Popen, "poll", lambda process: process.wait())
-    (tmp_path / "bucket").mkdir()
-    code = mirror.main("0", tmp_path / "runs", tmp_path / "bucket", ["true"])
-    assert (code, len(attempts)) == ((0, 2) if num_failures == 1 else (1, mirror.NUM_RETRIES))
-
-
 @pytest.mark.parametrize(
     ("code", "expected"), [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", 256 - 9)]
 )

@@ -1,4 +1,4 @@
-"""Test which results of steps are non-finite, and how the first non-finite step is described."""
+"""Test which step results are non-finite, how many are skipped, and what a rollback restores."""
 
 import math
 from types import SimpleNamespace
@@ -28,12 +28,6 @@ def make_results(tmp_path, **config):
     return step_results
 
 
-def add(step_results, step, loss=1.0, norm=1.0, norms=(1.0, 1.0, 1.0)):
-    row = {"step": step, "num_tokens": 4, "num_targets": 2}
-    result = StepResult(torch.tensor(loss), torch.tensor(norm), False, torch.tensor(norms))
-    step_results.add(row, result)
-
-
 @pytest.mark.parametrize(
     ("norm", "skipped", "precision", "expected"),
     [
@@ -52,24 +46,12 @@ def test_gradients_that_are_not_finite(norm, skipped, precision, expected):
     assert has_nonfinite_gradients(result, config) == expected
 
 
-def test_the_first_bad_step_ends_the_rows_and_names_the_gradient(tmp_path):
-    step_results = make_results(tmp_path)
-    add(step_results, 1, loss=3.0)
-    add(step_results, 2, norm=math.nan, norms=(1.0, math.nan, math.inf))
-    add(step_results, 3)
-    rows, fault = step_results.flush()
-    assert [row["step"] for row in rows] == [1, 2]
-    assert step_results.history.loss_curve == [(1, 1.5), (2, 0.5)]
-    assert "step 2:" in fault
-    assert f"{NAMES[1]} on rank 0" in fault
-    assert step_results.flush() == ([], None)
-
-
 def test_skipped_steps_are_limited(tmp_path):
     step_results = make_results(tmp_path, on_nonfinite="skip")
     last = MAX_CONSECUTIVE_SKIPS + 1
     for step in range(1, last + 1):
-        add(step_results, step, norm=math.nan)
+        result = StepResult(torch.tensor(1.0), torch.tensor(math.nan), False, torch.ones(3))
+        step_results.add({"step": step, "num_tokens": 4, "num_targets": 2}, result)
         rows, fault = step_results.flush()
         assert rows[0]["skipped"]
         assert (fault is not None) == (step == last)
