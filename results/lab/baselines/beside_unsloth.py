@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("length", type=int)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--mode", default="none", help="our activation_checkpointing")
-    parser.add_argument("--blocks", default=None, help="our checkpointed_blocks")
+    parser.add_argument("--blocks", help="our checkpointed_blocks")
     parser.add_argument("--checkpointing", default="none", help="Unsloth's: none, unsloth or full")
     parser.add_argument("--nf4", action="store_true")
     parser.add_argument("--tokenizer", default="gpt2", help="for Unsloth: a name or a folder")
@@ -82,7 +82,6 @@ def main() -> None:
     for _ in range(args.turns):
         ours, unsloth = run_ours(args), run_unsloth(args)
         turns.append({"ours": ours, "Unsloth": unsloth, "ratio": unsloth["ms"] / ours["ms"]})
-        print(json.dumps(turns[-1]), flush=True)
         ratios = sorted(turn["ratio"] for turn in turns)
         summary = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
         origin = provenance(command, commit=args.git_commit)

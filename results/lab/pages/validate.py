@@ -53,11 +53,10 @@ class Row:
         operations came from a search are excluded, because old records do not contain the order.
         Old runs that computed the loss in chunks, or over tp, are excluded, because the loss took
         more memory at that time."""
-        chunked = self.plan.config.loss_chunk_tokens
-        since = CHUNKS_IN_PLACE_SINCE if chunked else TP_LOSS_IN_PLACE_SINCE
-        is_other_loss = bool(chunked) or self.plan.mesh["tp"] > 1
-        is_old = is_other_loss and self.record.started_at < since
-        if self.plan.schedule.is_searched or is_old:
+        since = TP_LOSS_IN_PLACE_SINCE if self.plan.mesh["tp"] > 1 else ""
+        if self.plan.config.loss_chunk_tokens:
+            since = CHUNKS_IN_PLACE_SINCE
+        if self.plan.schedule.is_searched or self.record.started_at < since:
             return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
