@@ -3,9 +3,8 @@
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
 This script does nothing if the folder already contains extensions for the installed torch and
-DeepSpeed. It removes the lock that a killed process leaves behind, because torch would wait for
-this lock forever. The process pool of tests/pool.py loads the extensions before it forks.
-Otherwise, DeepSpeed's loader would start ninja and a compiler in each process."""
+DeepSpeed. The process pool of tests/pool.py loads the extensions before it forks. Otherwise,
+DeepSpeed's loader would start ninja and a compiler in each process."""
 
 import functools
 import os
@@ -21,8 +20,6 @@ from distributed_training.planner.checks import has_libaio
 def main() -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
-    for lock in folder.glob("*/lock"):
-        lock.unlink()
     if not _is_built(folder):
         print(
             "Compiling DeepSpeed's extensions for the tests. This happens once and takes minutes.",

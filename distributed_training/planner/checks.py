@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from distributed_training.data.hub import check_push
@@ -20,8 +19,6 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_probe, plural
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
-
-STALE_LOCK_S = 600.0  # a build takes up to 190 s on two cores
 
 
 def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> None:
@@ -118,7 +115,7 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
 
 def check_extensions(plan: Draft) -> None:
     """Raise UserError if a DeepSpeed extension cannot be built because the compiler or libaio is
-    missing, or because a killed build left its lock file behind."""
+    missing."""
     extensions = required_extensions(plan.strategy)
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
@@ -129,13 +126,6 @@ def check_extensions(plan: Draft) -> None:
         fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
         fix += "apt-get install libaio-dev"
         raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
-    # `use_private_caches` has set this variable in every process of a run.
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR", "")
-    for name in extensions:
-        lock = Path(cache, name, "lock")
-        if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
-            why = "a killed build left it behind, and every build waits for it to disappear"
-            raise UserError(f"{lock} is an old lock file", why, f"run: rm {lock}")
 
 
 def required_extensions(strategy: Strategy) -> list[str]:

@@ -2,13 +2,11 @@
 the parts of the run with the functions below it."""
 
 import contextlib
-import os
 import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -178,16 +176,15 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
-        with stop_build_on_signal(Path(os.environ["TORCH_EXTENSIONS_DIR"], name, "lock")):
+        with stop_build_on_signal():
             ALL_OPS[name].load(verbose=False)
     dist.barrier()
 
 
 @contextlib.contextmanager
-def stop_build_on_signal(lock: Path) -> Iterator[None]:
+def stop_build_on_signal() -> Iterator[None]:
     """If a stop signal arrives inside the `with` block, terminate the compilers that this process
-    has started, and remove the lock of their build. Then call the signal's previous handler, which
-    ends this process at once. A lock that stays behind would block every later build."""
+    has started. Then call the signal's previous handler, which ends this process at once."""
 
     def stop_build(signum: signal.Signals, frame: object) -> None:
         children = psutil.Process().children(recursive=True)
@@ -195,8 +192,6 @@ def stop_build_on_signal(lock: Path) -> Iterator[None]:
         for compiler in compilers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 compiler.terminate()
-        if compilers:  # otherwise, another run holds the lock
-            lock.unlink(missing_ok=True)
         previous_handlers[signum](signum, frame)
 
     with handle_signals(dict.fromkeys(STOP_SIGNALS, stop_build)) as previous_handlers:

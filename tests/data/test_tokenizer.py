@@ -24,7 +24,7 @@ from distributed_training.data.corpus import find_corpus, read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.settings.files import load_json
+from distributed_training.settings.files import load_model_json
 from distributed_training.settings.request import build_config
 from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
@@ -119,7 +119,7 @@ def test_a_tokenizer_file_that_is_a_link_to_another_folder_is_refused(name, fold
     with refused(str(linked / name), "link"):
         assert Tokenizer(linked).facts
     with refused(str(linked / name), "link"):
-        load_json(linked / name, "model")
+        load_model_json(linked / name)
 
 
 def test_marks_of_the_next_turn_end_answers_and_tool_calls(tmp_path):

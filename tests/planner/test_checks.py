@@ -3,7 +3,6 @@ boundary."""
 
 import dataclasses
 import importlib.util
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -207,14 +206,4 @@ def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     checks.check_extensions(draft(tmp_path, "zero3"))
     with refused("no-such-compiler", "apt-get install g++"):
-        checks.check_extensions(draft(tmp_path, "offload"))
-
-
-def test_an_old_lock_is_refused(tmp_path):
-    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    checks.check_extensions(draft(tmp_path, "offload"))
-    os.utime(lock, (0, 0))
-    with refused(f"rm {lock}"):
         checks.check_extensions(draft(tmp_path, "offload"))

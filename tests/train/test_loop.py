@@ -388,16 +388,13 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     assert trainer.history.skipped_steps == [3]
 
 
-def test_a_stopped_build_leaves_no_compiler_and_no_lock(tmp_path):
-    lock = tmp_path / "lock"
-    lock.touch()
+def test_a_stopped_build_leaves_no_compiler():
     signals = []
     with (
         handle_signals({signal.SIGTERM: lambda number, _: signals.append(number)}),
-        stop_build_on_signal(lock),
+        stop_build_on_signal(),
     ):
         compiler = subprocess.Popen(["sleep", "60"])
         os.kill(os.getpid(), signal.SIGTERM)
     assert compiler.wait(10) == -signal.SIGTERM
     assert signals == [signal.SIGTERM]
-    assert not lock.exists()
