@@ -24,8 +24,10 @@ def read_requirements(lines: list[str]) -> dict[str, Requirement]:
 
 
 def declared_ranges() -> dict[str, Requirement]:
-    """Return the requirements in pyproject.toml, including those of the extras."""
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    """Return the requirements in pyproject.toml, including those of the extras. Without that file,
+    as beside a copy of strategies/, there are none."""
+    file = Path(__file__).parents[1] / "pyproject.toml"
+    text = file.read_text() if file.exists() else ""
     project = text.partition("[project]")[2].partition("[tool.")[0]
     return read_requirements(re.findall(r'^  "([^"]+)",', project, re.MULTILINE))
 
