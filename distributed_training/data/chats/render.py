@@ -120,7 +120,8 @@ class Renderer:
         them."""
         from transformers.utils import chat_template_utils
 
-        # The function strftime_now of the templates calls datetime.now.
+        # The templates' function strftime_now calls datetime.now, and transformers lets no other
+        # function into a template.
         now = datetime.fromisoformat(self.date)
         vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: now)
         rendered: Any = chat_template_utils.render_jinja_template(
