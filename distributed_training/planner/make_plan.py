@@ -163,7 +163,7 @@ def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> R
         for key, value in inherited.items()
         if key not in lost
     }
-    # What the user set in the resumed run counts as set.
+    # Settings that the user made in the resumed run still count as the user's.
     set_by = {key: by for key, by in earlier.requested.set_by.items() if key in inherited}
     engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
     inherited["engine_options"] = config.engine_options | engine_options

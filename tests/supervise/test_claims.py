@@ -1,5 +1,6 @@
 """Test the claim on a run's folder."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -63,7 +64,7 @@ def test_a_run_of_another_machine_is_refused_unless_it_has_ended(has_locks, tmp_
 
     def flock(descriptor, operation):
         if not has_locks:
-            raise OSError(38, "Function not implemented")
+            raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
     metrics = tmp_path / "metrics.jsonl"
