@@ -47,7 +47,7 @@ def generate_ids(
     top_k: int = 40,
     temperature: float = 0.7,
     past: KVCache | None = None,
-    broadcast_choice: Callable[[torch.Tensor], None] = lambda choice: None,
+    broadcast_choice: Callable[[torch.Tensor], object] = lambda choice: None,
 ) -> Iterator[int]:
     """Yield up to `num_tokens` token ids that continue `prompt_ids`. Stop early if an id in
     `eos_ids` is chosen; this id is not yielded. Each id is sampled from the `top_k` most likely

@@ -64,7 +64,7 @@ class Saver:
         self._is_disk_leader = (
             topology.local_rank if plan.has_node_local_files else topology.rank
         ) == 0
-        self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
+        self._group: Any = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
         self._save_row: dict[str, Any] = {}

@@ -81,6 +81,7 @@ class Topology:
             list(range(first, self.world_size, num_pipelines)) for first in range(num_pipelines)
         ]
         group, _ = dist.new_subgroups_by_enumeration(pipelines)
+        assert isinstance(group, dist.ProcessGroup)
         return group
 
     @property

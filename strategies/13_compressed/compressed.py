@@ -123,7 +123,7 @@ def topk_int8_hook(
     # On GPUs, `send_mean_back` runs on another stream, so tensors that outlive the call are
     # allocated here.
     mean_error = state["lost_of_means"].setdefault(index, compensated.new_zeros(1, part_size))
-    exchange = dist.all_to_all_single(received, message, async_op=True)
+    exchange: Any = dist.all_to_all_single(received, message, async_op=True)
 
     def send_mean_back(exchange_future: Any) -> torch.Tensor:
         exchange_future.value()  # raises the collective's error

@@ -216,7 +216,7 @@ class RankRunner:
                 if self.config["nccl_max_ctas"] is not None:
                     options.config.max_ctas = self.config["nccl_max_ctas"]
             group = dist.new_group(sorted(direction), timeout, backend, options)
-            if self.rank not in direction:
+            if not isinstance(group, dist.ProcessGroup):  # this rank is not a member
                 continue
             other = sum(direction) - self.rank
             peer = self.peers.setdefault(other, Peer(other))
