@@ -201,7 +201,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if process is None or process.rank == 0:
             print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan
-            return launch.run_here(request, process)
+            return launch.run_launched(request, process)
         cluster = launch.requested_cluster(request, arguments.num_gpus)
         return launch.start(request, cluster, program.script, arguments.max_restarts)
 

@@ -112,10 +112,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank_process(0, 1, local_world_size=1))
 
-    def run_worker(given, process):
+    def run_part(given, process, *_):
         return "planned" if isinstance(given, Plan) else "launched", given, process
 
-    monkeypatch.setattr("distributed_training.start.worker.run", run_worker)
+    monkeypatch.setattr("distributed_training.start.worker.run", run_part)
+    monkeypatch.setattr("distributed_training.start.launched.run", run_part)
 
     def call(*argv, machine=CPU_MACHINE, process=None):
         argv = [

@@ -9,7 +9,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from distributed_training.plan.orders import Operation, find_orders
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.simulate import predict_spans
 
 
 class TwoGroupStage(PipelineStage):
@@ -56,9 +55,13 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
         if plan.orders is not None:
-            spans = predict_spans(plan)
+            end_s = {
+                operation: end
+                for order, ends in zip(find_orders(plan), plan.orders.ends, strict=True)
+                for operation, end in zip(order, ends, strict=True)
+            }
             self.pipeline_order_with_comms = {
-                rank: _sort_messages(actions, spans)
+                rank: _sort_messages(actions, end_s)
                 for rank, actions in self.pipeline_order_with_comms.items()
             }
 
@@ -74,7 +77,7 @@ _PRODUCERS = {
 
 
 def _sort_messages(
-    actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
+    actions: list[schedules._Action], end_s: Mapping[Operation, float]
 ) -> list[schedules._Action]:
     """Return the actions with the messages sorted by the time at which they are expected to be
     ready. Each message is placed before the first operation that is expected to end after that
@@ -86,10 +89,10 @@ def _sort_messages(
         if kind in _PRODUCERS:
             operation, stage_offset = _PRODUCERS[kind]
             producer = (operation, stage - stage_offset, number)
-            keys.append((spans[producer][1], *producer))
+            keys.append((end_s[producer], *producer))
             continue
         if kind in _OPERATION_NAMES:
-            end = spans[_OPERATION_NAMES[kind], stage, number][1]
+            end = end_s[_OPERATION_NAMES[kind], stage, number]
         keys.append((end,))
     order = sorted(range(len(actions)), key=keys.__getitem__)
     return [actions[index] for index in order]

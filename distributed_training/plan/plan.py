@@ -9,7 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from distributed_training.data.load import load_data
 from distributed_training.data.report import Amount
+from distributed_training.data.samples import Data
+from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
@@ -73,6 +76,10 @@ class Draft:
     @property
     def size(self) -> ModelSize:
         return self.model.size
+
+    def build_tokenizer(self, folder: Path) -> Tokenizer:
+        """Return the tokenizer in `folder`, which renders chats for this run's model and date."""
+        return Tokenizer(folder, self.model.class_keys, self.requested.date)
 
     @property
     def embeds_from_host(self) -> bool:
@@ -157,6 +164,12 @@ class Plan(Draft):
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: JsonObject | None = None
+    # Size in bytes per process of each part of the training state
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    # Fraction of a step's time that ranks of the pipeline wait if all stages take equally long
+    ideal_bubble: float = 0.0
+    # Settings that are predicted to need clearly less GPU memory; "" without a GPU
+    lighter_settings: str = ""
     amount: Amount | None = None  # None if there are no samples yet
     # Number of optimizer steps; None if the samples were not counted
     num_steps: int | None = None
@@ -165,6 +178,16 @@ class Plan(Draft):
     run_id: str = ""
     attempt_id: str = ""  # new whenever the run starts; repeated in its record and checkpoints
     format: int = FORMAT
+
+    def load_data(self) -> Data:
+        """Return the run's samples. They are tokenized if the token cache does not have them."""
+        return load_data(
+            self.cache,
+            self.build_tokenizer(self.tokenizer_dir),
+            self.config,
+            can_pack=self.size.packs,
+            embedding_rows=self.size.vocab_size,
+        )
 
     @property
     def work(self) -> JsonObject:

@@ -18,7 +18,6 @@ from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_probe, plural
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import Strategy
 
 
 def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> None:
@@ -116,7 +115,7 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
 def check_extensions(plan: Draft) -> None:
     """Raise UserError if a DeepSpeed extension cannot be built because the compiler or libaio is
     missing."""
-    extensions = required_extensions(plan.strategy)
+    extensions = plan.strategy.extensions
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
@@ -126,15 +125,6 @@ def check_extensions(plan: Draft) -> None:
         fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
         fix += "apt-get install libaio-dev"
         raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
-
-
-def required_extensions(strategy: Strategy) -> list[str]:
-    """Return the names of the DeepSpeed extensions that a run needs. Each name is also the name of
-    the extension's folder in torch's cache."""
-    names = ["cpu_adam"] if strategy.steps_on_host else []
-    if strategy.swaps_to_disk:
-        names += ["async_io", "pin_memory"]
-    return names
 
 
 def has_libaio() -> bool:

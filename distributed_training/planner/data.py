@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed_training.data import hub, report
-from distributed_training.data.cache import cache_folder, read_meta, token_cache_dir, tokenize
+from distributed_training.data import hub, load, report
+from distributed_training.data.cache import cache_folder, token_cache_dir
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
@@ -23,12 +23,12 @@ from distributed_training.data.corpus import (
 )
 from distributed_training.data.estimate import MIN_ERROR, sample_corpus
 from distributed_training.data.report import Amount
-from distributed_training.data.samples import Data, Sampler, cut_samples
+from distributed_training.data.samples import Data, Sampler
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
-from distributed_training.plan.plan import Draft, Packing, Plan
+from distributed_training.plan.plan import Draft, Packing
 from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import plural
@@ -111,7 +111,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     num_bytes = count_corpus_bytes(corpus)
-    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys, draft.requested.date)
+    tokenizer = draft.build_tokenizer(tokenizer_dir)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
             return read_data(draft, tokenizer_dir, Path(cache_dir))
@@ -122,40 +122,39 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         if (sampled := sample_corpus(corpus, Path(cache_dir))) is None:
             return None
         part, scale, error = sampled
-        folder = tokenize(part, tokenizer, config, Path(cache_dir))
-        data = _build_data(folder, tokenizer, draft.with_config(num_samples=-1), [])
-        return replace(data, scale=scale, error=error)
-
-
-def load_planned_data(plan: Plan) -> Data:
-    """Return a plan's samples. Tokenize the text if the token cache does not contain the plan's
-    tokens. The planner has verified the tokens, so ranks do not read them all again."""
-    folder = token_cache_dir() / (plan.cache or "")
-    if plan.cache and folder.is_dir():
-        tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys, plan.requested.date)
-        tokenizer.restore_facts(read_meta(folder)["tokenizer"])
-        return _build_data(folder, tokenizer, plan, [])
-    return read_data(plan, plan.tokenizer_dir)
+        draft = draft.with_config(num_samples=-1)
+        data = load.read_data(
+            part,
+            tokenizer,
+            draft.config,
+            Path(cache_dir),
+            can_pack=draft.size.packs,
+            embedding_rows=draft.size.vocab_size,
+        )
+        counts = _summarize(data, draft, Path(cache_dir))
+        return replace(data, counts=counts, scale=scale, error=error)
 
 
 def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) -> Data:
-    """Return a run's samples. Tokenize the text if its tokens are not in `cache_dir` or, by
-    default, in the token cache."""
+    """Return a run's samples with their statistics. Tokenize the text if its tokens are not in
+    `cache_dir` or, by default, in the token cache."""
     config = draft.config
-    tokenizer = Tokenizer(tokenizer_dir, draft.model.class_keys, draft.requested.date)
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-    folder = tokenize(
-        corpus, tokenizer, config, cache_dir or token_cache_dir(),
+    cache_dir = cache_dir or token_cache_dir()
+    data = load.read_data(
+        corpus,
+        draft.build_tokenizer(tokenizer_dir),
+        config,
+        cache_dir,
+        can_pack=draft.size.packs,
         embedding_rows=draft.size.vocab_size,
-    )  # fmt: skip
-    return _build_data(folder, tokenizer, draft, find_unread(config.dataset, corpus))
+    )
+    counts = _summarize(data, draft, cache_dir)
+    return replace(data, counts={**counts, "unread": find_unread(config.dataset, corpus)})
 
 
-def _build_data(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
-    can_pack = draft.size.packs
-    data = cut_samples(folder, tokenizer, draft.config, can_pack=can_pack)
-    counts = report.summarize(folder, draft.config, can_pack=can_pack)
-    return replace(data, counts={**counts, "unread": unread})
+def _summarize(data: Data, draft: Draft, cache_dir: Path) -> dict[str, Any]:
+    return report.summarize(cache_dir / data.cache, draft.config, can_pack=draft.size.packs)
 
 
 def count_work(draft: Draft, notes: list[str]) -> Amount | str:

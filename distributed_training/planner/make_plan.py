@@ -9,14 +9,21 @@ from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
 from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data
+from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
-from distributed_training.planner.rank import choose_batch_size, choose_candidate
+from distributed_training.planner.rank import (
+    SIMPLE,
+    choose_batch_size,
+    choose_candidate,
+    suggest_settings,
+)
 from distributed_training.predict.predict import Cluster, Prediction, predict
+from distributed_training.predict.simulate import ideal_bubble, predict_spans
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
@@ -71,6 +78,11 @@ def make_plan(
                 f"{draft.strategy.source.name} sets {names}, which the predictions ignore. "
                 "DeepSpeed also ignores a section that it does not know."
             )
+    if draft.orders is not None:
+        spans = predict_spans(draft)
+        ends = [[spans[operation][1] for operation in order] for order in find_orders(draft)]
+        orders = replace(draft.orders, ends=tuple(map(tuple, ends)))
+        draft = replace(draft, orders=orders)
     if prediction.memory_fit in ("tight", "unlikely"):
         most_gib = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: the run may need up to {most_gib:.1f} GiB per GPU")
@@ -84,8 +96,27 @@ def make_plan(
         amount=amount,
         num_steps=None if amount is None or amount.error else amount.num_steps,
         prediction=prediction.as_record(),
+        state_bytes=prediction.memory.state,
+        ideal_bubble=ideal_bubble(
+            draft.config.pipeline_schedule,
+            draft.mesh["pp"],
+            draft.batch.num_microbatches,
+        ),
+        lighter_settings=_suggest_lighter_settings(prediction, cluster),
         notes=tuple(notes),
     )
+
+
+def _suggest_lighter_settings(prediction: Prediction, cluster: Cluster) -> str:
+    """Return settings to set if GPU memory runs out although the run was predicted to fit. Only
+    layouts that need no long search are tried."""
+    machine = cluster.machine
+    if not machine.num_gpus:
+        return ""
+    # Only settings that are predicted to need clearly less memory than this plan can help.
+    max_bytes = min(machine.gpu_memory_bytes, prediction.memory.likely_bytes[0] - 1)
+    machine = replace(machine, gpu_memory_bytes=max_bytes)
+    return suggest_settings(prediction.plan, replace(cluster, machine=machine), SIMPLE)
 
 
 def _keeps_best(

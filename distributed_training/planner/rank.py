@@ -324,10 +324,15 @@ def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> R
     return as_typed(request, batch_size=size)
 
 
-def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
+def suggest(
+    plan: Draft,
+    cluster: Cluster,
+    strategies: Iterable[str] | None = None,
+) -> list[tuple[Settings, Prediction]]:
     """Return settings with which the run of `plan` would fit, and their predictions: another layout
     for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
-    4-bit base, then offload. Settings that fit safely come before settings that may fit."""
+    4-bit base, then offload. Settings that fit safely come before settings that may fit. Layouts of
+    other strategies than `strategies` are not tried."""
     request = plan.requested
     changes = OPEN_SETTINGS | {
         "pipeline_schedule": AUTO, "engine_options": {}, "strategy": AUTO,
@@ -351,7 +356,7 @@ def suggest(plan: Draft, cluster: Cluster) -> list[tuple[Settings, Prediction]]:
         settings = dict(alternative)
         with contextlib.suppress(UserError):
             sized = choose_batch_size(as_typed(request, **settings), cluster, [])
-            first = rank(sized, cluster)[0]
+            first = rank(sized, cluster, strategies)[0]
             if not first.fits:
                 continue
             if not settings or plan.requested.strategy != AUTO:
@@ -373,9 +378,14 @@ def describe_suggestion(settings: Settings, choice: Prediction) -> str:
     return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{speed})"
 
 
-def suggest_settings(plan: Draft, cluster: Cluster) -> str:
+def suggest_settings(
+    plan: Draft,
+    cluster: Cluster,
+    strategies: Iterable[str] | None = None,
+) -> str:
     """Describe the settings with which the run of `plan` would fit, best first."""
-    texts = [describe_suggestion(*suggestion) for suggestion in suggest(plan, cluster)]
+    suggestions = suggest(plan, cluster, strategies)
+    texts = [describe_suggestion(*suggestion) for suggestion in suggestions]
     if texts:
         return f"set {', or '.join(texts)}"
     return "use more GPUs, a smaller model or a smaller batch_size"

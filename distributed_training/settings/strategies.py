@@ -178,6 +178,15 @@ class Strategy:
         return "nvme" in self.offload.values()
 
     @property
+    def extensions(self) -> list[str]:
+        """Return the names of the DeepSpeed extensions that a run needs. Each name is also the name
+        of the extension's folder in torch's cache."""
+        names = ["cpu_adam"] if self.steps_on_host else []
+        if self.swaps_to_disk:
+            names += ["async_io", "pin_memory"]
+        return names
+
+    @property
     def swap_buffer_values(self) -> int:
         """Return the number of values in the buffers through which parameters are swapped to disk.
         Return 0 if parameters are not swapped to disk."""

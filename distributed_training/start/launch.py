@@ -1,8 +1,8 @@
 """Start a run in one of two ways. Without a launcher, this process plans the run, then starts and
 watches the other processes, which read plan.json. Under a launcher, rank 0 plans the run and sends
-the plan to the other ranks (see rendezvous.py).
+the plan to the other ranks (see launched.py).
 
-This module itself does not import torch. `import_worker` imports it."""
+This module itself does not import torch. `import_with_torch` imports it."""
 
 import gc
 import importlib
@@ -74,9 +74,9 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
             "To use all GPUs, add --num_gpus all."
         )
     plan = run_dir.reserve_run_dir(make_plan(request, cluster, read_data))
-    if count == 1 and not max_restarts:
-        return run_here(plan, single_process())
     prepare_environment(count)
+    if count == 1 and not max_restarts:
+        return run_rank(plan, single_process())
     return spawn(plan, [str(script), PLANNED_OPTION], max_restarts)
 
 
@@ -85,27 +85,35 @@ def run_planned_rank(run_dir: str, *code_folders: str) -> int:
     `code_folders`. The launching process passes both on the command line."""
     process = current_process()
     assert process is not None
-    worker = import_worker()
     for folder in code_folders:
         allow_code(Path(folder))
-    code = worker.run(load_plan(Path(run_dir)), process)
+    code = run_rank(load_plan(Path(run_dir)), process)
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 
-def run_here(plan_or_request: Plan | Request, process: Process) -> int:
-    """Import torch and run this process's part of the run. Return the exit code."""
+def run_rank(plan: Plan, process: Process) -> int:
+    """Run this process's part of the plan. Return the exit code."""
+    worker = import_with_torch("worker")
+    store = worker.open_store(process, plan.config.rendezvous_timeout_s)
+    code: int = worker.run(plan, process, store)
+    return code
+
+
+def run_launched(request: Request, process: Process) -> int:
+    """Run this process's part of a run that another launcher started. Return the exit code."""
     prepare_environment(process.local_world_size)
-    return import_worker().run(plan_or_request, process)
+    code: int = import_with_torch("launched").run(request, process)
+    return code
 
 
-def import_worker() -> ModuleType:
-    """Import and return the worker module, which imports torch. `prepare_environment` must be
-    called first, in this process or in the launching process."""
+def import_with_torch(name: str) -> ModuleType:
+    """Import and return a module of start/ that imports torch. `prepare_environment` must be called
+    first, in this process or in the launching process."""
     gc.disable()  # garbage collection would traverse the modules many times during the import
-    worker = importlib.import_module("distributed_training.start.worker")
+    module = importlib.import_module(f"distributed_training.start.{name}")
     gc.freeze()
     gc.enable()
-    return worker
+    return module
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:

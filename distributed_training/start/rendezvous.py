@@ -1,17 +1,15 @@
-"""Connect the ranks that a launcher such as torchrun started, agree on rank 0's plan, and check
-that all nodes have the run's folder.
+"""Connect the ranks that a launcher such as torchrun started, and check that all nodes have the
+run's folder.
 
 Launchers pass the address of rank 0 to every process. By default, gloo announces the address to
 which the host's name resolves. On many machines, this is a loopback address (127.0.1.1 on Debian).
 `connect_ranks` therefore sets the network interface for gloo and NCCL."""
 
-import contextlib
 import ipaddress
 import os
 import platform
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -19,15 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from distributed_training.checkpoint import resume
 from distributed_training.parallel import agree
-from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
-from distributed_training.planner import data as plan_data
-from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import local_cluster
-from distributed_training.records.record import code_checksums, has_finished, versions
-from distributed_training.settings.config import Request
+from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import load_object
-from distributed_training.settings.machine import detect_machine
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import LOOPBACK
 from distributed_training.supervise import claims
@@ -92,49 +83,13 @@ def use_loopback() -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
 
 
-def agree_on_plan(config: Request, process: Process, gather_values: agree.Gather) -> Plan:
-    """Make the plan on rank 0 and return it on all ranks. If torchrun has restarted the processes
-    of a run, the plan continues that run. All ranks raise rank 0's UserError. They also raise
-    UserError if settings or code differ between ranks. All ranks must call this function."""
-    settings = config.to_key_values()
-    del settings["output_dir"]  # paths of checkouts may differ
-    agree.check_ranks_agree({**settings, **versions(), **code_checksums()}, gather_values)
-
-    text = ""
-    with agree.raise_on_all_ranks(gather_values):
-        if process.rank == 0:
-            cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-            continued_config, notes = continue_run(config)
-            plan = make_plan(continued_config, cluster, plan_data.read_data)
-            text = PLAN_AS_JSON.dump_json(run_dir.reserve_run_dir(plan, notes)).decode()
-    return PLAN_AS_JSON.validate_json(gather_values(text)[0])
-
-
-def continue_run(config: Request) -> tuple[Request, list[str]]:
-    """If this torchrun has already started a run that has not finished, return a copy of `config`
-    that resumes the run's last checkpoint, and a list with a note. If there is no such run, or if
-    it starts from the beginning, return `config` unchanged."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    folder = None
-    for file in sorted(Path(config.output_dir).glob(f"*/{PLAN_FILE}")):
-        with contextlib.suppress(UserError):  # a foreign or damaged file
-            if load_object(file, "plan").get("run_id") == run_id != "none":
-                folder = file.parent.resolve()
-    if folder is None or has_finished(folder):
-        return config, []
-    checkpoint, note = run_dir.plan_restart(load_plan(folder))
-    if checkpoint:
-        config = config.model_copy(update={"resume": str(checkpoint)})
-    return config, [note]
-
-
-def check_disks(plan: Plan, process: Process) -> None:
+def check_disks(plan: Plan, process: Process, gather_values: agree.Gather) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with
     `shared_disk=False`, each node claims its own folder and writes the plan into it. To resume,
     each node's own folder must contain the checkpoint files of that node. Raises an error on every
     rank if a node lacks the folder or a file. All ranks must call this function."""
     label = f"rank {process.rank} on {socket.gethostname()}"
-    with agree.raise_on_all_ranks():
+    with agree.raise_on_all_ranks(gather_values):
         if process.local_rank or not process.rank:  # rank 0 checked its node when it planned
             pass
         elif plan.has_node_local_files:

@@ -15,7 +15,6 @@ from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
-from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
@@ -34,27 +33,18 @@ from distributed_training.train.run import build_topology, train
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
 
-def run(plan: Plan | Request, process: Process) -> int:
-    """Run this process's part of a run and return the exit code. If a launcher such as torchrun
-    started the process, `plan` is only the request, and rank 0 plans for all ranks. All ranks must
-    call this function."""
-    num_gpus = plan.machine.num_gpus if isinstance(plan, Plan) else torch.cuda.device_count()
-    config = plan.config if isinstance(plan, Plan) else plan
+def run(plan: Plan, process: Process, store: dist.Store) -> int:
+    """Run this process's part of a planned run and return the exit code. All ranks, which share
+    `store`, must call this function."""
     report_fds = connect_launcher()[1:]
     progress = Progress(*report_fds)
-    device = prepare_device(num_gpus, process)
-    store = open_store(process, config.rendezvous_timeout_s)
-    set_nccl_variables(config)
+    device = prepare_device(plan.machine.num_gpus, process)
+    set_nccl_variables(plan.config)
+    limit_s = find_limit(plan.config, process.world_size)
     # Usually, the launching process decides that a rank hangs.
-    limit_s = 0.0 if report_fds else find_limit(config, process.world_size)
-    with process_group(device, store, timeout_s=limit_s or agree.DAY_S):
+    timeout_s = agree.DAY_S if report_fds else limit_s or agree.DAY_S
+    with process_group(device, store, timeout_s=timeout_s):
         gather_values = agree.build_store_gather(store, process.rank, process.world_size)
-        if isinstance(plan, Request):
-            plan = rendezvous.agree_on_plan(plan, process, gather_values)
-            rendezvous.check_disks(plan, process)
-            # Call prepare_device again with the plan's number of GPUs, because a torch build
-            # without CUDA sees no GPU.
-            prepare_device(plan.machine.num_gpus, process)
         topology = build_topology(plan, process, device)
         if plan.strategy.steps_on_host:  # by default, torchrun gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
@@ -62,7 +52,7 @@ def run(plan: Plan | Request, process: Process) -> int:
         # of large tensors in each step again.
         bytes(2**25 - 2**14)
         claims.hold(plan.run_dir)
-        progress.limit_s = find_limit(plan.config, process.world_size)
+        progress.limit_s = limit_s
 
         # During training, these signals save a checkpoint. Before and after training, this handler
         # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into

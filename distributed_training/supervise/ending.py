@@ -7,15 +7,12 @@ import shutil
 import signal
 import time
 import traceback
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.rank import suggest_settings
-from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, short_path
 from distributed_training.records.folder import list_checkpoints, remove_unfinished
@@ -94,17 +91,12 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     """Describe the memory use of this rank, and suggest the planner's settings that reduce it.
     `detail` is the first line of PyTorch's error message."""
     peak = format_bytes(torch.cuda.max_memory_allocated(topology.device))
-    predicted = plan.prediction
-    assert predicted is not None, "made with the plan"
-    # Only settings that are predicted to need clearly less memory than this plan can help.
-    max_bytes = min(plan.machine.gpu_memory_bytes, predicted["likely_bytes"][0] - 1)
-    machine = replace(plan.machine, gpu_memory_bytes=max_bytes)
-    cluster = local_cluster(machine, plan.num_processes, plan.processes_here)
+    assert plan.prediction is not None, "made with the plan"
     return (
         f"Out of GPU memory on rank {topology.rank}: {detail}\n"
         f"  The peak was {peak} of allocated memory. The plan predicted "
-        f"{format_bytes(predicted['peak_bytes'])} per process.\n"
-        f"  To need less, {suggest_settings(plan, cluster)}."
+        f"{format_bytes(plan.prediction['peak_bytes'])} per process.\n"
+        f"  To need less, {plan.lighter_settings}."
     )
 
 

@@ -31,7 +31,7 @@ from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, load_plan
-from distributed_training.planner.data import choose_dataset, choose_tokenizer, load_planned_data
+from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
 from distributed_training.records.folder import newest_checkpoint
@@ -183,7 +183,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     display = Display(enabled=True)
     if arguments.dataset is None:
         assert plan is not None
-        data = load_planned_data(replace(plan, config=config))
+        data = replace(plan, config=config).load_data()
         samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
@@ -271,7 +271,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     plan, record = load_plan(run_dir), load_record(run_dir)
-    tokenizer = Tokenizer(plan.tokenizer_dir, plan.model.class_keys)
+    tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(record.data.get("form"))
     prefix = "weight/"
     trained = trained_model_of_run(

@@ -24,10 +24,6 @@ from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.checks import required_extensions
-from distributed_training.planner.data import load_planned_data
-from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.simulate import ideal_bubble
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import (
@@ -59,7 +55,7 @@ def train(
     exit code. All ranks must call this function."""
     is_rank_0 = topology.rank == 0
     display = Display(enabled=is_rank_0)
-    data = load_planned_data(plan)
+    data = plan.load_data()
     # Machines may have different files under the same name. Machines may also have different
     # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)
@@ -172,7 +168,7 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile and load the DeepSpeed extensions that the plan's strategy requires, in one process
     per machine, whose error would otherwise be hidden by those of processes that wait for it. All
     ranks must call this function."""
-    for name in required_extensions(plan.strategy) if topology.local_rank == 0 else ():
+    for name in plan.strategy.extensions if topology.local_rank == 0 else ():
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
@@ -244,12 +240,11 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     these entries."""
     config = plan.config
     strategy = plan.strategy
-    pp = plan.mesh["pp"]
     pipeline = {
         "schedule": config.pipeline_schedule,
         "num_microbatches": plan.batch.num_microbatches,
         "blocks_per_stage": list(plan.layout.blocks_per_stage),
-        "ideal_bubble": ideal_bubble(config.pipeline_schedule, pp, plan.batch.num_microbatches),
+        "ideal_bubble": plan.ideal_bubble,
     }
     return {
         "command": plan.command,
@@ -265,11 +260,11 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
         "world_size": plan.num_processes,
         "mesh": plan.mesh,
-        "pipeline": pipeline if pp > 1 else None,
+        "pipeline": pipeline if plan.mesh["pp"] > 1 else None,
         "machine": asdict(plan.machine),
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_trained_parameters(config.lora_rank, config.lora_targets),
-        "estimated_state_bytes": estimate_memory(plan).state,
+        "estimated_state_bytes": plan.state_bytes,
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {

@@ -32,12 +32,11 @@ from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.data import load_planned_data
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import MESH_AXES
-from distributed_training.start.rendezvous import agree_on_plan
+from distributed_training.start.launched import agree_on_plan
 from distributed_training.supervise.process import Process
 from distributed_training.tools import links
 from distributed_training.train.run import build_engine, build_sampler, build_topology
@@ -188,7 +187,7 @@ def _do_run(
         topology = build_topology(plan, group.process, group.device)
         if run_cache is not None:
             topology = run_cache.topology(topology)
-        data = load_planned_data(plan)
+        data = plan.load_data()
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)

@@ -49,7 +49,7 @@ def on_two_nodes(folder):
         steps_by_case[case] = None
         process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
         try:
-            rendezvous.check_disks(changed, process)
+            rendezvous.check_disks(changed, process, gather)
         except UserError as error:
             steps_by_case[case] = str(error)
 

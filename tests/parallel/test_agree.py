@@ -11,7 +11,7 @@ from distributed_training.parallel import agree
 from distributed_training.records.record import code_checksums
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.request import build_config
-from distributed_training.start import rendezvous
+from distributed_training.start import launched
 from distributed_training.supervise.process import Process
 from tests.support import CPU_MACHINE, small_text
 
@@ -28,7 +28,7 @@ def plan_on_two_ranks(tmp_path, **rank_1_values):
         process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
         gather_values = agree.build_store_gather(store, rank, 2)
         try:
-            return rendezvous.agree_on_plan(
+            return launched.agree_on_plan(
                 build_config({**VALUES, **rank_values}), process, gather_values
             )
         except UserError as error:
@@ -42,11 +42,10 @@ def test_ranks_wait_for_rank_0_to_read_the_data_without_a_time_limit(tmp_path, m
     """Ranks wait for rank 0 without a time limit. The 30-minute timeout of process groups does not
     apply, because no process group exists yet."""
     may_continue = threading.Event()
-    data = rendezvous.plan_data
-    read_data = data.read_data
-    monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
+    read_data = launched.read_data
+    monkeypatch.setattr(launched, "detect_machine", lambda: CPU_MACHINE)
     monkeypatch.setattr(
-        rendezvous.plan_data,
+        launched,
         "read_data",
         lambda *arguments: may_continue.wait(60) and read_data(*arguments),
     )
@@ -73,6 +72,6 @@ def test_different_code_on_another_rank_is_named(tmp_path, monkeypatch):
     file = "distributed_training/train/loop.py"
     assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code_checksums().keys()
     versions = iter([{file: "one"}, {file: "another"}])
-    monkeypatch.setattr(rendezvous, "code_checksums", lambda: next(versions))
+    monkeypatch.setattr(launched, "code_checksums", lambda: next(versions))
     for message in plan_on_two_ranks(tmp_path):
         assert message.startswith(f"rank 1 on {os.uname().nodename} and rank 0 on ")

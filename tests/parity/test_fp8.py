@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from distributed_training.models import find_model, fp8, llama, peft
 from distributed_training.models.quantized import quantize_matrices
 from distributed_training.settings.config import RunConfig
-from distributed_training.start import rendezvous
+from distributed_training.start import launched
 from tests.parity import cases
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
 from tests.planner.helpers import gpu, plan_for
@@ -40,8 +40,8 @@ E4M3 = torch.float8_e4m3fn
 
 def allow_fp8() -> None:
     """Let the CPU count as a GPU with fp8 until the end of this process, which the pool forked."""
-    detect = rendezvous.detect_machine
-    rendezvous.detect_machine = lambda: dataclasses.replace(detect(), compute_capability=(9, 0))
+    detect = launched.detect_machine
+    launched.detect_machine = lambda: dataclasses.replace(detect(), compute_capability=(9, 0))
 
 
 def train(arguments: dict[str, Any]) -> Any:

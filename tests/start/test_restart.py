@@ -15,7 +15,7 @@ from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
 from distributed_training.start import run_dir
-from distributed_training.start.rendezvous import continue_run
+from distributed_training.start.launched import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
 from tests.planner.helpers import merged
 from tests.settings.test_config import OTHER

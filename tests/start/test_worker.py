@@ -11,7 +11,7 @@ import torch
 from distributed_training.models import find_model
 from distributed_training.records.record import load_record
 from distributed_training.settings.request import build_config
-from distributed_training.start import rendezvous, worker
+from distributed_training.start import launched, worker
 from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process
 from distributed_training.train.run import build_model
@@ -97,12 +97,12 @@ def test_a_full_cache_disk_is_reported_to_all_ranks(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "cache")
 
-    monkeypatch.setattr(rendezvous.plan_data, "read_data", full)
-    monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
+    monkeypatch.setattr(launched, "read_data", full)
+    monkeypatch.setattr(launched, "detect_machine", lambda: CPU_MACHINE)
     sent = []
     config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
     with pytest.raises(OSError, match="cache") as raised:
-        rendezvous.agree_on_plan(
+        launched.agree_on_plan(
             config, replace(PROCESS, rank=0), lambda value: sent.append(value) or [value]
         )
     assert sent[-1] == ("OSError", 28, "No space left on device", "cache")
