@@ -373,8 +373,6 @@ def short_help(program: Program) -> str:
 
 def run_command(name: str, program: Program) -> int:
     """Parse the options of a command and run it. Return the exit code."""
-    if name == "train" and program.argv[:1] == (launch.PLANNED_OPTION,):
-        return launch.run_planned_rank(*program.argv[1:])
     if name == "train" and set(program.argv[:1]) & {"-h", "--help"}:
         print(short_help(program))
         if program.argv[1:] != ("all",):
@@ -394,7 +392,6 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     output_dir = file.parent / str(config.get("output_dir", "runs"))
     config = {**config, "output_dir": str(output_dir)}
     description = description.splitlines()[0]
-    allow_families([config.get("model")])
     open_closed_streams()
     replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
@@ -412,6 +409,8 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
     sys.stderr = open_lasting(sys.stderr)
 
     def act() -> int:
+        if argv[:1] == [launch.PLANNED_OPTION]:
+            return launch.run_planned_rank(*argv[1:])
         if sys.platform != "linux":
             fix = "use a Linux machine, WSL 2 or a container"
             raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
@@ -420,6 +419,7 @@ def main(config: Mapping[str, Any], description: str, script: str) -> int:
             fix = _advise_on_file(name) or "see --help"
             raise UserError(f"{shown(name)} is not a command", why, fix)
         use_private_caches()
+        allow_families([config.get("model")])
         program = Program(
             config=config,
             script=file,

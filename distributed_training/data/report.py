@@ -29,25 +29,6 @@ class Amount:
     num_steps: int
     error: float = 0.0  # relative uncertainty of both numbers; 0 if the samples were counted
 
-    @property
-    def total(self) -> str:
-        """Text such as "8,550 chats in 270 steps"."""
-        steps = plural(self.num_steps, "step")
-        if not self.num_samples:
-            return steps
-        return f"{round(self.num_samples * self.epochs):,} {self.unit} in {steps}"
-
-    def describe(self) -> str:
-        """Return text such as "2,850 chats, 3 epochs" or "about 50,000 chats (±4%), 1 epoch"."""
-        if not self.num_samples:
-            return self.total
-        text = f"{self.num_samples:,} {self.unit}"
-        if self.num_samples == 1:
-            text = text.removesuffix("s")
-        if self.error:
-            text = f"about {text} (±{self.error:.0%})"
-        return f"{text}, {self.epochs:.3g} epoch{'' if self.epochs == 1 else 's'}"
-
 
 def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, Any]:
     """Return the statistics of the training split in a cache folder, as a dictionary:

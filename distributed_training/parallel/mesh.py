@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed_training.plan.schedules import P2P_CHANNELS
-from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.strategies import MESH_AXES, load_strategy
+from distributed_training.settings.strategies import MESH_AXES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +89,15 @@ class Topology:
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
 
 
-def set_nccl_variables(config: RunConfig) -> None:
+def set_nccl_variables(*, has_pipeline: bool) -> None:
     """Set NCCL's environment variables for a run. Values set by the user take precedence.
 
-    If the run may be a pipeline, NCCL uses only P2P_CHANNELS channels for point-to-point messages.
+    In a pipeline, NCCL uses only P2P_CHANNELS channels for point-to-point messages.
     All-to-all messages, which only other strategies send, need all channels. Buffers in a CUDA
     graph are not registered, because NCCL 2.28 may register the buffer of a large message on only
     one side. A replayed pipeline would then hang."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    if config.strategy == AUTO or load_strategy(config).mesh["pp"] != 1:
+    if has_pipeline:
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 
 

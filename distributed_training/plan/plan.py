@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.load import load_data
 from distributed_training.data.report import Amount
-from distributed_training.data.samples import Data
+from distributed_training.data.samples import Data, load_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
@@ -164,6 +163,8 @@ class Plan(Draft):
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: JsonObject | None = None
+    # One sentence with the run's work, machine, layout, time and memory
+    verdict: str = ""
     # Size in bytes per process of each part of the training state
     state_bytes: dict[str, int] = field(default_factory=dict)
     # Fraction of a step's time that ranks of the pipeline wait if all stages take equally long

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed_training.data import hub, load, report
+from distributed_training.data import hub, report, samples
 from distributed_training.data.cache import cache_folder, token_cache_dir
 from distributed_training.data.corpus import (
     EMBEDDED,
@@ -123,7 +123,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
             return None
         part, scale, error = sampled
         draft = draft.with_config(num_samples=-1)
-        data = load.read_data(
+        data = samples.read_data(
             part,
             tokenizer,
             draft.config,
@@ -141,7 +141,7 @@ def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) 
     config = draft.config
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     cache_dir = cache_dir or token_cache_dir()
-    data = load.read_data(
+    data = samples.read_data(
         corpus,
         draft.build_tokenizer(tokenizer_dir),
         config,

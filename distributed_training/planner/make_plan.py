@@ -20,10 +20,12 @@ from distributed_training.planner.rank import (
     SIMPLE,
     choose_batch_size,
     choose_candidate,
+    layout_name,
     suggest_settings,
 )
 from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.predict.simulate import ideal_bubble, predict_spans
+from distributed_training.records.display import verdict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
@@ -96,6 +98,13 @@ def make_plan(
         amount=amount,
         num_steps=None if amount is None or amount.error else amount.num_steps,
         prediction=prediction.as_record(),
+        verdict=verdict(
+            amount or "",
+            vars(draft.machine),
+            draft.num_processes,
+            layout_name(draft),
+            prediction.as_record(),
+        ),
         state_bytes=prediction.memory.state,
         ideal_bubble=ideal_bubble(
             draft.config.pipeline_schedule,

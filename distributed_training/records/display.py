@@ -200,7 +200,7 @@ def verdict(
         place = " x ".join([*map(str, sizes), gpu])
     prediction = prediction or {}
     seconds = prediction.get("step_time_s")
-    work = "an unknown number of steps" if isinstance(amount, str) else amount.describe()
+    work = "an unknown number of steps" if isinstance(amount, str) else describe_amount(amount)
     texts = [layout]
     if seconds is None:
         texts.append("time unknown")
@@ -220,6 +220,26 @@ def verdict(
     elif host:
         texts.append(f"{format_bytes(host)} of RAM per process")
     return f"{work[0].upper()}{work[1:]} on {place}: {', '.join(texts)}"
+
+
+def describe_work(amount: Amount) -> str:
+    """Return text such as "8,550 chats in 270 steps"."""
+    steps = plural(amount.num_steps, "step")
+    if not amount.num_samples:
+        return steps
+    return f"{round(amount.num_samples * amount.epochs):,} {amount.unit} in {steps}"
+
+
+def describe_amount(amount: Amount) -> str:
+    """Return text such as "2,850 chats, 3 epochs" or "about 50,000 chats (±4%), 1 epoch"."""
+    if not amount.num_samples:
+        return describe_work(amount)
+    text = f"{amount.num_samples:,} {amount.unit}"
+    if amount.num_samples == 1:
+        text = text.removesuffix("s")
+    if amount.error:
+        text = f"about {text} (±{amount.error:.0%})"
+    return f"{text}, {amount.epochs:.3g} epoch{'' if amount.epochs == 1 else 's'}"
 
 
 def amount_of(r: Record) -> Amount:
@@ -246,7 +266,7 @@ def header_rows(r: Record) -> dict[str, str]:
     device = r.machine["gpu_name"] or f"CPU ({plural(r.machine['num_cpus'], 'core')})"
     real_share = data["real_token_share"]
     amount = amount_of(r)
-    samples = f"{amount.num_samples:,} {amount.unit} per epoch, {amount.total}"
+    samples = f"{amount.num_samples:,} {amount.unit} per epoch, {describe_work(amount)}"
     if data.get("num_train_records"):
         samples += f", packed into {data['num_train_samples']:,} blocks"
     held_out = data.get("num_validation_records") or data["num_validation_samples"]

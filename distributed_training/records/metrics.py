@@ -148,9 +148,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> JsonObject:
     }
 
 
-def build_tracker(
-    log_to: str | None, run_dir: Path, tracker_config: JsonObject, step: int
-) -> Tracker:
+def build_tracker(log_to: str, run_dir: Path, tracker_config: JsonObject, step: int) -> Tracker:
     """Return the tracker that `log_to` names. `tracker_config` contains the settings that the
     tracker stores as the configuration of its run. TensorBoard does not store them.
 
@@ -162,8 +160,6 @@ def build_tracker(
 
     The folder's name identifies the run. A run that resumes after `step` therefore continues the
     same run in the tracker."""
-    if log_to is None:
-        return Tracker()
     if log_to == "tensorboard":
         return _build_tensorboard(run_dir, step)
     module = importlib.import_module(log_to)

@@ -16,6 +16,7 @@ from distributed_training.records.display import (
     amount_of,
     bottleneck_name,
     describe_overfitting,
+    describe_work,
     format_bytes,
     format_perplexity,
     short_name,
@@ -221,9 +222,10 @@ class Comparison:
                     losses[r.work["seed"], step].append(loss)
         difference = max((max(values) - min(values) for values in losses.values()), default=0.0)
         curves = "Loss curves coincide" if difference < VISIBLE_LOSS else "Training losses differ"
+        ratio = speeds[first] / speeds[second]
         return (
-            f"Each run trained on {amount_of(self.records[0]).total}. {first} is the fastest, with "
-            f"{speeds[first]:,.0f} tokens/s, {speeds[first] / speeds[second]:.3g} times {second}. "
+            f"Each run trained on {describe_work(amount_of(self.records[0]))}. "
+            f"{first} is the fastest, with {speeds[first]:,.0f} tokens/s, {ratio:.3g} times {second}. "
             f"{curves}: the largest difference at a step is {difference:.1g}."
         )
 

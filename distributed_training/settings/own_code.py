@@ -64,12 +64,17 @@ def _family_folder(model: object) -> Path | None:
     return None
 
 
-@functools.cache
 def load_code(file: Path, what: str) -> ModuleType:
-    """Import a Python file from outside the package under a unique module name. Later calls return
-    the same module. Raises UserError if the code in the file's folder is not allowed to run. `what`
-    describes the code in the message."""
+    """Import a Python file of the user. Raises UserError if the code in the file's folder is not
+    allowed to run. `what` describes the code in the message."""
     require_allowed_code(file.parent, what)
+    return import_file(file)
+
+
+@functools.cache
+def import_file(file: Path) -> ModuleType:
+    """Import a Python file from outside the package under a unique module name. Later calls return
+    the same module."""
     name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = spec_from_file_location(name, file)
     module = module_from_spec(spec)

@@ -144,7 +144,7 @@ class Strategy:
         because `traits.build` in a plan.json could name any code."""
         module, _, name = _find_engine(_find_strategy(self.name))[0].build.rpartition(":")
         if module.endswith(".py"):
-            return getattr(own_code.load_code(Path(module), f"the engine {module}"), name)
+            return getattr(own_code.import_file(Path(module)), name)
         return getattr(importlib.import_module(module), name)
 
     def options(self, values: Mapping[str, Any]) -> Any:
@@ -299,8 +299,7 @@ def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why)
-    own_code.allow_code(file.parent)  # this file is part of the checkout
-    module = own_code.load_code(file, f"the engine {file}")
+    module = own_code.import_file(file)  # a part of the checkout
     traits: Traits = module.TRAITS
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
     return replace(traits, build=f"{file.parent}/{build}"), getattr(module, "OPTIONS", Options)

@@ -83,11 +83,9 @@ def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -
 def run_planned_rank(run_dir: str, *code_folders: str) -> int:
     """Run this process's part of the plan in `run_dir`. This process may execute Python code from
     `code_folders`. The launching process passes both on the command line."""
-    process = current_process()
-    assert process is not None
     for folder in code_folders:
         allow_code(Path(folder))
-    code = run_rank(load_plan(Path(run_dir)), process)
+    code = run_rank(load_plan(Path(run_dir)), Process.from_environment())
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 

@@ -27,6 +27,9 @@ from distributed_training.supervise.process import (
 )
 
 LOOPBACK = "127.0.0.1"
+# Gloo and NCCL then connect the ranks on one machine over loopback, whatever interfaces the
+# environment names.
+LOOPBACK_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 # Seconds from a stop signal until the ranks are killed. torchrun uses the same variable and
 # default. FAILURE_TIMEOUT_S applies after a rank has failed.
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -77,6 +80,7 @@ def current_process() -> Process | None:
 def single_process() -> Process:
     """Return the `Process` for a run that has only one process. Set the variables that libraries
     read, as a launcher would."""
+    os.environ.update(LOOPBACK_INTERFACES)
     os.environ.update(
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
         MASTER_ADDR=LOOPBACK, MASTER_PORT="0",
@@ -158,6 +162,7 @@ def _start(ranks: list[Rank], command: Command, count: int) -> None:
         fds = store, os.memfd_create("report")
         environment = {
             **os.environ,
+            **LOOPBACK_INTERFACES,
             "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
             "RANK": str(number), "LOCAL_RANK": str(number),
             "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0",

@@ -20,7 +20,7 @@ from distributed_training.parallel import agree
 from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.start import run_dir
-from distributed_training.start.ranks import LOOPBACK
+from distributed_training.start.ranks import LOOPBACK, LOOPBACK_INTERFACES
 from distributed_training.supervise import claims
 from distributed_training.supervise.process import Process
 
@@ -48,7 +48,7 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
         if is_served_by_agent:  # torchrun's agent serves one store for all attempts
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         if process.local_world_size == process.world_size:
-            use_loopback()
+            os.environ.update(LOOPBACK_INTERFACES)
         else:
             _use_interface(host, port, store)
     except (dist.DistError, OSError) as error:
@@ -75,12 +75,6 @@ def _use_interface(host: str, port: int, store: dist.Store) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             # Without "=", eth1 would match eth10.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-
-
-def use_loopback() -> None:
-    """Make gloo and NCCL connect the ranks on one machine over loopback. This overrides interfaces
-    that the environment names."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
 
 
 def check_disks(plan: Plan, process: Process, gather_values: agree.Gather) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distributed_training.checkpoint import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
-from distributed_training.records.folder import list_checkpoints
+from distributed_training.records.folder import list_checkpoints, remove_unfinished
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import replace_file
 from distributed_training.supervise import claims
@@ -51,6 +51,7 @@ def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
         attempt_id=uuid.uuid4().hex,
     )
     claims.claim(folder, plan.run_id)
+    remove_unfinished(folder)
     write_plan(plan)
     latest = plan.output_dir / LATEST
     if latest.is_symlink() or not latest.exists():

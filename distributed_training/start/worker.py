@@ -39,7 +39,7 @@ def run(plan: Plan, process: Process, store: dist.Store) -> int:
     report_fds = connect_launcher()[1:]
     progress = Progress(*report_fds)
     device = prepare_device(plan.machine.num_gpus, process)
-    set_nccl_variables(plan.config)
+    set_nccl_variables(has_pipeline=plan.mesh["pp"] > 1)
     limit_s = find_limit(plan.config, process.world_size)
     # Usually, the launching process decides that a rank hangs.
     timeout_s = agree.DAY_S if report_fds else limit_s or agree.DAY_S
@@ -97,7 +97,6 @@ def open_store(process: Process, limit_s: float) -> dist.Store:
     fds = connect_launcher()
     if process.world_size > 1 and not fds:
         return rendezvous.connect_ranks(process, limit_s)
-    rendezvous.use_loopback()  # gloo and NCCL need an interface for a single process as well
     if fds:
         return dist.FileStore(f"/proc/self/fd/{fds[0]}", process.world_size)
     return dist.HashStore()

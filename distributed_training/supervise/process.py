@@ -3,6 +3,7 @@
 This module does not import torch."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,16 @@ class Process:
     world_size: int
     local_rank: int
     local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Process":
+        """Return the values in the variables that torchrun and our launching process set."""
+        return cls(
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
 
 
 @contextlib.contextmanager

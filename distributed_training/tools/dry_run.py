@@ -15,9 +15,8 @@ from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.planner.rank import layout_name
 from distributed_training.predict.predict import Cluster, local_cluster, parse_cluster
-from distributed_training.records.display import describe_prediction, fold, verdict
+from distributed_training.records.display import describe_prediction, describe_work, fold
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import printable
 from distributed_training.settings.machine import detect_machine
@@ -84,16 +83,12 @@ def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
     """Describe a plan: its verdict, batch, steps and notes, and the launch command. With `explain`,
     add the resolved CONFIG, mesh and DeepSpeed configuration."""
     source = os.path.relpath(plan.strategy.source)
-    sentence = verdict(
-        plan.amount or UNKNOWN, vars(plan.machine), plan.num_processes, layout_name(plan),
-        plan.prediction,
-    )  # fmt: skip
     num_steps = plan.amount.num_steps if plan.amount else None
     predicted = describe_prediction(plan.prediction, num_steps, on_gpu=plan.machine.num_gpus > 0)
     lines = [
-        fold(sentence),
+        fold(plan.verdict),
         f"  batch: {plan.batch.describe()}",
-        f"  work: {plan.amount.total}" if plan.amount else f"  {UNKNOWN}",
+        f"  work: {describe_work(plan.amount)}" if plan.amount else f"  {UNKNOWN}",
         f"  predicted: {predicted}",
         f"  resumes from: {plan.checkpoint}" if plan.checkpoint else "",
         f"launch command\n  {printable(command)}",

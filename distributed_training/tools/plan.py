@@ -33,7 +33,13 @@ from distributed_training.planner.rank import (
 )
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.predict.rates import calibration_file
-from distributed_training.records.display import bottleneck_name, fold, format_count, verdict
+from distributed_training.records.display import (
+    bottleneck_name,
+    describe_work,
+    fold,
+    format_count,
+    verdict,
+)
 from distributed_training.records.results import format_table
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
@@ -294,7 +300,7 @@ def describe_picks(picks: Sequence[tuple[str, Prediction]], amount: Amount | str
     fastest = picks[-1][1]
     plan = first.plan
     lines = [f"{amount}."] if isinstance(amount, str) else []
-    work = "steps" if isinstance(amount, str) else amount.total
+    work = "steps" if isinstance(amount, str) else describe_work(amount)
     size = f"{plan.batch.global_batch_size} x {plan.config.max_length:,} tokens"
     lora = " (LoRA)" if plan.config.lora_rank else ""
     text = f"{plan.config.model}{lora} trains on {work} of {size}"

@@ -26,15 +26,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import (
-    Display,
-    amount_of,
-    fold,
-    header_rows,
-    short_path,
-    verdict,
-)
-from distributed_training.records.folder import remove_unfinished
+from distributed_training.records.display import Display, fold, header_rows, short_path
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
@@ -64,7 +56,6 @@ def train(
     history = records.History()
     record = None
     if is_rank_0:
-        remove_unfinished(plan.run_dir)
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
@@ -74,17 +65,15 @@ def train(
                 history.best = None
         record_values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **record_values)
-    run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-    log_to = plan.config.log_to if is_rank_0 else None
-    tracker = metrics.build_tracker(log_to, plan.run_dir, run_info, history.step)
+    tracker = metrics.Tracker()
+    if is_rank_0 and plan.config.log_to is not None:
+        run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+        tracker = metrics.build_tracker(plan.config.log_to, plan.run_dir, run_info, history.step)
     history = records.History(**agree.broadcast_from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
         planned = records.Record.model_validate(record.values)
-        layout = planned.layout_name
-        amount = amount_of(planned)
-        sentence = verdict(amount, planned.machine, plan.num_processes, layout, plan.prediction)
-        display.say(fold(sentence))
+        display.say(fold(plan.verdict))
         display.table(header_rows(planned))
     for note in plan.notes:
         display.note(note)

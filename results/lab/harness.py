@@ -35,7 +35,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
-from distributed_training.settings.strategies import MESH_AXES
+from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from distributed_training.start.launched import agree_on_plan
 from distributed_training.supervise.process import Process
 from distributed_training.tools import links
@@ -86,7 +86,8 @@ def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextMana
     `open_group()`."""
     for run in runs.values():  # plans may have keys that are not CONFIG's
         mesh_keys = {key: run[key] for key in ("strategy", *MESH_AXES) if key in run}
-        set_nccl_variables(build_config(mesh_keys))
+        strategy = load_strategy(build_config(mesh_keys))
+        set_nccl_variables(has_pipeline=strategy.mesh["pp"] != 1)
     return open_group()
 
 

@@ -12,6 +12,7 @@ from distributed_training.planner import checks, data
 from distributed_training.planner.data import peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster, parse_cluster
+from distributed_training.records.display import describe_amount
 from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.request import build_config
 from tests.support import CPU_MACHINE, refused
@@ -34,7 +35,7 @@ def test_a_short_text_is_used_completely(tmp_path):
     num_samples = len(plan.load_data().train)
     assert 8 < num_samples < 1000
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
-    assert plan.amount.describe() == f"{num_samples} blocks, 3 epochs"
+    assert describe_amount(plan.amount) == f"{num_samples} blocks, 3 epochs"
     capped = plan_for(tmp_path, 2000, num_samples=num_samples + 1)
     assert f"the dataset has only {num_samples} training samples" in capped.notes
     assert capped.num_steps * 3 == plan.num_steps * 2
@@ -63,7 +64,7 @@ def test_two_samples_are_enough(tmp_path):
 def test_max_steps_beyond_the_epochs_repeats_the_data(tmp_path):
     plan = plan_for(tmp_path, 32, max_steps=9)
     assert plan.num_steps == 9
-    assert plan.amount.describe() == "1 block, 9 epochs"
+    assert describe_amount(plan.amount) == "1 block, 9 epochs"
 
 
 def test_a_weight_that_leaves_no_sample_is_refused(tmp_path):

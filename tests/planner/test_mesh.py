@@ -7,7 +7,6 @@ import pytest
 
 from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.planner.layouts import fill_mesh
-from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import MESH_AXES
 from tests.planner.helpers import candidate
 from tests.support import refused
@@ -50,10 +49,10 @@ def test_tp_is_innermost_and_every_rank_has_a_unique_position():
 
 
 @pytest.mark.parametrize("given", [{}, {"NCCL_GRAPH_REGISTER": "1"}])
-@pytest.mark.parametrize("strategy", ["auto", "pp", "hybrid", "cp", "compressed"])
-def test_nccls_defaults_are_set_only_if_the_user_did_not(monkeypatch, given, strategy):
+@pytest.mark.parametrize("has_pipeline", [True, False])
+def test_nccls_defaults_are_set_only_if_the_user_did_not(monkeypatch, given, has_pipeline):
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
-    set_nccl_variables(build_config({"strategy": strategy}))
-    channels = {} if strategy in ("cp", "compressed") else {"NCCL_MAX_P2P_NCHANNELS": "4"}
+    set_nccl_variables(has_pipeline=has_pipeline)
+    channels = {"NCCL_MAX_P2P_NCHANNELS": "4"} if has_pipeline else {}
     assert environment == {"NCCL_GRAPH_REGISTER": "0", **channels} | given

@@ -201,7 +201,8 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, mor
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **config)
     ranks, spans = plan.layout.ranks, predict_spans(plan)
     before = lowered(plan)
-    found = {rank: private._sort_messages(actions, spans) for rank, actions in before.items()}
+    end_s = {operation: end for operation, (_, end) in spans.items()}
+    found = {rank: private._sort_messages(actions, end_s) for rank, actions in before.items()}
     for rank, actions in before.items():
         assert sorted(map(str, found[rank])) == sorted(map(str, actions))
         own, theirs = (

@@ -13,10 +13,11 @@ from tests.conftest import heavy_pool
 def check(processes_per_node):
     """Run `doctor --nodes` on nodes of this size, and return rank 0's output."""
     from distributed_training.start import rendezvous
+    from distributed_training.start.ranks import LOOPBACK_INTERFACES
     from distributed_training.tools.links import check_nodes
 
     # The nodes of this test share the loopback interface.
-    rendezvous._use_interface = lambda *arguments: rendezvous.use_loopback()
+    rendezvous._use_interface = lambda *arguments: os.environ.update(LOOPBACK_INTERFACES)
     local_rank = int(os.environ["RANK"]) % processes_per_node
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(processes_per_node))
     with contextlib.redirect_stdout(io.StringIO()) as output:
