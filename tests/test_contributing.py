@@ -69,7 +69,7 @@ def test_example_of_a_config_key(tmp_path):
     field = EXAMPLES["distributed_training/settings/config.py"]
 
     file = tmp_path / "more.py"  # the help text is read from the source code
-    file.write_text("class More(RunConfig):\n" + textwrap.indent(field, "    "))
+    file.write_text("class More(Config):\n" + textwrap.indent(field, "    "))
     run_config = runpy.run_path(str(file), vars(config_module))["More"]
     keys = read_keys(run_config)
     assert keys["label_smoothing"].work

@@ -25,7 +25,7 @@ from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Pi
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import private_folder
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder, plural
 
@@ -39,7 +39,7 @@ LOG_EVERY_S = 10.0  # time between updates of the progress bar without a termina
 def tokenize(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    config: RunConfig,
+    config: Config,
     cache_dir: Path,
     *,
     embedding_rows: int = 2**31,
@@ -64,7 +64,7 @@ def tokenize(
     return folder
 
 
-def cache_folder(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Path:
+def cache_folder(corpus: Corpus, tokenizer: Tokenizer, config: Config, cache_dir: Path) -> Path:
     """Return the folder in `cache_dir` for the ids of `corpus`, whether or not it exists. This
     function reads all text."""
     by_line = config.pack is False
@@ -128,7 +128,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     return meta["form"], splits
 
 
-def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
+def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: Config) -> None:
     """Tokenize a corpus into an empty cache folder. Raises UserError if there is no text to train
     on."""
     tokenizer.check_export()

@@ -12,7 +12,7 @@ from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.corpus import split_weights
 from distributed_training.data.pieces import MESSAGES, RUNNING, TEXT
 from distributed_training.data.samples import Samples, count_targets, divide, read_samples
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from distributed_training.settings.files import plural, shown
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "maximum": 1.0}
@@ -30,7 +30,7 @@ class Amount:
     error: float = 0.0  # relative uncertainty of both numbers; 0 if the samples were counted
 
 
-def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, Any]:
+def summarize(folder: Path, config: Config, *, can_pack: bool) -> dict[str, Any]:
     """Return the statistics of the training split in a cache folder, as a dictionary:
 
     - `form`: form of the text (data/pieces.py);

@@ -22,7 +22,7 @@ from distributed_training.data.corpus import Corpus, find_corpus, split_weights
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
@@ -185,7 +185,7 @@ class StepBatch:
 def load_data(
     cache: str | None,
     tokenizer: Tokenizer,
-    config: RunConfig,
+    config: Config,
     *,
     can_pack: bool,
     embedding_rows: int,
@@ -212,7 +212,7 @@ def load_data(
 def read_data(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    config: RunConfig,
+    config: Config,
     cache_dir: Path,
     *,
     can_pack: bool,
@@ -224,7 +224,7 @@ def read_data(
 
 
 def cut_samples(
-    folder: Path, tokenizer: Tokenizer, config: RunConfig, *, can_pack: bool = True
+    folder: Path, tokenizer: Tokenizer, config: Config, *, can_pack: bool = True
 ) -> Data:
     """Cut the tokens in a cache folder into the samples that a run uses.
 
@@ -261,7 +261,7 @@ def cut_samples(
     )
 
 
-def divide(splits: list[Samples], config: RunConfig) -> tuple[Samples, Samples]:
+def divide(splits: list[Samples], config: Config) -> tuple[Samples, Samples]:
     """Return the training samples of an epoch and the validation samples. If there is only one
     split, the last samples are kept for validation."""
     train, validation = splits[0], splits[-1]
@@ -275,7 +275,7 @@ def divide(splits: list[Samples], config: RunConfig) -> tuple[Samples, Samples]:
     return train, validation
 
 
-def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
+def will_pack(form: str, config: Config, *, can_pack: bool) -> bool:
     """Return whether a sample may contain text from several documents. If so, running text is cut
     into full blocks, and records are packed. `can_pack` has the same meaning as in `cut_samples`.
     Raises UserError if `pack` is True but records cannot be packed."""
@@ -289,7 +289,7 @@ def will_pack(form: str, config: RunConfig, *, can_pack: bool) -> bool:
 
 def read_samples(
     folder: Path,
-    config: RunConfig,
+    config: Config,
     *,
     can_pack: bool,
     padding_id: int = 0,

@@ -16,7 +16,7 @@ from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.quantized import dequantized_source
 from distributed_training.models.weights import all_finite, write_tensors
-from distributed_training.settings.config import Request, RunConfig
+from distributed_training.settings.config import Config, Request
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import require_regular
 
@@ -29,7 +29,7 @@ class Adapters:
 
     spec: ModelSpec
     tensors: Mapping[str, torch.Tensor]  # by this package's names (parallel/lora.py)
-    config: RunConfig  # its keys for LoRA and, if the base was quantized, for the base's dtypes
+    config: Config  # its keys for LoRA and, if the base was quantized, for the base's dtypes
     base_fingerprint: str | None  # fingerprint of the base weights
     origin: object  # folder or run of the adapters, for messages
 
@@ -102,7 +102,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     }  # fmt: skip
     if rounding := metadata.get("base_rounding"):
         values["base_dtype"], values["precision"] = rounding.split()
-    run_config = RunConfig(**values)
+    run_config = Config(**values)
     return Adapters(
         spec=spec, tensors=_from_peft(tensors, spec, run_config, folder), config=run_config,
         base_fingerprint=metadata.get("base_checksum"), origin=folder,
@@ -135,7 +135,7 @@ def save_adapters(adapters: Adapters, folder: Path, base: str) -> None:
 
 
 def to_peft(
-    state: Mapping[str, torch.Tensor], spec: ModelSpec, config: RunConfig
+    state: Mapping[str, torch.Tensor], spec: ModelSpec, config: Config
 ) -> dict[str, torch.Tensor]:
     """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
     Hugging Face matrix are separate."""
@@ -151,7 +151,7 @@ def to_peft(
 
 
 def _split(
-    tensors: Mapping[str, torch.Tensor], matrix: str, spec: ModelSpec, config: RunConfig
+    tensors: Mapping[str, torch.Tensor], matrix: str, spec: ModelSpec, config: Config
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield (name, indices of its rows in `matrix`, A, B) for each Hugging Face matrix with an
     adapter that is part of this package's `matrix`."""
@@ -194,7 +194,7 @@ def _peft_names(matrix: str) -> tuple[str, str]:
 
 
 def _from_peft(
-    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, config: RunConfig, origin: object
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, config: Config, origin: object
 ) -> dict[str, torch.Tensor]:
     """Convert adapters from PEFT's names to this package's, in fp32. Raises UserError unless there
     is a finite A and B for exactly those matrices of all blocks that `config` selects."""

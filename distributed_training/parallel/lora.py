@@ -25,13 +25,13 @@ from torch.utils.flop_counter import register_flop_formula
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.parallel.gradients import local_part
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 
 
 def apply_lora(
     model: Decoder,
     spec: ModelSpec,
-    config: RunConfig,
+    config: Config,
     device: torch.device,
     initial_values: Mapping[str, torch.Tensor],
 ) -> set[str]:
@@ -80,7 +80,7 @@ def apply_lora(
     return tp_partial_names
 
 
-def _draw(hf_name: str, columns: int, config: RunConfig) -> torch.Tensor:
+def _draw(hf_name: str, columns: int, config: Config) -> torch.Tensor:
     """Return the initial A [lora_rank, columns] of a Hugging Face matrix: Kaiming uniform, as in
     PEFT. The values depend only on the matrix's name and the seed."""
     key = config.seed * 100_003 + zlib.crc32(hf_name.encode())
@@ -97,7 +97,7 @@ class Adapter(nn.Module):
     positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
     num_blocks = 0  # out times k
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: RunConfig) -> None:
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: Config) -> None:
         """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
         [rows with adapters, lora_rank]."""
         super().__init__()

@@ -57,7 +57,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         if plan.orders is not None:
             end_s = {
                 operation: end
-                for order, ends in zip(find_orders(plan), plan.orders.ends, strict=True)
+                for order, ends in zip(find_orders(plan), plan.operation_ends, strict=True)
                 for operation, end in zip(order, ends, strict=True)
             }
             self.pipeline_order_with_comms = {

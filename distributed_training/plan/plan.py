@@ -16,7 +16,7 @@ from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Layout, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
-from distributed_training.settings.config import KEYS, Request, RunConfig
+from distributed_training.settings.config import KEYS, DraftConfig, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import JsonObject, load_object
 from distributed_training.settings.machine import Machine
@@ -41,8 +41,8 @@ class Draft:
     """Part of a plan that can be determined from CONFIG and the machine before any file is read.
     Predictions need only this part."""
 
-    requested: Request  # merged from CONFIG, preset and --set; `config` has no "auto"
-    config: RunConfig
+    requested: Request  # merged from CONFIG, preset and --set
+    config: DraftConfig  # its type says which values are still open
     strategy: Strategy
     model: ModelSpec
     machine: Machine
@@ -146,6 +146,7 @@ class Draft:
 class Plan(Draft):
     """Plan of a run, after all checks that need no process group have passed."""
 
+    config: RunConfig
     notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
     command: str = ""  # as typed, without the launcher's arguments; set by `reserve_run_dir`
     deepspeed_json: JsonObject | None = None
@@ -169,6 +170,9 @@ class Plan(Draft):
     state_bytes: dict[str, int] = field(default_factory=dict)
     # Fraction of a step's time that ranks of the pipeline wait if all stages take equally long
     ideal_bubble: float = 0.0
+    # Predicted end in seconds of each operation, by pipeline rank and in the rank's order; () unless
+    # `orders` is set
+    operation_ends: tuple[tuple[float, ...], ...] = ()
     # Settings that are predicted to need clearly less GPU memory; "" without a GPU
     lighter_settings: str = ""
     amount: Amount | None = None  # None if there are no samples yet

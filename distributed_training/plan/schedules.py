@@ -47,8 +47,6 @@ class TimedOrders:
     by_place: tuple[tuple[tuple[str, int, int], ...], ...]
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
-    # Predicted end of each operation in seconds, by pipeline rank and in its order; () in a draft
-    ends: tuple[tuple[float, ...], ...] = ()
 
 
 SCHEDULES = {

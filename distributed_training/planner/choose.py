@@ -30,7 +30,14 @@ from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import gpu_rates
 from distributed_training.predict.speed import StepCosts
-from distributed_training.settings.config import AUTO, Request, RunConfig, validate, with_values
+from distributed_training.settings.config import (
+    AUTO,
+    Config,
+    DraftConfig,
+    Request,
+    validate,
+    with_values,
+)
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine, parse_gpu
@@ -50,6 +57,13 @@ IGNORED_PRESET_KEYS = {
 CPU_EVAL_SAMPLES = 50  # evaluation takes 0.5 s on two cores with 512 tokens per sample
 SMALL_GPU_BYTES = 12 * 2**30  # with less memory, "auto" chooses gpt2 instead of gpt2-medium
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications with fewer tokens are slower
+# Values until `_choose_switches` has decided
+SWITCHES_OFF: Settings = {
+    "compile": False,
+    "async_tp": False,
+    "cuda_graphs": False,
+    "loss_chunk_tokens": 0,
+}
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
@@ -153,8 +167,8 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         resolved["pipeline_schedule"] = candidate.schedule_name
     if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
-    # RunConfig's own method leaves out the options of the strategy's engine.
-    config = validate(RunConfig, RunConfig.to_key_values(request) | resolved)
+    # Config's own method leaves out the options of the strategy's engine.
+    config = validate(DraftConfig, Config.to_key_values(request) | resolved | SWITCHES_OFF)
     output_dir = Path(config.output_dir)
     timestamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{timestamp}-{strategy.name}-{model.label}-x{num_processes}"
@@ -234,15 +248,15 @@ def _choose_loss_chunk(plan: Draft) -> int:
 def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
     """Return the values of `compile`, `async_tp`, `cuda_graphs` and `loss_chunk_tokens`, with
     "auto" resolved. Raises UserError if CONFIG enables a switch that cannot be used."""
-    config = plan.config
+    request = plan.requested
     capability = plan.machine.compute_capability
     on_gpu = plan.machine.num_gpus > 0
     can_compile = on_gpu and capability >= (7, 0)
-    compiled = _decide_switch(config, "compile", can_compile, _compile_obstacle(plan), notes)
+    compiled = _decide_switch(request, "compile", can_compile, _compile_obstacle(plan), notes)
     obstacle = _async_tp_obstacle(plan, compiled)
-    async_tp = _decide_switch(config, "async_tp", capability == (9, 0), obstacle, [])
-    graphs = _decide_switch(config, "cuda_graphs", on_gpu, _graph_obstacle(plan), notes)
-    chunk = config.loss_chunk_tokens
+    async_tp = _decide_switch(request, "async_tp", capability == (9, 0), obstacle, [])
+    graphs = _decide_switch(request, "cuda_graphs", on_gpu, _graph_obstacle(plan), notes)
+    chunk = request.loss_chunk_tokens
     return {
         "compile": compiled,
         "async_tp": async_tp,
@@ -252,12 +266,12 @@ def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
 
 
 def _decide_switch(
-    config: RunConfig, key: str, is_supported: bool, obstacle: str, notes: list[str]
+    request: Request, key: str, is_supported: bool, obstacle: str, notes: list[str]
 ) -> Any:
     """Return the value of `key`. "auto" becomes True if `is_supported` is true and `obstacle` is
     empty. If only the obstacle prevents this, add a note. Raises UserError if CONFIG enables the
     key and `obstacle` is not empty."""
-    value = getattr(config, key)
+    value = getattr(request, key)
     if value == AUTO:
         if is_supported and obstacle:
             notes.append(f"{key} is off, because it cannot be used with {obstacle}")
@@ -276,7 +290,7 @@ def _compile_obstacle(plan: Draft) -> str:
     strategy_setting = f"strategy={config.strategy!r}"
     if strategy.fetches_parameters:
         return f"{strategy_setting}, which fetches parameters while a block runs"
-    if config.compile != "whole":
+    if plan.requested.compile != "whole":
         return ""
     if plan.num_processes > 1:
         return f"{plan.num_processes} processes, which communicate before each block"

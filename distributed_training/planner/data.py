@@ -29,7 +29,7 @@ from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing
-from distributed_training.settings.config import AUTO, Request, RunConfig
+from distributed_training.settings.config import AUTO, Config, Request
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import plural
 
@@ -261,7 +261,7 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
 
 
 def _choose_weights(
-    config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
+    config: Config, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
     """Return the value of the key `weights`, and the weights' folder (None for random weights).
 
@@ -317,7 +317,7 @@ def _choose_weights(
 
 
 def choose_tokenizer(
-    config: RunConfig, request: Request, spec: ModelSpec, source: str, notes: list[str]
+    config: Config, request: Request, spec: ModelSpec, source: str, notes: list[str]
 ) -> tuple[str, Path]:
     """Return the value of the key `tokenizer` and the tokenizer's folder. If the key is "auto",
     prefer the tokenizer that comes with the weights `source`. Raises UserError if a required

@@ -27,8 +27,9 @@ from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.predict.simulate import ideal_bubble, predict_spans
 from distributed_training.records.display import verdict
 from distributed_training.records.folder import named_checkpoint
-from distributed_training.settings.config import AUTO, KEYS, Request, with_values
+from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import JsonObject
 from distributed_training.settings.machine import GIB
 
 # Assumptions about writing a model to disk: fixed time and speed
@@ -68,52 +69,81 @@ def make_plan(
         draft, amount = resolve_data_values(draft, data, notes)
         draft = replace(draft, tokenized=data.cache in cached_names)
     prediction = predict(draft, cluster.rates)
-    if draft.config.keep_best == AUTO:
-        draft = draft.with_config(keep_best=_keeps_best(draft, amount, prediction, notes))
-    deepspeed_json = None
-    deepspeed_changes = {}
-    if draft.strategy.traits.takes_json:
-        deepspeed_json = fill_deepspeed_json(draft)
-        deepspeed_changes = other_settings(deepspeed_json)
-        if names := ", ".join(deepspeed_changes):
-            notes.append(
-                f"{draft.strategy.source.name} sets {names}, which the predictions ignore. "
-                "DeepSpeed also ignores a section that it does not know."
-            )
-    if draft.orders is not None:
-        spans = predict_spans(draft)
-        ends = [[spans[operation][1] for operation in order] for order in find_orders(draft)]
-        orders = replace(draft.orders, ends=tuple(map(tuple, ends)))
-        draft = replace(draft, orders=orders)
+    fields = {
+        **vars(draft),
+        **folders,
+        "config": _resolve_rest(prediction, amount, notes),
+        "operation_ends": _predict_ends(draft),
+        **_deepspeed_fields(draft, notes),
+        **_statements(prediction, cluster, amount),
+    }
     if prediction.memory_fit in ("tight", "unlikely"):
         most_gib = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: the run may need up to {most_gib:.1f} GiB per GPU")
     return Plan(
-        **vars(draft),
-        deepspeed_json=deepspeed_json,
-        deepspeed_changes=deepspeed_changes,
-        **folders,
+        **fields,
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
         amount=amount,
         num_steps=None if amount is None or amount.error else amount.num_steps,
-        prediction=prediction.as_record(),
-        verdict=verdict(
-            amount or "",
-            vars(draft.machine),
-            draft.num_processes,
-            layout_name(draft),
-            prediction.as_record(),
-        ),
-        state_bytes=prediction.memory.state,
-        ideal_bubble=ideal_bubble(
+        notes=tuple(notes),
+    )
+
+
+def _deepspeed_fields(draft: Draft, notes: list[str]) -> JsonObject:
+    """Return the plan's fields for DeepSpeed."""
+    if not draft.strategy.traits.takes_json:
+        return {}
+    deepspeed_json = fill_deepspeed_json(draft)
+    changes = other_settings(deepspeed_json)
+    if changes:
+        notes.append(
+            f"{draft.strategy.source.name} sets {', '.join(changes)}, which the predictions "
+            "ignore. DeepSpeed also ignores a section that it does not know."
+        )
+    return {"deepspeed_json": deepspeed_json, "deepspeed_changes": changes}
+
+
+def _statements(prediction: Prediction, cluster: Cluster, amount: Amount | None) -> JsonObject:
+    """Return the plan's fields for what a run says about its costs."""
+    draft = prediction.plan
+    record = prediction.as_record()
+    machine = vars(draft.machine)
+    name = layout_name(draft)
+    return {
+        "prediction": record,
+        "verdict": verdict(amount or "", machine, draft.num_processes, name, record),
+        "state_bytes": prediction.memory.state,
+        "ideal_bubble": ideal_bubble(
             draft.config.pipeline_schedule,
             draft.mesh["pp"],
             draft.batch.num_microbatches,
         ),
-        lighter_settings=_suggest_lighter_settings(prediction, cluster),
-        notes=tuple(notes),
-    )
+        "lighter_settings": _suggest_lighter_settings(prediction, cluster),
+    }
+
+
+def _predict_ends(draft: Draft) -> tuple[tuple[float, ...], ...]:
+    """Return the predicted end of each operation of a V-shaped pipeline."""
+    if draft.orders is None:
+        return ()
+    spans = predict_spans(draft)
+    return tuple(tuple(spans[operation][1] for operation in order) for order in find_orders(draft))
+
+
+def _resolve_rest(
+    prediction: Prediction,
+    amount: Amount | None,
+    notes: list[str],
+) -> RunConfig:
+    """Return CONFIG without "auto"."""
+    draft = prediction.plan
+    values = dict(draft.config)
+    if values["keep_best"] == AUTO:
+        values["keep_best"] = _keeps_best(draft, amount, prediction, notes)
+    if values["pack"] == AUTO:  # the data has not been read
+        values["pack"] = draft.size.packs
+    return RunConfig(**values)
 
 
 def _suggest_lighter_settings(prediction: Prediction, cluster: Cluster) -> str:

@@ -225,8 +225,9 @@ class Comparison:
         ratio = speeds[first] / speeds[second]
         return (
             f"Each run trained on {describe_work(amount_of(self.records[0]))}. "
-            f"{first} is the fastest, with {speeds[first]:,.0f} tokens/s, {ratio:.3g} times {second}. "
-            f"{curves}: the largest difference at a step is {difference:.1g}."
+            f"{first} is the fastest, with {speeds[first]:,.0f} tokens/s, "
+            f"{ratio:.3g} times {second}. {curves}: "
+            f"the largest difference at a step is {difference:.1g}."
         )
 
     @property

@@ -1,7 +1,7 @@
 """Define CONFIG's keys and the Request, which holds the user's values. This module does not import
 torch.
 
-Each field of RunConfig defines the type, default and help text of a key. The field also
+Each field of Config defines the type, default and help text of a key. The field also
 defines whether the key is part of a run's work. Two runs are comparable only if their work is the
 same. Error messages, `--help`, `--key value` options and the guide's reference are derived from the
 fields."""
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, shown
-from distributed_training.settings.keys import Options, config_key, read_keys
+from distributed_training.settings.keys import KeyModel, config_key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
@@ -53,8 +53,8 @@ CountOrAll = Count | Literal[-1]
 Axis = CountOrAll | None
 
 
-class RunConfig(Options):
-    """Validated values of the CONFIG keys."""
+class Config(KeyModel):
+    """Values of CONFIG's keys. Keys that accept "auto" may have this value."""
 
     # fmt: off
     model: PathText = data_key(AUTO)
@@ -276,9 +276,34 @@ def today() -> str:
     return f"{datetime.now():%Y-%m-%d}"
 
 
-class Request(RunConfig):
-    """CONFIG as the user requested it: the value of each key and the source that set it. Values of
-    "auto" are not resolved yet."""
+class DraftConfig(Config):
+    """CONFIG after the model, the strategy and the layout have been chosen. Only the values that
+    depend on the data and the weights may still be "auto": `model`, `dataset`, `tokenizer` and
+    `weights` as names, and `learning_rate`, `pack`, `keep_best` and `export_dtype`."""
+
+    batch_size: Count
+    micro_batch_size: Count
+    num_microbatches: Count
+    pipeline_schedule: PipelineSchedule
+    base_dtype: Literal["bf16", "fp8", "nf4"] | None
+    loss_chunk_tokens: CountOrZero
+    precision: Literal["bf16", "fp16", "fp32"]
+    compile: bool | Literal["whole"]
+    cuda_graphs: bool
+    async_tp: bool
+
+
+class RunConfig(DraftConfig):
+    """CONFIG of a run. No value is "auto"."""
+
+    learning_rate: Rate
+    pack: bool
+    keep_best: bool
+    export_dtype: Literal["fp32", "fp16", "bf16"]
+
+
+class Request(Config):
+    """CONFIG as the user requested it: the value of each key and the source that set it."""
 
     # Values of the keys that the strategy's engine declares
     engine_options: dict[str, Any] = Field(default_factory=dict)
@@ -300,8 +325,8 @@ class Request(RunConfig):
         return super().to_key_values() | self.engine_options
 
 
-KEYS = read_keys(RunConfig)
-AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+KEYS = read_keys(Config)
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:

@@ -21,15 +21,18 @@ _VALUES_BY_WORD: dict[str, dict[str, Any]] = {
 }
 
 
-class Options(BaseModel):
-    """Base class for classes whose fields are CONFIG keys: RunConfig and the OPTIONS of a
-    strategy's engine. An engine's OPTIONS may override the methods that check the options and
-    declare the engine's costs."""
+class KeyModel(BaseModel):
+    """Base class for classes whose fields are CONFIG keys."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
         use_attribute_docstrings=True,
     )  # fmt: skip
+
+
+class Options(KeyModel):
+    """Base class for the OPTIONS of a strategy's engine, whose fields are added to CONFIG's keys. A
+    subclass may override the methods that check the options and declare the engine's costs."""
 
     def steps_between_exchanges(self) -> int | None:
         """If the engine exchanges parameters instead of gradients, return the number of steps

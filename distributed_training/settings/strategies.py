@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
-from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
+from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
@@ -209,7 +209,7 @@ def strategy_options(name: str) -> type[Options]:
     return Options if name == AUTO else _find_engine(_find_strategy(name))[1]
 
 
-def load_strategy(config: RunConfig) -> Strategy:
+def load_strategy(config: Config) -> Strategy:
     """Return the strategy that `config` names. Axis sizes in `config` override the strategy's
     sizes. Raises UserError for an unknown name or an axis that cannot be set. Also raises UserError
     if a DeepSpeed configuration is invalid or does not fit the strategy."""

@@ -16,7 +16,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records.display import Display
-from distributed_training.settings.config import Request, RunConfig, with_values
+from distributed_training.settings.config import Config, Request, with_values
 from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
@@ -101,7 +101,7 @@ def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str
     return text
 
 
-def _rows(counts: dict[str, Any], config: RunConfig) -> dict[str, str]:
+def _rows(counts: dict[str, Any], config: Config) -> dict[str, str]:
     if counts["form"] == RUNNING:
         documents = plural(counts["records"], "document")
         rows = {"text": f"{documents} with {counts['num_tokens']:,} tokens"}

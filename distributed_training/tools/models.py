@@ -36,7 +36,7 @@ from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
 from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, load_record
-from distributed_training.settings.config import RunConfig, with_values
+from distributed_training.settings.config import Config, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import resolve_user_path
 from distributed_training.settings.request import build_config
@@ -183,7 +183,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     display = Display(enabled=True)
     if arguments.dataset is None:
         assert plan is not None
-        data = replace(plan, config=config).load_data()
+        run_config = with_values(plan.config, max_length=config.max_length)
+        data = replace(plan, config=run_config).load_data()
         samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
@@ -210,7 +211,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _load_samples(
-    config: RunConfig, tokenizer: Tokenizer, size: ModelSize, notes: list[str]
+    config: Config, tokenizer: Tokenizer, size: ModelSize, notes: list[str]
 ) -> tuple[Samples, np.ndarray, str]:
     """Return (samples, number of bytes for each token id, note about the split). The samples come
     from the dataset's validation split if there is one. Notes about records that are omitted or

@@ -13,7 +13,7 @@ from distributed_training.models.initial_weights import hashed_normal
 from distributed_training.parallel import context  # noqa: F401  # registers all_to_all
 from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from distributed_training.settings.files import ROOT
 from tests.support import save_model
 
@@ -150,7 +150,7 @@ def test_offloading_attention_repeats_the_product_of_a_quantized_mlp(dtype, num_
 
 def test_selective_checkpointing_recomputes_no_matmuls():
     flops = {}
-    config = RunConfig(lora_rank=2)
+    config = Config(lora_rank=2)
     for mode in ("none", "selective"):
         model = random_model()
         apply_lora(model, SPEC, config, torch.device("cpu"), {})

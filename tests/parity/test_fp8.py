@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from distributed_training.models import find_model, fp8, llama, peft
 from distributed_training.models.quantized import quantize_matrices
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from distributed_training.start import launched
 from tests.parity import cases
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
@@ -103,7 +103,7 @@ def test_exported_weights_are_the_trained_weights():
         return values.t().contiguous().t() if values.dim() == 2 else values
 
     stored = quantize_matrices(model, base, torch.device("cpu"), "fp8")
-    config = RunConfig(base_dtype="fp8", precision="bf16")
+    config = Config(base_dtype="fp8", precision="bf16")
     adapters = peft.Adapters(spec=spec, tensors={}, config=config, base_fingerprint=None, origin="")
     exported = adapters.merged(base)
     names = [name for name, _ in model.named_parameters()]

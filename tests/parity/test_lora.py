@@ -17,7 +17,7 @@ from distributed_training.models import HUB_PREFIX, find_model, peft
 from distributed_training.models.decoder import Linear
 from distributed_training.models.peft import to_peft
 from distributed_training.parallel.lora import Adapter, apply_lora
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from tests.models.hub_folders import make_folder
 from tests.parity.support import BASE, mesh, micro_batches, run_cases
 from tests.planner.helpers import plan_for
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def draw(prefix, folder):
     """Return the initial adapters of a run on the model in `folder`, keyed by PEFT's names."""
     spec = find_model(f"{prefix}{folder}")
-    config = RunConfig(**ADAPTERS)
+    config = Config(**ADAPTERS)
     model = read_model(spec, folder)
     apply_lora(model, spec, config, CPU, {})
     return to_peft(model.state_dict(), spec, config)
@@ -52,7 +52,7 @@ def test_initial_adapters_are_as_in_peft_and_depend_only_on_the_names_in_transfo
 def test_dropout_acts_on_the_inputs_and_only_in_training():
     torch.manual_seed(0)
     a, b, x = torch.randn(3, 8), torch.randn(5, 3), torch.randn(8).expand(20_000, 1, 8)
-    adapter = Adapter(a, b, RunConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25))
+    adapter = Adapter(a, b, Config(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25))
     linear = Linear(8, 5).requires_grad_(False)
     exact = linear(x) + 2.0 * (x @ a.T @ b.T)
     found = adapter(linear, x)
@@ -159,7 +159,7 @@ def train_with_peft(model, steps):
 def test_every_adapter_trains_as_in_peft(kind, layout, compared):
     for name, targets in TARGETS[kind].items():
         found, (spec, before, expected) = compared[f"{kind} {name} {layout}"]
-        adapters = to_peft(found["state"], spec, RunConfig(lora_rank=4, lora_targets=targets))
+        adapters = to_peft(found["state"], spec, Config(lora_rank=4, lora_targets=targets))
         assert adapters.keys() == expected.keys()
         num_trained = sum(values.numel() for values in expected.values())
         assert sum(values.numel() for values in found["state"].values()) == num_trained

@@ -11,7 +11,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.planner.layouts import Candidate, build_layout, fill_mesh, split_batch
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Config
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
@@ -47,7 +47,7 @@ def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any
     return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
 
 
-def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
+def merged(config: Mapping[str, Any], *texts: str) -> Config:
     """Merge CONFIG values and --set arguments as the command line does."""
     return build_config(config, overrides=texts)
 

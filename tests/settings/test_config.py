@@ -1,4 +1,4 @@
-"""Test that CONFIG, presets and --set arguments either become a RunConfig or give a one-line error
+"""Test that CONFIG, presets and --set arguments either become a Config or give a one-line error
 with advice."""
 
 import contextlib
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from distributed_training.settings import request
-from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
+from distributed_training.settings.config import AUTO, KEYS, Request, Config, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.request import PRESETS_DIR, build_config
@@ -35,8 +35,8 @@ def write(path, value):
 
 
 def test_script_and_run_config_agree():
-    """The script's CONFIG contains only default values, so it equals RunConfig()."""
-    defaults = RunConfig().to_key_values()
+    """The script's CONFIG contains only default values, so it equals Config()."""
+    defaults = Config().to_key_values()
     for name, value in CONFIG.items():
         assert (type(value), value) == (type(defaults[name]), defaults[name]), name
 
@@ -59,7 +59,7 @@ def test_every_key_sets_its_field_and_the_work(name, tmp_path):
     """Every source of a key must set the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
-    assert changed.to_key_values() == {**RunConfig().to_key_values(), name: other}
+    assert changed.to_key_values() == {**Config().to_key_values(), name: other}
     assert with_values(Request(), **{name: other}, set_by={name: "CONFIG"}) == changed
     assert Request.model_validate_json(changed.model_dump_json()) == changed
     assert KEYS[name].work == (name in WORK)
@@ -89,7 +89,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path, monkeypatch):
     preset = write(tmp_path / "p.json", {"rank": 4})
     built = build_config({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
     assert built.engine_options == {"rank": 4, "mode": "Bb"}
-    assert built.to_key_values() == RunConfig(strategy="dp").to_key_values() | built.engine_options
+    assert built.to_key_values() == Config(strategy="dp").to_key_values() | built.engine_options
     with refused("unknown key 'rank'"):
         build_config({"strategy": "tp", "rank": 4})
     with refused("rank", "strategy dp", "tp"):
@@ -130,7 +130,7 @@ def test_bad_value_is_refused_with_key_value_and_rule(name):
         with refused(f"{name}={value!r}", BAD[name][1]):
             build_config({name: value})
         with refused(f"{name}={value!r}"):
-            with_values(RunConfig(), **{name: value})
+            with_values(Config(), **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ set_texts = st.text(max_size=30) | st.builds(
 @given(st.dictionaries(keys, values, max_size=5), st.lists(set_texts, max_size=3), st.booleans())
 @example({"dataset": [None]}, [], False)
 def test_any_config_and_any_text_give_a_config_or_a_clear_error(config, texts, typed):
-    """The result must be either a complete RunConfig or a one-line error."""
+    """The result must be either a complete Config or a one-line error."""
     try:
         built = build_config({}, overrides=texts) if typed else build_config(config)
     except UserError as error:

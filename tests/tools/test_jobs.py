@@ -19,6 +19,7 @@ import distributed_training.planner.make_plan as planning
 from distributed_training import cli
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import describe_suggestion
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
 from distributed_training.tools import dry_run, jobs
@@ -72,6 +73,10 @@ def random_words(number):
     return words
 
 
+def find_nothing(draft, *_, **__):
+    return draft.with_config(learning_rate=1e-3, export_dtype="fp32"), FOLDERS
+
+
 @pytest.fixture
 def call(monkeypatch):
     """Return a function that runs the script without looking for tokenizers, weights or data. The
@@ -81,7 +86,7 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         recommend, describe = command.recommended_layouts, dry_run.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda draft, *_, **__: (draft, FOLDERS))
+        monkeypatch.setattr(planning, "find_sources", find_nothing)
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
         monkeypatch.setattr(command, "count_work", lambda *_: "unknown")
         with monkeypatch.context() as patch:
@@ -106,8 +111,9 @@ def comparable(plan):
     """Return the fields that must be equal for two plans for the same layout."""
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Draft)}
     compared_fields = {name: value for name, value in fields.items() if name not in OTHERWISE}
-    # `mesh` already contains the axes, a job sets `resume`, and the data decide `keep_best`.
-    planned_keys = (*MESH_AXES, "resume", "keep_best")
+    # `mesh` already contains the axes, a job sets `resume`, and a draft leaves these values open.
+    open_keys = RunConfig.__annotations__.keys()
+    planned_keys = (*MESH_AXES, "resume", *open_keys)
     compared_fields["config"] = {
         k: v for k, v in plan.config.to_key_values().items() if k not in planned_keys
     }
