@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from distributed_training.settings import request
-from distributed_training.settings.config import AUTO, KEYS, Request, Config, with_values
+from distributed_training.settings.config import AUTO, KEYS, Config, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, config_key
 from distributed_training.settings.request import PRESETS_DIR, build_config
