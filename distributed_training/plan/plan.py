@@ -170,8 +170,8 @@ class Plan(Draft):
     state_bytes: dict[str, int] = field(default_factory=dict)
     # Fraction of a step's time that ranks of the pipeline wait if all stages take equally long
     ideal_bubble: float = 0.0
-    # Predicted end in seconds of each operation, by pipeline rank and in the rank's order; () unless
-    # `orders` is set
+    # Predicted end in seconds of each operation, by pipeline rank and in the rank's order; () if
+    # `orders` is None
     operation_ends: tuple[tuple[float, ...], ...] = ()
     # Settings that are predicted to need clearly less GPU memory; "" without a GPU
     lighter_settings: str = ""

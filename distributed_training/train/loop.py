@@ -272,9 +272,9 @@ class Trainer:
             self._generate_sample("before")
         is_done = False
         try:
-            with handle_signals(
-                dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
-            ) as self.stop_signal.previous_handlers:
+            handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
+            with handle_signals(handlers) as previous_handlers:
+                self.stop_signal.previous_handlers = previous_handlers
                 self.call("before_training")
                 # Before the first step, and where the resumed run was killed before it evaluated
                 if self.evaluation_is_due:
@@ -283,7 +283,7 @@ class Trainer:
                 self._begin_measuring()
                 while self.step < self.num_steps and not self.stop_signum:
                     try:
-                        self._train_one_step()
+                        self._advance()
                     except NonFiniteError as error:
                         self._roll_back(error)
                 self.peak_memory.end()
@@ -295,8 +295,8 @@ class Trainer:
             self.display.stop()
         return 0 if is_done else self.stop_signum
 
-    def _train_one_step(self) -> None:
-        """Run one step, then perform the tasks that are due: save a checkpoint and evaluate."""
+    def _advance(self) -> None:
+        """Run or skip one step, then perform the tasks that are due: save and evaluate."""
         if self.step + 1 == self.results.skipped_step:  # the batch that made a rollback necessary
             self._flush()
             self.history.step += 1

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +37,7 @@ from distributed_training.supervise.process import (
     Process,
     handle_signals,
 )
-from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
+from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
 from distributed_training.train.loop import Trainer
 
 
@@ -45,45 +46,17 @@ def train(
 ) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
-    is_rank_0 = topology.rank == 0
-    display = Display(enabled=is_rank_0)
+    display = Display(enabled=topology.rank == 0)
     data = plan.load_data()
     # Machines may have different files under the same name. Machines may also have different
     # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)
     build_extensions(plan, topology, display)
     sampler = build_sampler(plan, data, topology)
-    history = records.History()
-    record = None
-    if is_rank_0:
-        if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
-            records.truncate_metrics(plan.run_dir, 0)
-        else:
-            state = records.load_record(plan.run_dir)
-            history = records.History(**state.model_dump())
-            if not (plan.run_dir / records.BEST).is_dir():  # deleted, or on a lost machine
-                history.best = None
-        record_values = describe_run(plan, sampler, data) | vars(history)
-        record = records.start_record(plan.run_dir, **record_values)
-    tracker = metrics.Tracker()
-    if is_rank_0 and plan.config.log_to is not None:
-        run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-        tracker = metrics.build_tracker(plan.config.log_to, plan.run_dir, run_info, history.step)
-    history = records.History(**agree.broadcast_from_rank_0(vars(history)))
+    record, history = start_record(plan, sampler, data, topology)
+    recorder = Recorder(record, start_tracker(plan, history, topology))
     engine = build_engine(plan, topology)
-    if record is not None:
-        planned = records.Record.model_validate(record.values)
-        display.say(fold(plan.verdict))
-        display.table(header_rows(planned))
-    for note in plan.notes:
-        display.note(note)
-    recorder = Recorder(record, tracker)
-    callbacks = [recorder, KeepBest(), EarlyStopping()]
-    if plan.config.profile:
-        from distributed_training.train.profiling import Profile, steps_to_trace
-
-        if traced_steps := steps_to_trace(plan, history.step):
-            callbacks.insert(0, Profile(traced_steps))
+    announce(plan, record, display)
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -91,45 +64,113 @@ def train(
         data=data,
         sampler=sampler,
         display=display,
-        callbacks=callbacks,
+        callbacks=[*build_profilers(plan, history), recorder, KeepBest(), EarlyStopping()],
         history=history,
         set_activity=set_activity,
     )
     if plan.checkpoint is not None:
-        trainer.checkpoints.restore(trainer, plan.checkpoint)
-        display.say(f"resumed from {short_path(plan.checkpoint)}")
-        num_targets = int(data.validation.num_targets.sum())
-        if history.evaluations and history.evaluations[-1]["num_targets"] != num_targets:
-            text = "the validation samples are not those of the earlier evaluations (eval_samples)"
-            display.note(f"{text}, so best/ and stop_after start again")
+        restore(trainer, plan.checkpoint)
     signum = trainer.run()
     set_activity(END_ACTIVITY)
     results = recorder.collect_results(trainer)
     if record is not None:
-        claims.check(plan.run_dir, plan.run_id)
-        status = "interrupted" if signum else "ok"
-        record.update(**results, status=status, finished_at=records.timestamp())
-        finished_record = records.Record.model_validate(record.values)
-        if not signum:
-            display.table(summary_rows(finished_record))
-        if not signum and plan.config.export:
-            script = shlex.split(plan.command)[1]
-            command = shlex.join(["python", script, "generate", short_path(plan.run_dir)])
-            display.say(f"To use the model, run:\n  {command}")
-        for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
-            if folder.is_dir():
-                write_card(folder, finished_record)
-        tracker.end()
+        finish_record(record, results, trainer, signum)
+    recorder.tracker.end()
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         display.say(f"{what} {explain_continuing(plan)}")
     engine.close()
     dist.barrier()
-    if is_rank_0:
+    if record is not None:
         claims.release(plan.run_dir)
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     return 128 + signum if signum else 0
+
+
+def start_record(
+    plan: Plan,
+    sampler: Sampler,
+    data: Data,
+    topology: Topology,
+) -> tuple[records.RunRecord | None, records.History]:
+    """Write the record's first entries on rank 0. Return the record, which is None on other ranks,
+    and the history up to the checkpoint. All ranks must call this function."""
+    record = None
+    history = records.History()
+    if topology.rank == 0:
+        if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
+            records.truncate_metrics(plan.run_dir, 0)
+        else:
+            state = records.load_record(plan.run_dir)
+            history = records.History(**state.model_dump())
+            if not (plan.run_dir / records.BEST).is_dir():  # deleted, or on a lost machine
+                history.best = None
+        entries = describe_run(plan, sampler, data) | vars(history)
+        record = records.start_record(plan.run_dir, **entries)
+    return record, records.History(**agree.broadcast_from_rank_0(vars(history)))
+
+
+def start_tracker(plan: Plan, history: records.History, topology: Topology) -> metrics.Tracker:
+    """Return rank 0's tracker. Other ranks get one that does nothing."""
+    if topology.rank or plan.config.log_to is None:
+        return metrics.Tracker()
+    run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+    return metrics.build_tracker(plan.config.log_to, plan.run_dir, run_info, history.step)
+
+
+def announce(plan: Plan, record: records.RunRecord | None, display: Display) -> None:
+    """Print what will be trained, and the plan's notes."""
+    if record is not None:
+        display.say(fold(plan.verdict))
+        display.table(header_rows(records.Record.model_validate(record.values)))
+    for note in plan.notes:
+        display.note(note)
+
+
+def build_profilers(plan: Plan, history: records.History) -> list[Callback]:
+    """Return the callback that traces steps if CONFIG asks for it."""
+    if not plan.config.profile:
+        return []
+    from distributed_training.train.profiling import Profile, steps_to_trace
+
+    traced_steps = steps_to_trace(plan, history.step)
+    return [Profile(traced_steps)] if traced_steps else []
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> None:
+    """Continue from a checkpoint. All ranks must call this function."""
+    trainer.checkpoints.restore(trainer, checkpoint)
+    trainer.display.say(f"resumed from {short_path(checkpoint)}")
+    evaluations = trainer.history.evaluations
+    num_targets = int(trainer.data.validation.num_targets.sum())
+    if evaluations and evaluations[-1]["num_targets"] != num_targets:
+        text = "the validation samples are not those of the earlier evaluations (eval_samples)"
+        trainer.display.note(f"{text}, so best/ and stop_after start again")
+
+
+def finish_record(
+    record: records.RunRecord,
+    results: dict[str, Any],
+    trainer: Trainer,
+    signum: int,
+) -> None:
+    """Write a run's results to its record and the cards of its models. Unless a signal stopped the
+    run, print them."""
+    plan = trainer.plan
+    claims.check(plan.run_dir, plan.run_id)
+    status = "interrupted" if signum else "ok"
+    record.update(**results, status=status, finished_at=records.timestamp())
+    finished_record = records.Record.model_validate(record.values)
+    if not signum:
+        trainer.display.table(summary_rows(finished_record))
+    if not signum and plan.config.export:
+        script = shlex.split(plan.command)[1]
+        command = shlex.join(["python", script, "generate", short_path(plan.run_dir)])
+        trainer.display.say(f"To use the model, run:\n  {command}")
+    for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
+        if folder.is_dir():
+            write_card(folder, finished_record)
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
