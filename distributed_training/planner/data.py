@@ -103,7 +103,8 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
     dataset is on the Hub, or if a large file cannot be read in parts."""
     config = draft.config
     keys = dict.fromkeys(split_weights(config.dataset), "dataset")
-    keys |= {config.validation_dataset or "": "validation_dataset"}
+    if config.validation_dataset is not None:
+        keys[config.validation_dataset] = "validation_dataset"
     on_hub = list(filter(is_hub_name, keys))
     for name in on_hub:
         hub.fetch_dataset(keys[name], name, download=False)

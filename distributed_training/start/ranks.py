@@ -102,7 +102,11 @@ class RanksOutcome:
         exit code of the ranks that exited with a code, or 1."""
         if self.signum:
             return 128 + self.signum
-        return max([int(bool(self.hang or any(self.codes.values()))), *self.codes.values()])
+        codes = [code for code in self.codes.values() if code > 0]
+        if codes:
+            return max(codes)
+        was_killed = any(self.codes.values())
+        return 1 if self.hang or was_killed else 0
 
     @property
     def reason(self) -> str:
@@ -110,12 +114,15 @@ class RanksOutcome:
         the ranks were terminated, or name a rank that was killed. Return "" if there is none."""
         if self.signum:
             return signal.Signals(self.signum).name
-        killed = [(code == -signal.SIGABRT, r, code) for r, code in self.codes.items() if code < 0]
-        for _, rank, code in sorted(killed):  # ranks may abort because a peer was killed
-            usual = ", usually because the host ran out of memory"
-            cause = usual if code == -signal.SIGKILL else ""
-            return self.hang or f"rank {rank} was killed by {signal.Signals(-code).name}{cause}"
-        return self.hang
+        killed = [rank for rank, code in sorted(self.codes.items()) if code < 0]
+        if self.hang or not killed:
+            return self.hang
+        # Ranks may abort because a peer was killed.
+        causes = [rank for rank in killed if self.codes[rank] != -signal.SIGABRT]
+        rank = (causes or killed)[0]
+        name = signal.Signals(-self.codes[rank]).name
+        usual = ", usually because the host ran out of memory" if name == "SIGKILL" else ""
+        return f"rank {rank} was killed by {name}{usual}"
 
 
 def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> RanksOutcome:
