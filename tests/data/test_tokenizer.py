@@ -21,7 +21,6 @@ from distributed_training.data.chats.prepare import (
     read_pieces,
 )
 from distributed_training.data.corpus import find_corpus, read_prose
-from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.files import load_model_json
@@ -201,7 +200,6 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"eos_token": {"__type": "AddedToken"}}, "end-of-text"),
         ({"eos_token": None}, "end-of-text"),
         (
             {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"},
@@ -257,18 +255,6 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
     tokenizer = Tokenizer(save_tokenizer(tmp_path, built, unk_token="?"))
     counts = count_texts(tmp_path, ["a", "zz", "a|a", "a"], tokenizer, pack=False)
     assert counts["notes"] == {UNKNOWN: 1, SPECIAL: 1}
-
-
-def test_answers_near_characters_without_a_token_are_refused(tmp_path):
-    """The library shifts the offsets after a character that has no token, so the answer could not
-    be found."""
-    built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
-    tokenizer = Tokenizer(save_tokenizer(tmp_path, built))
-    ((_, mask),) = tokenizer.encode_pieces([Piece("a:b|", [(2, 4)], templated=True)])
-    assert mask.tolist() == [False, False, True, True]
-    with refused(str(tmp_path)):
-        tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])
 
 
 SPLIT = r"\p{N}{1,3}|\p{L}+|[^\p{N}\p{L}]+"  # unlike that of GPT-2 and Qwen2
