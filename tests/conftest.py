@@ -168,6 +168,17 @@ LONGEST_FIRST = (
 )  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In `make quick`, let tests start no processes."""
+    if config.option.markexpr == "not processes" and hasattr(config, "workerinput"):
+        sys.addaudithook(_refuse_processes)
+
+
+def _refuse_processes(event: str, _: object) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        raise AssertionError("This test starts a process. Mark it with pytest.mark.processes.")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long test files first, so that all workers finish at about the same time. Each worker
     runs one file at a time (see run.sh)."""

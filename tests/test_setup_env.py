@@ -38,6 +38,7 @@ def installed(tmp_path, nvidia_smi, index):
     return line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("nvidia_smi", "is_index_reachable", "uses_cpu_build"),
     [(NO_GPU, True, True), (NO_GPU, False, False), (GPU, True, False)],
@@ -51,6 +52,7 @@ def test_cpu_build_is_installed_without_a_gpu_if_its_index_is_reachable(
     assert (f"--extra-index-url {address}" in line) == uses_cpu_build
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "pin", "is_met"),
     [

@@ -35,6 +35,7 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
             assert "".join(read_text(tmp_path / "a.txt", by_line=by_line)) == STORY + "\r"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "words"),
     [

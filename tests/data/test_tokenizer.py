@@ -181,6 +181,7 @@ print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(fo
 """
 
 
+@pytest.mark.processes
 def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
     corpus = jsonl(tmp_path, [{"messages": SAID}] * 4)
     prepare(tmp_path / "cache", Tokenizer(folder), corpus, max_length=200)
