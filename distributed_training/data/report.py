@@ -66,7 +66,7 @@ def summarize(folder: Path, config: RunConfig, *, can_pack: bool) -> dict[str, A
     - `notes`: number of occurrences of each note."""
     counts = read_meta(folder)["counts"]["train"]
     left_out = dict(counts["left_out"])
-    notes = {note: count for note, count in counts["notes"].items() if count}
+    notes = dict(counts["notes"])
     form, packs, splits = read_samples(folder, config, can_pack=can_pack)
     samples = splits[0]
     split = load_tokens(folder)[1][0]

@@ -241,7 +241,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     if message["role"] == ASSISTANT and not _is_empty(call) and not message.get("tool_calls"):
         # OpenAI's older format has at most one call in an answer, under another key.
         message["tool_calls"] = _parse_calls(call, where)
-    if not isinstance(message.get("tool_calls", []), list):
+    if not isinstance(message.get("tool_calls") or [], list):
         what = f"{where} has tool_calls that are not a list: {shown(message['tool_calls'])}"
         raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
     has_null_content = "content" in raw or "value" in raw
