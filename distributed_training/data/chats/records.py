@@ -83,12 +83,8 @@ class Record:
         def is_given(name: str) -> bool:
             return not _is_empty(fields.get(name))
 
-        def rank(pair: tuple[str, str]) -> tuple[bool, bool]:
-            question, answer = pair
-            return is_given(answer), is_given(question)
-
         pairs = [pair for pair in _COLUMN_PAIRS if fields.keys() >= {*pair}]
-        pair = max(pairs, key=rank, default=())
+        pair = max(pairs, key=lambda pair: is_given(pair[1]), default=())
         has_pair = any(map(is_given, pair))
         chats = [name for name in (MESSAGES, "conversations") if name in fields]
         chat = max(chats, key=is_given, default="")
