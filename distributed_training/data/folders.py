@@ -139,7 +139,9 @@ def _find_splits_by_convention(folder: Path, files: Sequence[Path], what: str) -
     known_files = {base / file.relative_to(folder) for file in files}
     patterns = None
     try:
-        configs = read_card(folder / CARD, what) if (folder / CARD).is_file() else {}
+        configs: Any = {}
+        if (folder / CARD).is_file():
+            configs = read_card(folder / CARD, what)
         if configs:
             name = configs.get_default_config_name()
             if name is None:
