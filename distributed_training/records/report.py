@@ -16,12 +16,7 @@ from distributed_training.records.display import fill_template, fold, short_name
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
 from distributed_training.settings.errors import UserError, describe, print_stderr, printable
-from distributed_training.settings.files import (
-    check_replaced,
-    plural,
-    resolve_user_path,
-    write_own,
-)
+from distributed_training.settings.files import check_replaced, plural, resolve_user_path, write_own
 
 COMMAND = "python real_model_example.py report"
 Figure = Any  # matplotlib.figure.Figure, which is slow to import

@@ -175,7 +175,7 @@ class LayoutRow:
         if not self.records:
             return "not run yet"
         r = self.records[-1]
-        word = r.status
+        word: str = r.status
         if word == "running" and r.hostname == platform.node() and not is_alive(r):
             word = "killed"
         # The record of a run that did not end as planned may lack the steps after the last
