@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.hub_stub import serve
 from tests.pool import ROOT
 
+pytestmark = pytest.mark.processes
 GPU = "#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n"
 NO_GPU = "#!/bin/sh\nexit 9\n"
 
@@ -38,7 +39,6 @@ def installed(tmp_path, nvidia_smi, index):
     return line
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("nvidia_smi", "is_index_reachable", "uses_cpu_build"),
     [(NO_GPU, True, True), (NO_GPU, False, False), (GPU, True, False)],
@@ -52,7 +52,6 @@ def test_cpu_build_is_installed_without_a_gpu_if_its_index_is_reachable(
     assert (f"--extra-index-url {address}" in line) == uses_cpu_build
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "pin", "is_met"),
     [

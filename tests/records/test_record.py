@@ -26,6 +26,8 @@ from distributed_training.records.record import (
 from distributed_training.settings.files import ROOT
 from tests.support import refused, start_test_record
 
+pytestmark = pytest.mark.processes  # A new record names the commit, for which it runs git.
+
 
 @pytest.mark.parametrize(
     ("text", "word"),
@@ -42,7 +44,6 @@ def test_files_that_are_not_records_are_refused(text, word, tmp_path):
         load_record(tmp_path)
 
 
-@pytest.mark.processes
 def test_a_run_is_alive_while_a_process_holds_the_lock_of_its_folder(tmp_path):
     record = start_test_record(tmp_path)
     assert json.loads((tmp_path / RECORD_FILE).read_text()) == record.values
@@ -57,7 +58,6 @@ def test_a_run_is_alive_while_a_process_holds_the_lock_of_its_folder(tmp_path):
         assert is_alive(state)
 
 
-@pytest.mark.processes
 def test_without_a_checkout_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("distributed_training.records.record.ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -82,7 +82,6 @@ def test_metrics_are_appended_and_a_resumed_run_drops_the_rows_it_repeats(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 
-@pytest.mark.processes
 def test_the_record_of_a_diverged_run_is_valid_json(tmp_path):
     nan, inf = float("nan"), float("inf")
     start_record(tmp_path, loss_curve=[[1, nan], (2, 0.5)], memory={"peak": -inf})
@@ -96,7 +95,6 @@ def test_the_record_of_a_diverged_run_is_valid_json(tmp_path):
     assert row == {"step": 1, "loss": None, "grad_norm": None}
 
 
-@pytest.mark.processes
 def test_the_record_names_the_first_cause_of_a_failure(tmp_path):
     """The record must name the first cause, whichever rank writes last. A lost connection is no
     cause, and the launching process knows better."""
@@ -123,7 +121,6 @@ def test_the_record_names_the_first_cause_of_a_failure(tmp_path):
     mark_stopped(tmp_path / "no such folder", "failed", "nobody sees it")
 
 
-@pytest.mark.processes
 def test_the_record_of_an_earlier_attempt_is_not_changed(tmp_path):
     record = start_test_record(tmp_path)
     mark_stopped(tmp_path, "failed", "rank 1: killed")
