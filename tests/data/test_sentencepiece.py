@@ -79,7 +79,7 @@ def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp
         (tmp_path / name).write_text(json.dumps(values))
     tokenizer, hf_tokenizer = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.facts.kind == cls
-    assert hf_tokenizer.is_fast == not case.startswith("slow")
+    assert hf_tokenizer.is_fast == case.startswith(("fast", "vocab"))
     for text in TEXTS:
         ((ids, mask),) = tokenizer.encode_pieces([Piece(text)])
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]
