@@ -133,7 +133,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
     """Tokenize a corpus into an empty cache folder. Raises UserError if there is no text to train
     on."""
-    tokenizer.check_export()
+    tokenizer.check_splits()
     splits, firsts = {}, {}
     counts = {split: Counts() for split in corpus}
     pause = 0.1 if sys.stderr.isatty() else LOG_EVERY_S

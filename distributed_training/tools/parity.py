@@ -165,7 +165,7 @@ def find_excess(
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
         rounding = rounding_differences[quantity]
-        worst_rounding = max(rounding.values())
+        worst_rounding = max(rounding.values(), default=0.0)
         excesses = []
         for name, difference in differences[quantity].items():
             own_rounding = worst_rounding  # for all steps, the rounding of the worst step
