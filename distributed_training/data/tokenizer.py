@@ -334,13 +334,14 @@ class Tokenizer:
         firsts = np.minimum(offsets[:, 0], np.append(0, lasts[:-1]))
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
-            tokens = np.flatnonzero((lasts > first) & (firsts < last))
+            tokens = np.flatnonzero((lasts > first) & (firsts < last)).tolist()
             for edge in (0, -1):
-                if len(tokens):
-                    start, end = int(firsts[tokens[edge]]), int(lasts[tokens[edge]])
-                    shared = piece.text[max(start, first) : min(end, last)]
-                    if not shared.strip() and piece.text[start:end].strip():
-                        tokens = np.delete(tokens, edge)
+                if not tokens:
+                    break
+                start, end = int(firsts[tokens[edge]]), int(lasts[tokens[edge]])
+                shared = piece.text[max(start, first) : min(end, last)]
+                if not shared.strip() and piece.text[start:end].strip():
+                    del tokens[edge]
             mask[tokens] = True
         return ids, mask
 

@@ -74,9 +74,7 @@ def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
             axes.plot(eval_steps, eval_losses, "o", markeredgecolor="white", zorder=3, **style)
     if not axes.lines:
         return None
-    axes.plot([], [], color="black", linewidth=1.2, label="training")
-    axes.plot([], [], "o", color="black", markersize=5, label="validation")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set(xlabel="optimizer step", ylabel="loss in nats per token (dots: validation)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
     return figure

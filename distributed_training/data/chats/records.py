@@ -119,7 +119,8 @@ class Record:
     def find_unread(self) -> list[str]:
         """Return the names of the columns with a value that has not been read."""
         used = {self._columns.get(name, name) for name in self._used}
-        return [name for name, value in self._raw.items() if name not in used and value is not None]
+        given = [name for name, value in self._raw.items() if value is not None]
+        return [name for name in given if name not in used]
 
     def read_text(self) -> str:
         """Return the record's text, or "" if it is null. Raises UserError if it is not a string."""
@@ -151,7 +152,8 @@ class Record:
                 messages += self._read_messages(self.names[1], notes)
             elif answer := self._read(self.names[1]):
                 messages.append({"role": ASSISTANT, "content": answer})
-        if system := self._read("system"):
+        system = self._read("system")
+        if system:
             if not messages or messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
                 skip = [0, *(index + 1 for index in skip)]
@@ -185,7 +187,8 @@ class Record:
             if texts[1]:
                 messages.append({"role": ASSISTANT, "content": texts[1]})
         question = self._read(self.names[0], optional=False)
-        if self.names[0] == "instruction" and (context := self._read("input")):
+        context = self._read("input") if self.names[0] == "instruction" else None
+        if context:
             question = f"{question}\n{context}"
         return [*messages, {"role": "user", "content": question}]
 
@@ -200,7 +203,9 @@ class Record:
         self._used.add(name)
         value = self.fields.get(name)
         if cls is not str:
-            value = None if _is_empty(value := _parse(value)) else value
+            value = _parse(value)
+            if _is_empty(value):
+                value = None
         if (value is None and optional) or isinstance(value, cls):
             return value
         example = _EXAMPLES[self.form]
