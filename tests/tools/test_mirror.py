@@ -137,7 +137,7 @@ def test_a_broken_mirror_does_not_end_the_command(end, expected, tmp_path):
     command = [sys.executable, "-c", MIRROR, runs, bucket]
     command += [sys.executable, "-c", JOB, bucket, log, end]
     with log.open("w") as file:
-        done = subprocess.run(command, stderr=file, env=clean_environment(), timeout=120)
+        done = subprocess.run(command, stderr=file, env=clean_environment(), timeout=60)
     assert done.returncode == expected
     if end:
         assert mirror.find_complete(bucket / RUN).name == checkpoint_name(10)
