@@ -139,7 +139,9 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         print(f"\nInterrupted with {plural(count_runs(runs, 'remaining'), 'run')} remaining.")
         print("Run the same command again to continue.")
     write_page(runs, out)
-    return code or int(count_runs(runs, "ok") == 0)
+    if code == 0 and count_runs(runs, "ok") == 0:
+        code = 1
+    return code
 
 
 def count_runs(runs: Sequence[Run], status: str) -> int:
@@ -151,10 +153,11 @@ def build_runs(
 ) -> tuple[list[Run], Path]:
     """Return the requested runs and the folder for their records. Values from the plan and from the
     command line override `defaults`. Raises UserError if CONFIG rejects every run."""
-    if (arguments.plan is None) == (arguments.strategies is None):
+    has_plan, has_strategies = arguments.plan is not None, arguments.strategies is not None
+    if has_plan == has_strategies:
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
-    if arguments.plan is not None:
+    if has_plan:
         file = Path(arguments.plan).expanduser()
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
         document = load_json(file, "plan")

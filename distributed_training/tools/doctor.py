@@ -164,4 +164,4 @@ def main(output_dir: Path) -> int:
     levels = Counter(finding.level for finding in findings)
     counts = f"{levels['fail']} failed, {plural(levels['warn'], 'warning')}, {levels['ok']} ok"
     print(f"\n{counts}" if levels["fail"] else f"\n{counts}. This machine can train.")
-    return int(levels["fail"] > 0)
+    return 1 if levels["fail"] else 0

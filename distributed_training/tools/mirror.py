@@ -109,8 +109,10 @@ def main(
     seconds. Return the exit code of the command, or 1 if the last files could not be copied."""
     runs.mkdir(parents=True, exist_ok=True)
     fetch(runs, mirror)
-    # Only the first node has the record and the model.
-    record, model = ("*", "**/*") if node_rank == "0" else (None, None)
+    record = model = None
+    if node_rank == "0":  # the only node with the record and the model
+        record = "*"
+        model = "**/*"
     process = subprocess.Popen(command)
     with handle_signals({signal.SIGTERM: lambda signum, _: process.send_signal(signum)}):
         while process.poll() is None:

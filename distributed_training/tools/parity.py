@@ -87,7 +87,7 @@ def exit_code(verdicts: Sequence[str]) -> int:
     """Return 0 if at least one layout computes the same results as a single process and no layout
     fails or computes different results. Otherwise, return 1."""
     has_failed = not {*verdicts} <= {OK, OTHER_WORK, SKIPPED}
-    return int(has_failed or OK not in verdicts)
+    return 1 if has_failed or OK not in verdicts else 0
 
 
 def choose_defaults(config: Request) -> compare.Values:

@@ -147,7 +147,7 @@ def _find_answer(
         overlap = text[len(header) : start]
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
             start = len(header)  # The answer begins with the end of the question.
-        return _Answer(text, start, end, True, stop)
+        return _Answer(text, start, end, is_prefix=True, stop=stop)
     if header and prompt and earlier_messages:
         # The template renders a question without an answer differently from a question with an
         # answer.
@@ -157,7 +157,7 @@ def _find_answer(
         pieces = _try_render(render, [*probe_messages, reply]).split(_PLACEHOLDER)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(prompt + answer_text, len(prompt), 0, False, stop)
+            return _Answer(prompt + answer_text, len(prompt), end=0, is_prefix=False, stop=stop)
     if not header:
         # The answer has reasoning, but the prompt ends with an empty block of reasoning. As in
         # TRL's templates for training, the answer begins with its own block.
@@ -166,7 +166,7 @@ def _find_answer(
         if not (header and text.startswith(header)):
             which = f"message {index + 1}, an answer,"
             raise AlignmentError(f"{which} is not at the position where the template puts answers")
-    return _Answer(text, len(header), end, True, stop)
+    return _Answer(text, len(header), end, is_prefix=True, stop=stop)
 
 
 def _try_render(render: Render, messages: Sequence[Message], **options: Any) -> str:
