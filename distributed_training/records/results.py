@@ -5,7 +5,6 @@ settings."""
 import platform
 import statistics
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from distributed_training.settings.files import plural
 
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
-VISIBLE_LOSS = 0.01  # nats per token; curves that differ by less look equal in a plot
 _NAME_WIDTH = 26  # width of the first column on a terminal
 # Columns that only pages show, because a terminal has 80 columns
 _PAGE_COLUMNS = {
@@ -212,8 +210,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return sentences about the amount of work, the fastest layout and the loss curves. If the
-        runs are not comparable, name the settings in which they differ instead."""
+        """Return sentences about the amount of work and the fastest layout. If the runs are not
+        comparable, name the settings in which they differ instead."""
         works = [record.work for record in self.records]
         keys = [key for key in differing_keys(works) if key != "seed"]
         if keys:
@@ -226,18 +224,9 @@ class Comparison:
         if len(speeds) < 2:
             return ""
         *_, (second_speed, second), (speed, first) = sorted(speeds)
-        losses = defaultdict(list)
-        for r in self.records:
-            for step, loss in r.loss_curve:
-                if loss is not None:
-                    losses[r.work["seed"], step].append(loss)
-        differences = [max(values) - min(values) for values in losses.values()]
-        difference = max(differences, default=0.0)
-        curves = "Loss curves coincide" if difference < VISIBLE_LOSS else "Training losses differ"
         return (
             f"Each run trained on {amount_of(self.records[0]).total}. {first} is the fastest, with "
-            f"{speed:,.0f} tokens/s, {speed / second_speed:.3g} times {second}. "
-            f"{curves}: the largest difference at a step is {difference:.1g}."
+            f"{speed:,.0f} tokens/s, {speed / second_speed:.3g} times {second}."
         )
 
     @property
