@@ -14,7 +14,7 @@ test:  ## Every check and every test that needs no GPU
 	bash tests/run.sh
 
 quick:  ## Unit tests of every room, without processes
-	bash tests/run.sh -q -n 2 $(rooms) tests/test_*.py
+	bash tests/run.sh -q -n 2 -m "not processes" $(rooms) tests/test_*.py
 
 ends:  ## Unit tests with the oldest and with the newest versions in pyproject.toml's ranges
 	$(setup) && python -m pip install -q uv && for end in lowest-direct highest; do \

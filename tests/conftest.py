@@ -168,6 +168,11 @@ LONGEST_FIRST = (
 )  # fmt: skip
 
 
+def _refuse_processes(event: str, _: object) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        raise AssertionError("This test starts a process. Mark it with pytest.mark.processes.")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long test files first, so that all workers finish at about the same time. Each worker
     runs one file at a time (see run.sh)."""
@@ -175,8 +180,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
-def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which the tests trigger often."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude imported modules from garbage collection, which the tests trigger often. In `make
+    quick`, let tests start no processes."""
+    if session.config.option.markexpr == "not processes":
+        sys.addaudithook(_refuse_processes)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

@@ -81,6 +81,7 @@ def test_options_of_other_programs_give_advice_that_is_accepted():
         assert named or advice.startswith(other_advice)
 
 
+@pytest.mark.processes
 def test_help_is_complete_grouped_and_narrow():
     answer = light_pool().script(["--help", "all"], COLUMNS="80")
     lines = answer.stdout.splitlines()
@@ -97,6 +98,7 @@ def test_help_is_complete_grouped_and_narrow():
         assert f"  {option}" in answer.stdout
 
 
+@pytest.mark.processes
 def test_the_first_help_is_one_page_with_all_commands():
     lines = light_pool().script(["--help"]).stdout.splitlines()
     assert len(lines) <= 40

@@ -79,6 +79,7 @@ def test_example_of_a_config_key(tmp_path):
         run_config(label_smoothing=0.7)
 
 
+@pytest.mark.processes
 def test_example_of_a_measurement(folder):
     file = folder / "results/lab/first_evaluation.py"
     answer = heavy_pool().script([], script=file, cwd=folder)

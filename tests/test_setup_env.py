@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.hub_stub import serve
 from tests.pool import ROOT
 
+pytestmark = pytest.mark.processes
 GPU = "#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n"
 NO_GPU = "#!/bin/sh\nexit 9\n"
 

@@ -8,7 +8,7 @@ name begins with .writing-."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from distributed_training.data.chats.prepare import SPECIAL, UNKNOWN, Counts, read_pieces
-from distributed_training.data.corpus import Corpus, count_corpus_bytes, fingerprint
+from distributed_training.data.corpus import Corpus, Source, count_corpus_bytes, fingerprint
 from distributed_training.data.files import sha256_of
 from distributed_training.data.pieces import MESSAGES, PROMPT, RUNNING, TEXT, Piece
 from distributed_training.data.text_bytes import count_bytes
@@ -29,7 +29,7 @@ from distributed_training.settings.config import Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder, plural
 
-_VERSION = 19
+_VERSION = 20
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
@@ -120,63 +120,88 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     meta = read_meta(folder)
     splits = []
     for split, dtypes in meta["splits"].items():
-        splits.append({"firsts": np.array(meta["firsts"][split])})
+        arrays = {"firsts": np.array(meta["firsts"][split])}
         for name, dtype in dtypes.items():
+            arrays[name] = np.empty(0, dtype)
             file = folder / f"{split}-{name}.bin"
-            # A split without text has no file.
-            splits[-1][name] = np.memmap(file, dtype, "r") if file.exists() else np.empty(0, dtype)
+            if file.exists():  # A split without text has no file.
+                arrays[name] = np.memmap(file, dtype, "r")
+        splits.append(arrays)
     return meta["form"], splits
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: Config) -> None:
     """Tokenize a corpus into an empty cache folder. Raises UserError if there is no text to train
     on."""
-    tokenizer.check_export()
-    num_bytes = count_corpus_bytes(corpus)
-    by_line = config.pack is False
-    ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
-    splits = {}
+    tokenizer.check_splits()
+    splits, firsts = {}, {}
     counts = {split: Counts() for split in corpus}
-    firsts = {split: [0] for split in corpus}
     pause = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
     with tqdm(
-        desc="tokenizing", total=num_bytes, leave=False, mininterval=pause, delay=pause,
+        desc="tokenizing",
+        total=count_corpus_bytes(corpus),
+        leave=False,
+        mininterval=pause,
+        delay=pause,
         bar_format="{l_bar}{bar:20}| {elapsed}<{remaining}{postfix}",
-    ) as bar:  # fmt: skip
+    ) as bar:
         for split, sources in corpus.items():
-            dtypes = {"ids": ids_dtype, "starts": "int64"}
-            if sources[0].columns is not None:
-                dtypes["loss_mask"] = "bool"
-            splits[split] = dtypes
-            (folder / f"{split}-starts.bin").write_bytes(bytes(8))
-            for source in sources:
-                num_ids = firsts[split][-1]
-                pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
-                for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
-                    arrays["starts"] += num_ids
-                    num_ids += len(arrays["ids"])
-                    bar.set_postfix_str(f"{counts[split].records:,} records", refresh=False)
-                    for name, dtype in dtypes.items():
-                        with open(folder / f"{split}-{name}.bin", "ab") as file:
-                            file.write(arrays[name].astype(dtype).tobytes())
-                firsts[split].append(num_ids)
-            if counts[split].forms.keys() == {TEXT}:
-                (folder / f"{split}-loss_mask.bin").unlink(missing_ok=True)
-                del dtypes["loss_mask"]
-    if not (folder / "train-ids.bin").exists():
-        train = counts["train"]
-        reasons = ", ".join([*train.left_out, *filter(train.notes.get, train.notes)])
+            splits[split], firsts[split] = _write_split(
+                folder / split,
+                sources,
+                tokenizer,
+                counts[split],
+                bar,
+                by_line=config.pack is False,
+            )
+    train = counts["train"]
+    if firsts["train"][-1] == 0:
+        reasons = ", ".join([*train.left_out, *train.notes])
         why = f"{plural(train.records, 'record')} left out: {reasons}" if reasons else ""
         raise UserError(f"dataset={config.dataset!r} contains no text", why)
-    forms = (form for form in (MESSAGES, PROMPT, TEXT) if form in counts["train"].forms)
     meta = {
-        "form": next(forms, RUNNING), "splits": splits, "firsts": firsts,
+        "form": next((form for form in (MESSAGES, PROMPT, TEXT) if form in train.forms), RUNNING),
+        "splits": splits,
+        "firsts": firsts,
         "tokenizer": asdict(tokenizer.facts),
         "counts": {split: vars(split_counts) for split, split_counts in counts.items()},
         "sha256": _digest(folder),
-    }  # fmt: skip
+    }
     (folder / _META_FILE).write_text(json.dumps(meta))
     np.save(folder / _BYTES_FILE, count_bytes(tokenizer))
+
+
+def _write_split(
+    prefix: Path,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    counts: Counts,
+    bar: tqdm,
+    *,
+    by_line: bool,
+) -> tuple[dict[str, str], list[int]]:
+    """Tokenize the sources of a split into files whose names begin with `prefix`. Return (dtype of
+    each array, index of the first id of each source, followed by the number of ids)."""
+    dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
+    if sources[0].columns is not None:
+        dtypes["loss_mask"] = "bool"
+    Path(f"{prefix}-starts.bin").write_bytes(bytes(8))
+    num_ids = 0
+    firsts = [0]
+    for source in sources:
+        pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts)
+        for arrays in _tokenize_split(pieces, tokenizer, counts, bar):
+            arrays["starts"] += num_ids
+            num_ids += len(arrays["ids"])
+            bar.set_postfix_str(f"{counts.records:,} records", refresh=False)
+            for name, dtype in dtypes.items():
+                with open(f"{prefix}-{name}.bin", "ab") as file:
+                    file.write(arrays[name].astype(dtype).tobytes())
+        firsts.append(num_ids)
+    if counts.forms.keys() == {TEXT}:
+        Path(f"{prefix}-loss_mask.bin").unlink(missing_ok=True)
+        del dtypes["loss_mask"]
+    return dtypes, firsts
 
 
 def _tokenize_split(
@@ -198,12 +223,14 @@ def _tokenize_split(
                 num_special = num_unknown = 0
             num_special += int(is_special[row].sum())
             num_unknown += int((row == unknown_id).sum())
-            if piece.ends:
-                counts.notes[SPECIAL] += piece.eos and num_special > num_added
-                counts.notes[UNKNOWN] += num_unknown > 0
-            if piece.eos and piece.ends and row[-1:].tolist() != [tokenizer.eos_id]:
-                row = np.append(row, tokenizer.eos_id)
-                mask = np.append(mask, True)
+            if piece.ends and num_unknown:
+                counts.notes[UNKNOWN] += 1
+            if piece.ends and piece.eos:
+                if num_special > num_added:
+                    counts.notes[SPECIAL] += 1
+                if len(row) == 0 or row[-1] != tokenizer.eos_id:
+                    row = np.append(row, tokenizer.eos_id)
+                    mask = np.append(mask, True)
             rows.append(row)
             masks.append(mask)
         ends = np.cumsum([len(row) for row in rows])

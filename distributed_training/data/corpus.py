@@ -7,9 +7,8 @@ import os
 import re
 import shlex
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from distributed_training.data.folders import (
     SUFFIXES,
     check_dataset_exists,
     find_splits,
+    is_hidden,
 )
 from distributed_training.data.pieces import Piece
 from distributed_training.settings.config import AUTO
@@ -63,15 +63,19 @@ class Source:
     def num_bytes(self) -> int:
         """Approximate size of the text in bytes. Compressed files are counted at their compressed
         size."""
-        return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
+        file_sizes = [file.stat().st_size for file in self.files]
+        return sum(file_sizes) + sum(map(len, self.texts))
 
     def read_texts(self, *, by_line: bool, can_cut: bool) -> Iterator[Piece]:
         """Yield the running text in pieces, in order. If `by_line` is set, yield one piece per
         line."""
-        read = partial(read_text, by_line=by_line)
-        cut = pieces.cut_lines if by_line else partial(pieces.cut_text, can_cut=can_cut)
-        for blocks in itertools.chain(map(read, self.files), ([text] for text in self.texts)):
-            yield from cut(blocks)
+        documents: list[Iterable[str]] = [read_text(file, by_line=by_line) for file in self.files]
+        documents += [[text] for text in self.texts]
+        for blocks in documents:
+            if by_line:
+                yield from pieces.cut_lines(blocks)
+            else:
+                yield from pieces.cut_text(blocks, can_cut=can_cut)
 
     def read_records(self) -> Iterator[tuple[str, Any]]:
         """Yield (location of the record for error messages, record), in order."""
@@ -100,7 +104,9 @@ Corpus = dict[str, list[Source]]
 def fingerprint(corpus: Corpus) -> str:
     """Return the SHA-256 of all contents and their division into splits and datasets. This function
     reads all files."""
-    digests = [(split, [source.digest() for source in corpus[split]]) for split in sorted(corpus)]
+    digests = []
+    for split, sources in sorted(corpus.items()):
+        digests.append((split, [source.digest() for source in sources]))
     return hashlib.sha256(str(digests).encode()).hexdigest()
 
 
@@ -161,26 +167,24 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
     ignored_names = METADATA_FILES
     if all(suffix_of(file) in TEXT_SUFFIXES for file in used_files):
         ignored_names = METADATA_FILES - {CARD}  # The card is a text like the others.
-    names = sorted(
-        file.relative_to(folder)
-        for folder in split_weights(dataset)
-        for file in Path(folder).rglob("*")
-        if file.is_file() and file.name not in ignored_names and file.resolve() not in used_files
-    )
-    return [
-        name.as_posix()
-        for name in names
-        if not any(part.startswith((".", "__")) for part in name.parts)
-    ]
+    unread = []
+    for folder in split_weights(dataset):
+        for file in sorted(Path(folder).rglob("*")):
+            name = file.relative_to(folder)
+            is_ignored = file.name in ignored_names or is_hidden(name)
+            if file.is_file() and not is_ignored and file.resolve() not in used_files:
+                unread.append(name.as_posix())
+    return sorted(unread)
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
     """Parse text such as "prompt=question,completion=answer" into {our name: the dataset's name}.
     Raises UserError if the text does not have this form or if a name to the left of "=" is not in
     COLUMNS."""
-    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-    names = {name.strip(): dataset_name.strip() for name, _, dataset_name in pairs}
-    for name, dataset_name in names.items():
+    names = {}
+    for pair in text.split(",") if text else ():
+        name, _, dataset_name = map(str.strip, pair.partition("="))
+        names[name] = dataset_name
         if name not in COLUMNS or not dataset_name:
             what = f"columns={shown(text)} is not accepted"
             why = f"{name!r} is not a supported column. The supported columns are "
@@ -264,9 +268,11 @@ def read_embedded() -> list[str]:
         subfolders[:] = [
             name for name in subfolders if name not in _SKIPPED_FOLDERS and name[:7] != "config-"
         ]
-        for path in (Path(folder, name) for name in files if name.endswith(".py")):
-            name = path.relative_to(root).as_posix()
-            texts[name] = path.read_text(encoding="utf-8", errors="replace")
+        for file in files:
+            if file.endswith(".py"):
+                path = Path(folder, file)
+                name = path.relative_to(root).as_posix()
+                texts[name] = path.read_text(encoding="utf-8", errors="replace")
     return [text for text in _shuffle(texts) if text.strip()]
 
 
@@ -281,15 +287,22 @@ def read_prose() -> list[str]:
     texts = list[str]()
     seen = set[str]()
     for text in _shuffle(topics):
-        paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
-        prose = [line for line in dict.fromkeys(paragraphs) if _PROSE_PARAGRAPH.fullmatch(line)]
-        texts.append("".join(f"{line}\n" for line in prose if line not in seen))
-        seen.update(prose)
-    return [text for text in texts if text]
+        prose = ""
+        for paragraph in re.split(r"\n\s*\n", text):
+            line = " ".join(paragraph.split())
+            if _PROSE_PARAGRAPH.fullmatch(line) and line not in seen:
+                seen.add(line)
+                prose += f"{line}\n"
+        if prose:
+            texts.append(prose)
+    return texts
 
 
 def _shuffle(texts: dict[str, str]) -> list[str]:
     """Return the texts sorted by a hash of their names. The last texts are held out for validation,
     and this order makes them a representative mixture."""
-    names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [texts[name] for name in names]
+
+    def hash_of(name: str) -> bytes:
+        return hashlib.sha256(name.encode()).digest()
+
+    return [texts[name] for name in sorted(texts, key=hash_of)]

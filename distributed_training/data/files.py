@@ -40,22 +40,14 @@ def suffix_of(path: Path) -> str:
 
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
     """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
-    encoded in UTF-8, or in UTF-16 with a byte-order mark. CRLF is converted to LF, as is CR in a
-    file without LF. Raises UserError if the file has another encoding or cannot be read."""
+    encoded in UTF-8, or in UTF-16 with a byte-order mark. Line ends are read as by Python's `open`:
+    CRLF and CR become LF. Raises UserError if the file has another encoding or cannot be read."""
     encoding = encoding_of(path)
     with open_file(path) as file:
-        head = file.read(BLOCK_SIZE)
-    # Lines end only at line feeds, because U+2028 and similar characters may occur inside a JSON
-    # string. In a file without line feeds, they end at carriage returns.
-    newline = None if b"\r" in head and b"\n" not in head else "\n"
-    with open_file(path) as file:
-        text = io.TextIOWrapper(file, encoding, newline=newline)
+        text = io.TextIOWrapper(file, encoding)
         read = text.readline if by_line else partial(text.read, BLOCK_SIZE)
         try:
-            for block in iter(read, ""):
-                while block.endswith("\r") and (following := text.read(1)):
-                    block += following
-                yield block.replace("\r\n", "\n")
+            yield from iter(read, "")
         except UnicodeDecodeError as error:
             text_before = error.object[: error.start][-20:].decode("ascii", "replace")
             byte = f"0x{error.object[error.start]:02x}"
@@ -120,7 +112,8 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
             yield from _read_jsonl(path)
             return
         raise UserError(f"{path} is not JSON", str(error)) from None
-    for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+    records = value if isinstance(value, list) else [value]
+    for number, record in enumerate(records, 1):
         yield f"{path} record {number}", record
 
 
@@ -129,13 +122,13 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     rows = csv.DictReader(read_text(path, by_line=True), strict=True)
     try:
         names = rows.fieldnames or ()
-        if repeated := sorted(name for name in names if name and names.count(name) > 1):
-            raise UserError(f"{path} has two columns named {repeated[0]!r}", fix="rename one")
-        if len(names) == 1 and (delimiters := {*";\t|"} & {*names[0]}):
-            what = f"{path} has no commas in its header {shown(names[0])}"
-            raise UserError(
-                what, fix=f"separate its columns by commas, not {shown(min(delimiters))}"
-            )
+        for name in names:
+            if name and names.count(name) > 1:
+                raise UserError(f"{path} has two columns named {name!r}", fix="rename one")
+        for delimiter in "\t;|":
+            if len(names) == 1 and delimiter in names[0]:
+                what = f"{path} has no commas in its header {shown(names[0])}"
+                raise UserError(what, fix=f"separate its columns by commas, not {shown(delimiter)}")
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row or None in row.values():
@@ -194,10 +187,13 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
     if isinstance(cls, pyarrow.DictionaryType):
         cls = cls.value_type
     if isinstance(value, dict):
-        members = ((field.name, field.type) for field in cls)
-        decoded = {name: _decode(value[name], of, column) for name, of in members}
-        may_be_null = ("content", "value")  # an answer with null content is not trained on
-        return {name: x for name, x in decoded.items() if x is not None or name in may_be_null}
+        members = {}
+        for field in cls:
+            member = _decode(value[field.name], field.type, column)
+            # An answer with null content is not trained on.
+            if member is not None or field.name in ("content", "value"):
+                members[field.name] = member
+        return members
     if isinstance(cls, pyarrow.JsonType):
         return _parse(value)
     if isinstance(cls, pyarrow.BaseExtensionType | pyarrow.MapType | pyarrow.UnionType):
@@ -228,6 +224,6 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 
 def _not_utf8(path: Path, why: str, encoding: str) -> UserError:
     copy = path.with_suffix(f".utf8{path.suffix}")
-    command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
+    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} -o {shlex.quote(str(copy))}"
     fix = f"convert it to UTF-8. If it is {encoding}, run: {command}"
     return UserError(f"dataset file {path} cannot be read", why, fix)

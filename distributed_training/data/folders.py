@@ -56,12 +56,13 @@ def find_splits(path: Path, what: str, columns: Mapping[str, str]) -> Splits:
             return {"train": [path]}
         raise _unusable_error(what, [path])
     check_dataset_exists(path, what)
-    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _read_saved_splits(path, what)
     files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
     texts = [file for file in files if suffix_of(file) in TEXT_SUFFIXES]
     records = [file for file in files if suffix_of(file) in RECORD_SUFFIXES]
-    files = [file for file in records if not _is_metadata(file, columns)] or texts or records
+    with_records = [file for file in records if not _is_metadata(file, columns)]
+    files = with_records or texts or records
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
     names = [file.relative_to(path).as_posix() for file in files]
@@ -75,12 +76,15 @@ def find_splits(path: Path, what: str, columns: Mapping[str, str]) -> Splits:
 def _has_samples(file: Path, folder: Path) -> bool:
     """Return whether a file contains samples: its suffix is known, and it is not hidden, not in
     METADATA_FILES and not a link to a file outside the folder."""
-    relative = file.relative_to(folder)
-    hidden = any(part.startswith((".", "__")) for part in relative.parts[:-1])
-    hidden = hidden or relative.name.startswith(".") or relative.name in METADATA_FILES
-    is_sample = suffix_of(file) in SUFFIXES and not hidden and not file.is_dir()
+    is_sample = suffix_of(file) in SUFFIXES and file.name not in METADATA_FILES
+    is_sample = is_sample and not file.is_dir() and not is_hidden(file.relative_to(folder))
     # A pipe, device or broken link is refused when it is opened.
     return is_sample and not (file.is_file() and is_outside(file, folder))
+
+
+def is_hidden(path: Path) -> bool:
+    """Return whether a part of a relative path begins with a period or two underscores."""
+    return any(part.startswith((".", "__")) for part in path.parts)
 
 
 def _is_metadata(file: Path, columns: Mapping[str, str]) -> bool:
@@ -89,10 +93,13 @@ def _is_metadata(file: Path, columns: Mapping[str, str]) -> bool:
     if suffix_of(file) != ".json":
         return False
     values = list(itertools.islice(read_records(file, columns=()), 2))
+    if not values:
+        return True
+    where, value = values[0]
     try:
-        Record(*values[0][::-1], columns)
-    except (UserError, IndexError):
-        return len(values) < 2 or not isinstance(values[0][1], dict)
+        Record(value, where, columns)
+    except UserError:
+        return len(values) == 1 or not isinstance(value, dict)
     return False
 
 
@@ -114,9 +121,8 @@ def read_card(card: Path, what: str) -> Any:
         raise UserError(f"{what}: {card.name} has YAML aliases", why, "write out their values")
     configs = MetadataConfigs.from_dataset_card_data(DatasetCard(text).data)
     for config in configs.values():
-        patterns = [config.get("data_dir") or ""]
-        patterns += itertools.chain(*sanitize_patterns(config.get("data_files") or "").values())
-        for pattern in patterns:
+        data_files = sanitize_patterns(config.get("data_files") or "")
+        for pattern in (config.get("data_dir") or "", *itertools.chain(*data_files.values())):
             # A colon occurs in ftp://host/file and in zip://file::archive.
             if ":" in pattern or os.path.isabs(pattern) or ".." in Path(pattern).parts:
                 why = "a dataset may refer only to its own files"
@@ -133,7 +139,10 @@ def _find_splits_by_convention(folder: Path, files: Sequence[Path], what: str) -
     known_files = {base / file.relative_to(folder) for file in files}
     patterns = None
     try:
-        if configs := (folder / CARD).is_file() and read_card(folder / CARD, what):
+        configs: Any = {}
+        if (folder / CARD).is_file():
+            configs = read_card(folder / CARD, what)
+        if configs:
             name = configs.get_default_config_name()
             if name is None:
                 why = f"its configurations are {shown(list(configs))}"
@@ -149,9 +158,9 @@ def _find_splits_by_convention(folder: Path, files: Sequence[Path], what: str) -
         raise UserError(f"{what} cannot be divided into splits", describe(error)) from None
     splits = {}
     for split, names in files_by_split.items():
-        paths = sorted(Path(os.path.normpath(name)) for name in names)
-        if used := [path for path in paths if path in known_files]:
-            splits[str(split)] = used
+        used_files = known_files.intersection(Path(os.path.normpath(name)) for name in names)
+        if used_files:
+            splits[str(split)] = sorted(used_files)
     return splits
 
 

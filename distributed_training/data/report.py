@@ -10,7 +10,7 @@ import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.corpus import split_weights
-from distributed_training.data.pieces import MESSAGES, RUNNING, TEXT
+from distributed_training.data.pieces import MESSAGES, RUNNING
 from distributed_training.data.samples import Samples, count_targets, divide, read_samples
 from distributed_training.settings.config import Config
 from distributed_training.settings.files import plural, shown
@@ -47,62 +47,70 @@ def summarize(folder: Path, config: Config, *, can_pack: bool) -> dict[str, Any]
     - `notes`: number of occurrences of each note."""
     counts = read_meta(folder)["counts"]["train"]
     left_out = dict(counts["left_out"])
-    notes = {note: count for note, count in counts["notes"].items() if count}
+    notes = dict(counts["notes"])
     form, packs, splits = read_samples(folder, config, can_pack=can_pack)
     samples = splits[0]
     split = load_tokens(folder)[1][0]
     lengths = np.diff(split["starts"])
-    is_cut = np.zeros(0, bool)
-    num_answers_cut = 0
-    # If a record may have several samples, one per answer, count omitted samples in a note.
-    has_one_sample = len(lengths) == counts["records"] - sum(left_out.values())
-    if form != RUNNING and (num_short := int((lengths < 2).sum())):
+    num_read = counts["records"] - sum(left_out.values())
+    num_short = int((lengths < 2).sum())
+    num_cut = num_answers_cut = 0
+    if num_short and form != RUNNING:
         left_out["fewer than two tokens"] = num_short
     if "loss_mask" in split:
-        order = np.argsort(samples.starts)
-        starts = samples.starts[order]
-        full_lengths = lengths[np.searchsorted(split["starts"], starts, "right") - 1] - 1
-        is_cut = full_lengths > config.max_length
-        num_answers = count_targets(split["loss_mask"], starts, full_lengths)
-        num_answers_cut = int((samples.num_targets[order] < num_answers).sum())
-        if num_filled := int((lengths > 1).sum()) - len(samples):
-            if has_one_sample:
-                left_out[FILLED] = num_filled
-            else:
-                notes[f"sample of a record with several answers left out ({FILLED})"] = num_filled
-    # If texts are packed, long texts are split into several samples instead of being cut.
-    elif not (packs and form in (RUNNING, TEXT)):
-        is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
-    # Neighboring samples of running text share a token: the last token of one sample is the first
-    # token of the next.
-    is_shared = form == RUNNING and packs
-    num_sample_tokens = (samples.lengths + (0 if is_shared else 1)).sum()
+        num_cut, num_answers_cut = _count_cut(samples, split, config.max_length)
+        num_filled = len(lengths) - num_short - len(samples)
+        # A record may have several samples, one per answer. Count omitted samples in a note then.
+        if num_filled and len(lengths) == num_read:
+            left_out[FILLED] = num_filled
+        elif num_filled:
+            notes[f"sample of a record with several answers left out ({FILLED})"] = num_filled
+    elif not packs:  # If texts are packed, long texts are split instead of being cut.
+        num_cut, _ = _count_cut(samples, split, config.max_length)
     num_used = counts["records"] - sum(left_out.values())
-    num_samples = len(samples)
+    num_sample_tokens = samples.lengths.sum()
+    if packs and form == RUNNING:
+        unit = "blocks"
+    else:
+        # The last token of a sample is only a target. Neighboring blocks of running text share it.
+        num_sample_tokens += len(samples)
+        unit = "samples"
+        if len(samples) == num_used:
+            unit = "chats" if form == MESSAGES else "records"
     train, validation = divide(splits, config)
     weights = split_weights(config.dataset)
     trained = np.bincount(train.owners, minlength=len(weights)).tolist()
-    unit = "records" if num_samples == num_used else "samples"
-    if form == MESSAGES and unit == "records":
-        unit = "chats"
     tokens = np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
     return {
         "form": form,
         "records": counts["records"],
         "used": num_used,
         "left_out": left_out,
-        "samples": num_samples,
+        "samples": len(samples),
         "held_out": len(validation),
         "trained": len(train),
         "trained_by_dataset": dict(zip(weights, trained, strict=True)),
-        "unit": "blocks" if is_shared else unit,
-        "cut": int(is_cut.sum()),
+        "unit": unit,
+        "cut": num_cut,
         "ends_cut": num_answers_cut,
         "tokens": dict(zip(QUANTILES, tokens, strict=True)),
         "num_tokens": int(lengths.sum()),
         "loss_share": float(samples.num_targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
     }
+
+
+def _count_cut(samples: Samples, split: dict[str, np.ndarray], max_length: int) -> tuple[int, int]:
+    """Return the number of samples that are cut at max_length, and the number of those that lose
+    targets in the loss. Each sample must be one document of the split or the beginning of one."""
+    samples = samples.select(np.argsort(samples.starts))
+    documents = np.searchsorted(split["starts"], samples.starts, "right") - 1
+    full_lengths = np.diff(split["starts"])[documents] - 1
+    num_cut = int((full_lengths > max_length).sum())
+    if "loss_mask" not in split:
+        return num_cut, num_cut
+    num_targets = count_targets(split["loss_mask"], samples.starts, full_lengths)
+    return num_cut, int((samples.num_targets < num_targets).sum())
 
 
 def describe_split(counts: dict[str, Any]) -> str:

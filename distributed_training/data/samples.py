@@ -28,7 +28,6 @@ from distributed_training.settings.errors import UserError
 IGNORE_INDEX = -100
 NO_SAMPLE = -1  # index of "no sample", which pads the last step of an epoch
 CAPPED_NUM_SAMPLES = 1000  # default of num_samples for comparisons, and for first runs on a CPU
-_CHUNK_TOKENS = 2**20  # tokens whose bytes are counted at a time
 # Fraction of samples kept for validation if the dataset has no validation split
 VALIDATION_SHARE = 0.05
 
@@ -55,7 +54,7 @@ class Samples:
     max_documents: int = 0  # largest number of documents in a block, plus one for padding
 
     def __len__(self) -> int:
-        return len(self.starts if self.firsts is None else self.firsts[1:])
+        return len(self.starts) if self.firsts is None else len(self.firsts) - 1
 
     def repeated(self, weights: Iterable[float]) -> "Samples":
         """Return the samples of an epoch. With weight 2, a dataset's samples are used twice. With
@@ -63,8 +62,9 @@ class Samples:
         counts = np.zeros_like(self.owners)
         for owner, weight in enumerate(weights):
             is_own = self.owners == owner
-            counts[is_own] = np.diff(np.floor(weight * np.arange(is_own.sum() + 1)))
-        return self.select(np.repeat(np.arange(len(self)), counts))
+            totals = np.floor(weight * np.arange(is_own.sum() + 1))
+            counts[is_own] = np.diff(totals)
+        return self.select(np.arange(len(self)).repeat(counts))
 
     def packed(self) -> "Samples":
         """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
@@ -136,10 +136,12 @@ class Samples:
         """Return the size in UTF-8 bytes of the text that all targets in the loss represent.
         `bytes_per_token` contains the number of bytes for each token id."""
         total = 0
-        num_chunks = math.ceil(len(self) * self.seq_len / _CHUNK_TOKENS)
-        for indices in np.array_split(np.arange(len(self)), num_chunks):
-            targets = self.batch(indices)[1]
-            total += int(bytes_per_token[targets[targets != IGNORE_INDEX]].sum(dtype=np.int64))
+        for start, length in zip(self.starts, self.lengths, strict=True):
+            targets = slice(start + 1, start + length + 1)
+            sizes = bytes_per_token[self.tokens[targets]]
+            if self.loss_mask is not None:
+                sizes = sizes[self.loss_mask[targets]]
+            total += int(sizes.sum())
         return total
 
     @property

@@ -31,8 +31,7 @@ def count_bytes(tokenizer: Tokenizer) -> np.ndarray:
         for token, i in tokenizer.vocabulary.items():
             decoded_size = _decoded_size(tokenizer, [*first_ids, i]) - first_size
             sizes[i] = 1 if _BYTE.fullmatch(token) else max(0, decoded_size)
-    special_ids = tokenizer.special_ids
-    sizes[special_ids[special_ids < len(sizes)]] = 0
+    sizes[tokenizer.special_ids] = 0
     return sizes
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,15 @@ ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 # Template for tokenizers that have none of their own
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
-_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Splits before the byte level in the pre-tokenizers of GPT-2, Llama 3 and Qwen 2. With these
-# splits, data/pieces.py may cut documents.
-_SAFE_SPLITS: list[Any] = [[]] + [
-    [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}]
-    for digits in ("{1,3}", "")
-    for regex in [f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}"]
-]
+# Pattern by which Llama 3 and Qwen 2 split text before the byte level. DIGITS is a quantifier.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+_LLAMA_3_SPLIT = {**_SPLIT, "pattern": {"Regex": _PATTERN.replace("DIGITS", "{1,3}")}}
+_NFC = {"type": "NFC"}
+_QWEN_2_SPLIT = {**_SPLIT, "pattern": {"Regex": _PATTERN.replace("DIGITS", "")}}
 CLASS_KEYS = ("model_type", "tokenizer_class")  # keys of a config.json
 _PROBE = (
     "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
@@ -123,8 +123,8 @@ class Tokenizer:
     def files(self) -> list[str]:
         """Names of the tokenizer's files, relative to its folder. Raises UserError if one of them
         is a link to a file elsewhere, because the files are exported."""
-        paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
-        names = (path.relative_to(self.folder).as_posix() for path in paths if path.is_file())
+        paths = [*self.folder.glob("*"), *self.folder.glob("*templates/*")]
+        names = [path.relative_to(self.folder).as_posix() for path in paths if path.is_file()]
         tokenizer_files = sorted(filter(hub.is_tokenizer_file, names))
         for name in tokenizer_files:
             is_text = name.endswith((".json", ".jinja", ".txt", ".model"))
@@ -171,42 +171,24 @@ class Tokenizer:
         # transformers resets these settings at each call and ignores their values in the file.
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = self._hf_tokenizer.split_special_tokens
         return backend
 
-    def check_export(self) -> None:
-        """Raise UserError if the tokenizer's class does not split text as tokenizer.json says, or
-        if the exported tokenizer gives other ids. Some classes of transformers replace the
-        pre-tokenizer in the file, depending on the model's type."""
-        what = f"tokenizer {self.folder} cannot be used with this model"
-        fix = "use the model's own tokenizer, or set tokenizer_class in tokenizer_config.json to "
-        fix += "TokenizersBackend"
-        why = f"{self.facts.kind}, the class that transformers uses for "
-        why += f"{shown(self._class_keys)}, "
+    def check_splits(self) -> None:
+        """Raise UserError if the tokenizer's class does not split text as tokenizer.json says. Some
+        classes of transformers replace the pre-tokenizer in the file, depending on the model's
+        type."""
         file = self.folder / "tokenizer.json"
-        settings = self.folder / "tokenizer_config.json"
-        declared = load_model_json(settings).get("tokenizer_class") if settings.is_file() else ""
-        # For some types of models, transformers never uses the class that the folder names.
-        is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
-        is_replaced &= (self.folder / "config.json").is_file()
-        if self.backend is not None and file.is_file() and not is_replaced:
-            from tokenizers import Tokenizer as Backend
+        if self.backend is None or not file.is_file():
+            return
+        from tokenizers import Tokenizer as Backend
 
-            if _split(Backend.from_file(str(file))) != _split(self.backend):
-                raise UserError(what, f"{why}splits text differently than tokenizer.json", fix)
-        ids = self._probe()
-        with TemporaryDirectory() as name:
-            folder = Path(name)
-            self.save(folder)
-            for keys in ({}, self._class_keys):  # Adapters are exported without a config.json.
-                if Tokenizer(folder, keys)._probe() != ids:
-                    raise UserError(what, f"{why}gives other ids after it has been saved", fix)
-
-    def _probe(self) -> list[list[int]]:
-        """Return the ids of texts for which classes of tokenizers differ."""
-        special = " a".join(sorted(map(str, self._hf_tokenizer.get_added_vocab())))
-        texts = [_PROBE, f" {_PROBE}", f"{special} a"]
-        return [ids.tolist() for ids in self.encode_texts(texts, add_special_tokens=True)]
+        if _split(Backend.from_file(str(file))) != _split(self.backend):
+            what = f"tokenizer {self.folder} cannot be used with this model"
+            why = f"{self.facts.kind}, the class that transformers uses for "
+            why += f"{shown(self._class_keys)}, splits text differently than tokenizer.json"
+            fix = "use the model's own tokenizer, or set tokenizer_class in "
+            fix += "tokenizer_config.json to TokenizersBackend"
+            raise UserError(what, why, fix)
 
     @cached_property
     def facts(self) -> Facts:
@@ -214,21 +196,19 @@ class Tokenizer:
         Raises UserError if the tokenizer has no vocabulary or no end-of-text token."""
         hf_tokenizer = self._hf_tokenizer
         vocabulary = self.vocabulary
-        eos_id = hf_tokenizer.eos_token_id
         special = {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items()}
         if len(vocabulary) <= len(set(special.values())):
             what = f"tokenizer {self.folder} has no vocabulary"
             why = f"its class {type(hf_tokenizer).__name__} found no vocabulary in the folder"
             fix = "use the folder that the model's tokenizer was saved in"
             raise UserError(what, why, fix)
-        if not isinstance(eos_id, int) or not hf_tokenizer.eos_token:
+        if hf_tokenizer.eos_token_id is None:
             what = f"tokenizer {self.folder} has no end-of-text token"
-            fix = 'set "eos_token" in its tokenizer_config.json'
-            raise UserError(what, f"its eos_token is {hf_tokenizer.eos_token!r}", fix)
+            raise UserError(what, fix='set "eos_token" in its tokenizer_config.json')
         return Facts(
             kind=type(hf_tokenizer).__name__,
             num_tokens=max(vocabulary.values()) + 1,
-            eos_id=eos_id,
+            eos_id=hf_tokenizer.eos_token_id,
             has_template=self._templates is not None,
             special=special,
         )
@@ -239,10 +219,7 @@ class Tokenizer:
     def special_ids(self) -> np.ndarray:
         """Ids of all special tokens."""
         added = self._hf_tokenizer.added_tokens_decoder
-        ids = {i for i, token in added.items() if token.special} | set(
-            self._hf_tokenizer.all_special_ids
-        )
-        return np.array(sorted(ids))
+        return np.array(sorted(i for i, token in added.items() if token.special))
 
     @property
     def unknown_id(self) -> int:
@@ -271,22 +248,24 @@ class Tokenizer:
         - no added token contains a space or line feed, or strips white space."""
         if self.backend is None:
             return False
-        backend_settings = json.loads(self.backend.to_str())
-        normalizer = backend_settings["normalizer"]
-        splits = backend_settings["pre_tokenizer"] or {}
-        *first_splits, last = splits.get("pretokenizers", [splits])
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False}
-        return (
-            backend_settings["model"]["type"] == "BPE"
-            and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
-            and last == {**last, **byte_level, "use_regex": not first_splits}
-            and first_splits in _SAFE_SPLITS
-            and not any(
-                token["lstrip"] or token["rstrip"] or token["single_word"]
-                or not {" ", "\n"}.isdisjoint(token["content"])
-                for token in backend_settings["added_tokens"]
-            )
-        )  # fmt: skip
+        settings = json.loads(self.backend.to_str())
+        pre_tokenizer = settings["pre_tokenizer"] or {}
+        *splits, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+        if settings["model"]["type"] != "BPE" or settings["normalizer"] not in (None, _NFC):
+            return False
+        if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+            return False
+        # Without a split before it, the byte level splits text as in GPT-2.
+        has_gpt2_split = splits == [] and last["use_regex"]
+        has_own_split = splits in ([_LLAMA_3_SPLIT], [_QWEN_2_SPLIT]) and not last["use_regex"]
+        return (has_gpt2_split or has_own_split) and not any(
+            token["lstrip"]
+            or token["rstrip"]
+            or token["single_word"]
+            or " " in token["content"]
+            or "\n" in token["content"]
+            for token in settings["added_tokens"]
+        )
 
     @cached_property
     def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
@@ -294,11 +273,8 @@ class Tokenizer:
         end."""
         (bare_ids,) = self.encode_texts(["a"])
         (full_ids,) = self.encode_texts(["a"], add_special_tokens=True)
-        num_added = len(full_ids) - len(bare_ids)
-        for start in range(num_added + 1):
-            if np.array_equal(full_ids[start : start + len(bare_ids)], bare_ids):
-                return full_ids[:start], full_ids[start + len(bare_ids) :]
-        return full_ids[:0], full_ids[:0]
+        start = full_ids.tolist().index(bare_ids[0])
+        return full_ids[:start], full_ids[start + len(bare_ids) :]
 
     def encode_texts(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
@@ -317,6 +293,7 @@ class Tokenizer:
         """Return (ids, loss mask) for each piece. Concatenating the ids of the pieces of a document
         gives the ids of `tokenizer(document)`. No special tokens are added to pieces that the
         tokenizer's own chat template rendered."""
+        prefix, suffix = self.added_ids
         encoded = iter(self.encode_texts([piece.text for piece in batch if piece.spans is None]))
         rows = []
         for piece in batch:
@@ -325,18 +302,14 @@ class Tokenizer:
                 mask = np.ones(len(ids), bool)
             else:
                 ids, mask = self._encode_spans(piece)
-            if self.backend is None and not piece.templated:
-                # Some Python tokenizers add an end only to text without one.
-                (ids,) = self.encode_texts([piece.text], add_special_tokens=True)
-                mask = np.ones(len(ids), bool)
-            elif not piece.templated:
-                prefix, suffix = self.added_ids
-                prefix = prefix[: len(prefix) * piece.begins]
-                suffix = suffix[: len(suffix) * piece.ends]
-                ids = np.concatenate([prefix, ids, suffix])
+            if piece.ends and not piece.templated:
                 # An added end belongs to an answer that ends the text.
-                ends = np.full(len(suffix), mask[-1:].any())
-                mask = np.concatenate([np.zeros(len(prefix), bool), mask, ends])
+                is_in_loss = mask[-1:].any()
+                ids = np.append(ids, suffix)
+                mask = np.append(mask, np.full(len(suffix), is_in_loss))
+            if piece.begins and not piece.templated:
+                ids = np.append(prefix, ids)
+                mask = np.append(np.zeros(len(prefix), bool), mask)
             rows.append((ids, mask))
         return rows
 
@@ -354,44 +327,23 @@ class Tokenizer:
             raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
         encoding = self.backend.encode(piece.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
-        firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
-        mask = np.zeros(len(ids), bool)
-        for first, last in piece.spans:
-            token_indices = np.flatnonzero((lasts > first) & (firsts < last))
-            for edge in (0, -1):
-                if len(token_indices):
-                    start, end = int(firsts[token_indices[edge]]), int(lasts[token_indices[edge]])
-                    shared = piece.text[max(start, first) : min(end, last)]
-                    if not shared.strip() and piece.text[start:end].strip():
-                        token_indices = np.delete(token_indices, edge)
-            if len(token_indices):
-                mask[token_indices[0] : token_indices[-1] + 1] = True
-        return ids, mask
-
-    def _read_offsets(
-        self, text: str, pairs: Sequence[tuple[int, int]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (index of the first character, index after the last character) for each token,
-        based on the offsets from the `tokenizers` library. Raises UserError if they are wrong.
-
-        If a character has no token, the library shifts the offsets of the following tokens in the
-        same word. No token then covers the end of the word."""
-        offsets = np.array(pairs, np.int64).reshape(-1, 2)
-        lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
-        previous_ends = np.concatenate([[0], lasts])
-        next_starts = np.concatenate([offsets[:, 0], [len(text)]])
-        normalizer = self.backend.normalizer
-        for index in np.flatnonzero(next_starts > previous_ends):
-            gap = text[previous_ends[index] : next_starts[index]].strip()
-            if gap and normalizer is not None:
-                gap = normalizer.normalize_str(gap)  # The normalizer may remove characters.
-            if gap.strip(" \u2581"):
-                what = f"tokenizer {self.folder} cannot be used for these answers"
-                why = f"some characters have no token, so the positions near {shown(gap)} are wrong"
-                raise UserError(what, why, "remove these characters, or use another tokenizer")
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        lasts = np.maximum.accumulate(offsets[:, 1])
         # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
         # previous token ends.
-        return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
+        firsts = np.minimum(offsets[:, 0], np.append(0, lasts[:-1]))
+        mask = np.zeros(len(ids), bool)
+        for first, last in piece.spans:
+            tokens = np.flatnonzero((lasts > first) & (firsts < last)).tolist()
+            for edge in (0, -1):
+                if not tokens:
+                    break
+                start, end = int(firsts[tokens[edge]]), int(lasts[tokens[edge]])
+                shared = piece.text[max(start, first) : min(end, last)]
+                if not shared.strip() and piece.text[start:end].strip():
+                    del tokens[edge]
+            mask[tokens] = True
+        return ids, mask
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `ids` to a string. If `skip_special_tokens` is set, special tokens are
@@ -408,16 +360,11 @@ class Tokenizer:
     def _templates(self) -> tuple[str, str] | None:
         """The tokenizer's own chat templates: one for conversations without tools and one for
         conversations with tools. The value is None if the tokenizer has no chat template of its
-        own. Raises UserError if there are several templates but no default."""
+        own."""
         if self._hf_tokenizer.chat_template is None or has_builtin_template(self.folder):
             return None
         get_template = self._hf_tokenizer.get_chat_template
-        try:
-            plain, with_tools = get_template(None, tools=None), get_template(None, tools=[{}])
-        except ValueError as error:
-            what = f"tokenizer {self.folder} has no default chat template"
-            raise UserError(what, str(error)) from None
-        return plain, with_tools
+        return get_template(None, tools=None), get_template(None, tools=[{}])
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -439,18 +386,21 @@ class Tokenizer:
         the mark of the next turn ends both, such as GLM-4.5's <|user|> and <|observation|>."""
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
         answer = {"role": ASSISTANT, "content": "answered"}
-        system = {"role": "system", "content": "."}
-        end_ids = []
-        for index, reply in ((0, answer), (-1, {**answer, "tool_calls": [call]})):
-            pair = [{"role": "user", "content": "?"}, reply]
-            for messages in (pair, [system, *pair]):  # Some templates require a system message.
-                with contextlib.suppress(UserError):
-                    text = self.renderer.render_samples(Conversation(messages), "")[-1].text
-                    ids = self.encode_texts([text.rpartition("answered")[2]])[0]
-                    special_ids = ids[np.isin(ids, self.special_ids)].tolist() or [self.eos_id]
-                    end_ids.append(special_ids[index])
-                    break
+        end_ids = self._find_marks(answer)[:1]
+        end_ids += self._find_marks({**answer, "tool_calls": [call]})[-1:]
         return end_ids or [self.eos_id]
+
+    def _find_marks(self, answer: Message) -> list[int]:
+        """Return the special tokens after an answer, or end-of-text if there is none. Return [] if
+        the template cannot render the answer."""
+        pair = [{"role": "user", "content": "?"}, answer]
+        system = {"role": "system", "content": "."}
+        for messages in (pair, [system, *pair]):  # Some templates require a system message.
+            with contextlib.suppress(UserError):
+                text = self.renderer.render_samples(Conversation(messages), "")[-1].text
+                (ids,) = self.encode_texts([text.rpartition("answered")[2]])
+                return ids[np.isin(ids, self.special_ids)].tolist() or [self.eos_id]
+        return []
 
     @property
     def generation_tokens(self) -> dict[str, int]:

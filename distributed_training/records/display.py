@@ -56,7 +56,9 @@ class Display:
         """Print generated text. Control characters are escaped."""
         self.say(title)
         for line in text.split("\n"):
-            self.say(textwrap.indent(textwrap.fill(printable(line), WIDTH - 2), "  "))
+            self.say(
+                textwrap.fill(printable(line), WIDTH, initial_indent="  ", subsequent_indent="  ")
+            )
 
     def table(self, rows: dict[str, str]) -> None:
         """Print aligned lines of names and values. Long values are wrapped, and empty values are
@@ -164,7 +166,8 @@ def short_path(path: str | Path) -> str:
 def short_name(source: str) -> str:
     """Return a short name for datasets or weights: the last component of each path or Hub name.
     For weights in a run's folder, the name also contains the run's model."""
-    return " ".join(folder_label(Path(name.rstrip("/"))) or name for name in source.split(" "))
+    labels = [folder_label(Path(name.rstrip("/"))) or name for name in source.split(" ")]
+    return " ".join(labels)
 
 
 def in_markdown(text: str) -> str:
@@ -194,10 +197,11 @@ def verdict(
     num_gpus = machine["num_gpus"]
     place = plural(num_processes, "CPU process")
     if num_gpus:
-        sizes = [num_processes // num_gpus] if num_processes > num_gpus else []
-        sizes += [min(num_processes, num_gpus)] if num_processes > 1 else []
-        gpu = machine["gpu_name"].removeprefix("NVIDIA ")
-        place = " x ".join([*map(str, sizes), gpu])
+        place = machine["gpu_name"].removeprefix("NVIDIA ")
+        if num_processes > 1:
+            place = f"{min(num_processes, num_gpus)} x {place}"
+        if num_processes > num_gpus:
+            place = f"{num_processes // num_gpus} x {place}"
     prediction = prediction or {}
     seconds = prediction.get("step_time_s")
     work = "an unknown number of steps" if isinstance(amount, str) else describe_amount(amount)
@@ -211,9 +215,8 @@ def verdict(
         texts.append(f"about {format_duration(seconds)}")
         if price is not None:
             hours = seconds * num_processes / 3600
-            texts.append(
-                re.sub(r"\d*\.?\d+", lambda text: f"{hours * float(text[0]):,.2f}", price, count=1)
-            )
+            number = re.findall(r"\d*\.?\d+", price)[0]
+            texts.append(price.replace(number, f"{hours * float(number):,.2f}", 1))
     needed, host = prediction.get("needed_bytes"), prediction.get("host_bytes")
     if needed and num_gpus:
         texts.append(f"{needed / GIB:.3g} of {machine['gpu_memory_bytes'] / GIB:.3g} GiB")
@@ -274,7 +277,8 @@ def header_rows(r: Record) -> dict[str, str]:
     if real_share < 1:
         samples += f" ({1 - real_share:.1%} padding)"
     pipeline = ""
-    if entry := r.pipeline:
+    entry = r.pipeline
+    if entry:
         blocks = ", ".join(map(str, entry["blocks_per_stage"]))
         pipeline = f"{entry['schedule']}, {entry['num_microbatches']} micro-batches per step, "
         pipeline += f"blocks per stage {blocks}"

@@ -71,10 +71,11 @@ def summarize_performance(
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))
+    percentiles = np.percentile(timed, (10, 50, 90, 99)).tolist()
     gpu = find_gpu(device_name)  # None for unknown GPUs and for partial GPUs (MIG)
     return {
         "num_timed_steps": len(timed),
-        "step_time_s": {f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)},
+        "step_time_s": dict(zip(("p10", "p50", "p90", "p99"), percentiles, strict=True)),
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s * flops_per_token / (gpu.flops * world_size) if gpu else None,
     }
@@ -87,7 +88,8 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._peaks = dict[str, int | None](peak_allocated_bytes=None, peak_reserved_bytes=None)
+        self._allocated_bytes: int | None = None
+        self._reserved_bytes: int | None = None
 
     def begin(self) -> None:
         if self._cuda:
@@ -95,14 +97,18 @@ class PeakMemory:
 
     def end(self) -> None:
         if self._cuda:
-            counters = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
-            for name, counter in zip(self._peaks, counters, strict=True):
-                self._peaks[name] = max(self._peaks[name] or 0, counter(self._device))
+            allocated = torch.cuda.max_memory_allocated(self._device)
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            self._allocated_bytes = max(self._allocated_bytes or 0, allocated)
+            self._reserved_bytes = max(self._reserved_bytes or 0, reserved)
 
     def as_dict(self) -> dict[str, int | None]:
         """Return this rank's peak memory in bytes. The GPU memory values are None on a CPU."""
-        host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {**self._peaks, "peak_host_bytes": host_bytes}
+        return {
+            "peak_allocated_bytes": self._allocated_bytes,
+            "peak_reserved_bytes": self._reserved_bytes,
+            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
 
 
 @dataclass(frozen=True)
@@ -114,16 +120,28 @@ class Tracker:
 
     def log_step(self, row: JsonObject) -> None:
         """Send a row of metrics.jsonl."""
-        values = {f"train/{name}": row[name] for name in ("loss", "learning_rate", "grad_norm")}
-        values["train/perplexity"] = perplexity(row["loss"])
-        values |= {f"speed/{name}": row[name] for name in ("tokens_per_s", "step_time_s")}
-        self.send({name: x for name, x in values.items() if x is not None}, row["step"])
+        values = {
+            "train/loss": row["loss"],
+            "train/learning_rate": row["learning_rate"],
+            "train/grad_norm": row["grad_norm"],
+            "train/perplexity": perplexity(row["loss"]),
+            "speed/tokens_per_s": row["tokens_per_s"],
+            "speed/step_time_s": row["step_time_s"],
+        }
+        self.send(_drop_missing(values), row["step"])
 
     def log_evaluation(self, row: JsonObject) -> None:
         """Send an entry of the record's `evaluations`."""
-        names = ("loss", "perplexity", "bits_per_byte")
-        values = {f"eval/{name}": row[name] for name in names if row.get(name) is not None}
-        self.send(values, row["step"])
+        values = {
+            "eval/loss": row["loss"],
+            "eval/perplexity": row["perplexity"],
+            "eval/bits_per_byte": row["bits_per_byte"],
+        }
+        self.send(_drop_missing(values), row["step"])
+
+
+def _drop_missing(values: JsonObject) -> JsonObject:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def perplexity(loss: float) -> float:

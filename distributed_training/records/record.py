@@ -60,19 +60,22 @@ class History(BaseModel):
     def comparable_evaluations(self) -> list[JsonObject]:
         """Evaluations on the samples of the last one. `eval_samples` may change when a run is
         resumed, and the number of targets tells its values apart."""
-        rows = self.evaluations
-        return [row for row in rows if row.get("num_targets") == rows[-1].get("num_targets")]
+        if not self.evaluations:
+            return []
+        num_targets = self.evaluations[-1].get("num_targets")
+        return [row for row in self.evaluations if row.get("num_targets") == num_targets]
 
     def describe_plateau(self, count: int) -> str:
         """If none of the last `count` evaluations lowered the validation loss, return the lowest
         loss and its step as text. Otherwise, or if `count` is 0, return ""."""
         evaluations = self.comparable_evaluations
-        losses = [row["loss"] for row in evaluations]
-        losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
-        best = losses.index(min(losses))
-        if not count or len(losses) - best <= count:
+        best_index, lowest = 0, math.inf
+        for index, row in enumerate(evaluations):
+            if row["loss"] is not None and row["loss"] < lowest:
+                best_index, lowest = index, row["loss"]
+        if not count or len(evaluations) - best_index <= count:
             return ""
-        return f"{losses[best]:.4f} at step {evaluations[best]['step']}"
+        return f"{lowest:.4f} at step {evaluations[best_index]['step']}"
 
     def truncate(self, step: int) -> None:
         """Drop all results that were recorded after `step`, except for the best evaluation, because
@@ -136,14 +139,15 @@ class Record(History):
     def layout_name(self) -> str:
         """Return the strategy's name. If the layout uses cp, tp, pp, or both replicas and shards,
         the name also contains the axes, the pipeline schedule and the number of micro-batches."""
-        axes = self.mesh
-        name_parts = [self.strategy["name"]]
-        is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
-        if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1 or axes.get("cp", 1) > 1:
-            name_parts += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-            if pipeline := self.pipeline:
-                name_parts.append("{schedule}-m{num_microbatches}".format(**pipeline))
-        return " ".join(name_parts)
+        name = str(self.strategy["name"])
+        axes = {axis: size for axis, size in self.mesh.items() if size > 1}
+        if len(axes) < 2 and axes.keys() <= {"dp_replicate", "dp_shard"}:
+            return name
+        for axis, size in axes.items():
+            name += f" {axis}{size}"
+        if self.pipeline:
+            name += f" {self.pipeline['schedule']}-m{self.pipeline['num_microbatches']}"
+        return name
 
 
 @dataclass

@@ -16,16 +16,9 @@ from distributed_training.records.display import fill_template, fold, short_name
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
 from distributed_training.settings.errors import UserError, describe, print_stderr, printable
-from distributed_training.settings.files import (
-    MARK,
-    check_replaced,
-    plural,
-    resolve_user_path,
-    write_own,
-)
+from distributed_training.settings.files import check_replaced, plural, resolve_user_path, write_own
 
 COMMAND = "python real_model_example.py report"
-LINE_STYLES = ("-", "--", "-.", ":")
 Figure = Any  # matplotlib.figure.Figure, which is slow to import
 _SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in characters
 _KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
@@ -42,7 +35,9 @@ def render(form: str, title: str, heading: str, comparison: Comparison) -> str:
         text_columns=TEXT_COLUMNS, b64encode=base64.b64encode, draw_losses=draw_losses, fold=fold,
         zip=zip,
     )  # fmt: skip
-    return "\n".join(map(printable, page.splitlines())) if form == "txt" else page
+    if form == "txt":
+        page = "\n".join(map(printable, page.splitlines()))
+    return page
 
 
 def draw_losses(layouts: Sequence[LayoutRow]) -> bytes | None:
@@ -51,8 +46,7 @@ def draw_losses(layouts: Sequence[LayoutRow]) -> bytes | None:
     if figure is None:
         return None
     file = io.BytesIO()
-    # Replace matplotlib's version, so that equal runs produce equal files.
-    figure.savefig(file, dpi=130, metadata={"Software": MARK})
+    figure.savefig(file, dpi=130)
     return file.getvalue()
 
 
@@ -66,26 +60,21 @@ def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
     figure = matplotlib.figure.Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     for index, layout in enumerate(layouts):
-        color = f"C{index % 10}"
+        style: dict[str, Any] = {"color": f"C{index % 10}", "linewidth": 1.2}
         label: str | None = layout.name
         for r in layout.finished_records:
-            steps, losses = np.array(r.loss_curve, dtype=float).reshape(-1, 2).T
+            steps = [step for step, _ in r.loss_curve]
+            losses = np.array([loss for _, loss in r.loss_curve], dtype=float)  # None becomes NaN
             if not np.isfinite(losses).any():
                 continue
-            axes.plot(steps, losses, LINE_STYLES[index % 4], color=color, label=label,
-                      linewidth=1.2, marker="." if len(steps) == 1 else None)  # fmt: skip
+            axes.plot(steps, losses, label=label, **style)
             label = None  # one entry in the legend per layout
-            evaluations = [(row["step"], row["loss"]) for row in r.evaluations]
-            eval_steps, eval_losses = np.array(evaluations, dtype=float).reshape(-1, 2).T
-            axes.plot(
-                eval_steps, eval_losses, "o", color=color, markersize=6, markeredgecolor="white",
-                zorder=3,
-            )  # fmt: skip
+            eval_steps = [row["step"] for row in r.evaluations]
+            eval_losses = np.array([row["loss"] for row in r.evaluations], dtype=float)
+            axes.plot(eval_steps, eval_losses, "o", markeredgecolor="white", zorder=3, **style)
     if not axes.lines:
         return None
-    axes.plot([], [], color="black", linewidth=1.2, label="training")
-    axes.plot([], [], "o", color="black", markersize=5, label="validation")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set(xlabel="optimizer step", ylabel="loss in nats per token (dots: validation)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
     return figure
@@ -100,11 +89,13 @@ def compare_runs(records: Sequence[Record]) -> Comparison:
     keys = keys or differing_keys([record.work for record in records])
     layouts = []
     for r in records:
-        values = {**r.work, **r.config_requested}
-        settings = ", ".join(f"{key} {short_name(str(values.get(key)))}" for key in keys)
-        settings = textwrap.shorten(settings, _SETTINGS_WIDTH, placeholder=" ...")
         name = f"{Path(r.run_dir).name} {r.layout_name}"
-        layouts.append(LayoutRow(name=f"{name}, {settings}" if keys else name, records=[r]))
+        if keys:
+            values = {**r.work, **r.config_requested}
+            settings = ", ".join(f"{key} {short_name(str(values.get(key)))}" for key in keys)
+            settings = textwrap.shorten(settings, _SETTINGS_WIDTH, placeholder=" ...")
+            name = f"{name}, {settings}"
+        layouts.append(LayoutRow(name=name, records=[r]))
     return Comparison(layouts=layouts)
 
 

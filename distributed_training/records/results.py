@@ -5,7 +5,6 @@ settings."""
 import platform
 import statistics
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from distributed_training.settings.files import plural
 
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
-VISIBLE_LOSS = 0.01  # nats per token; curves that differ by less look equal in a plot
 _NAME_WIDTH = 26  # width of the first column on a terminal
 # Columns that only pages show, because a terminal has 80 columns
 _PAGE_COLUMNS = {
@@ -47,12 +45,14 @@ class Column:
 
     def values(self, records: Sequence[Record]) -> list[Any]:
         """Return the runs' values in this column. Runs without a value are left out."""
-        return [value for r in records if (value := self.value(r)) is not None]
+        return [value for value in map(self.value, records) if value is not None]
 
     def __call__(self, *records: Record) -> str:
         values = self.values(records)
-        if not values or isinstance(values[0], str):
-            return ", ".join(sorted({*map(self.show, values)})) or EMPTY_CELL
+        if not values:
+            return EMPTY_CELL
+        if isinstance(values[0], str):
+            return ", ".join(sorted({*map(self.show, values)}))
         text = self.show(statistics.fmean(values))
         if self.show_std and len(values) > 1:
             text += f" ± {self.show(statistics.stdev(values))}"
@@ -68,13 +68,19 @@ def nan_if_none(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
+def _last_loss(r: Record) -> float | None:
+    return nan_if_none(r.loss_curve[-1][1]) if r.loss_curve else None
+
+
 def _from_last_evaluation(name: str) -> Callable[[Record], Any]:
     """Return a function that reads the value `name` from a run's last evaluation. The function
     returns None if there was no evaluation after training began."""
 
     def value(r: Record) -> float | None:
-        last = r.evaluations[-1] if r.evaluations else {"step": 0}
-        return nan_if_none(last[name]) if last["step"] and name in last else None
+        if not r.evaluations or r.evaluations[-1]["step"] == 0:
+            return None
+        last = r.evaluations[-1]
+        return nan_if_none(last[name]) if name in last else None
 
     return value
 
@@ -83,13 +89,19 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
 
+def _yes_or_no(value: bool | str) -> str:
+    if isinstance(value, str):
+        return value
+    return "yes" if value else "no"
+
+
 # Columns that show the settings of runs, except the strategy
 SETTINGS = {
     "model": Column(lambda r: r.config["model"], short_name),
     "processes": Column(lambda r: str(r.world_size)),
     "batch": Column(lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}"),
     "precision": Column(lambda r: r.config["precision"]),
-    "compile": Column(lambda r: {False: "no", True: "yes"}.get(c := r.config["compile"], c)),
+    "compile": Column(lambda r: r.config["compile"], _yes_or_no),
     "dataset": Column(lambda r: r.config["dataset"], short_name),
 }
 # GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
@@ -102,25 +114,23 @@ RESULTS = {
     "MFU": Column(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "reserved GPU memory": Column(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
     "peak RAM": Column(lambda r: r.memory.get("peak_host_bytes"), format_bytes),
-    "training loss": Column(
-        lambda r: nan_if_none(r.loss_curve[-1][1]) if r.loss_curve else None, "{:.3f}".format, True
-    ),
+    "training loss": Column(_last_loss, "{:.3f}".format, True),
     "validation loss": Column(_from_last_evaluation("loss"), "{:.4f}".format, True),
     "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format, True),
     "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format, True),
 }
 
 
-def _compare(heading: str, measured: Column, predicted: Column) -> dict[str, Column]:
+def _compare(heading: str, measured: Column, predict: Callable[[Record], Any]) -> dict[str, Column]:
     """Return the columns of a measurement, its prediction and the error of the prediction."""
 
     def error(r: Record) -> float | None:
-        actual, expected = measured.value(r), predicted.value(r)
+        actual, expected = measured.value(r), predict(r)
         return None if actual is None or expected is None else expected / actual - 1
 
     return {
         f"{heading} measured": measured,
-        f"{heading} predicted": predicted,
+        f"{heading} predicted": Column(predict, measured.show),
         f"{heading} error": Column(error, "{:+.0%}".format),
     }
 
@@ -135,12 +145,9 @@ def _predicted_peak_bytes(r: Record) -> float | None:
     return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
 
 
-PREDICTED_STEP_MS = Column(predicted("step_time_s"), _milliseconds)
 PREDICTIONS = {
-    **_compare("ms per step", RESULTS["ms per step"], PREDICTED_STEP_MS),
-    **_compare(
-        "peak", Column(_peak_bytes, format_bytes), Column(_predicted_peak_bytes, format_bytes)
-    ),
+    **_compare("ms per step", RESULTS["ms per step"], predicted("step_time_s")),
+    **_compare("peak", Column(_peak_bytes, format_bytes), _predicted_peak_bytes),
     "bottleneck": Column(predicted("bound_by"), bottleneck_name),
 }
 
@@ -167,8 +174,9 @@ class LayoutRow:
         if not self.records:
             return "not run yet"
         r = self.records[-1]
-        killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
-        word = "killed" if killed else r.status
+        word: str = r.status
+        if word == "running" and r.hostname == platform.node() and not is_alive(r):
+            word = "killed"
         # The record of a run that did not end as planned may lack the steps after the last
         # checkpoint.
         has_steps = r.status != "ok" and (r.step or r.status == "running")
@@ -194,40 +202,33 @@ class Comparison:
         """Return the settings that all runs share, keyed by heading."""
         if not self.records:
             return {}
-        settings = [{name: column(r) for name, column in SETTINGS.items()} for r in self.records]
-        different_names = differing_keys(settings)
-        common = {name: text for name, text in settings[0].items() if name not in different_names}
+        common = {}
+        for name, column in SETTINGS.items():
+            texts = {column(r) for r in self.records}
+            if len(texts) == 1:
+                common[name] = texts.pop()
         return common | {"device": self.records[0].machine["gpu_name"] or "CPU"}
 
     @property
     def verdict(self) -> str:
-        """Return sentences about the amount of work, the fastest layout and the loss curves. If the
-        runs are not comparable, name the settings in which they differ instead."""
+        """Return sentences about the amount of work and the fastest layout. If the runs are not
+        comparable, name the settings in which they differ instead."""
         works = [record.work for record in self.records]
-        if keys := [key for key in differing_keys(works) if key != "seed"]:
+        keys = [key for key in differing_keys(works) if key != "seed"]
+        if keys:
             return f"The runs are not comparable, because they differ in {', '.join(keys)}."
-        column = RESULTS["tokens/s"]
-        speeds = {
-            layout.name: statistics.fmean(values)
-            for layout in self.finished
-            if (values := column.values(layout.finished_records))
-        }
+        speeds = []
+        for layout in self.finished:
+            values = RESULTS["tokens/s"].values(layout.finished_records)
+            if values:
+                speeds.append((statistics.fmean(values), layout.name))
         if len(speeds) < 2:
             return ""
-        *_, second, first = sorted(speeds, key=lambda name: speeds[name])
-        losses = defaultdict(list)
-        for r in self.records:
-            for step, loss in r.loss_curve:
-                if loss is not None:
-                    losses[r.work["seed"], step].append(loss)
-        difference = max((max(values) - min(values) for values in losses.values()), default=0.0)
-        curves = "Loss curves coincide" if difference < VISIBLE_LOSS else "Training losses differ"
-        ratio = speeds[first] / speeds[second]
+        *_, (second_speed, second), (speed, first) = sorted(speeds)
         return (
             f"Each run trained on {describe_work(amount_of(self.records[0]))}. "
-            f"{first} is the fastest, with {speeds[first]:,.0f} tokens/s, "
-            f"{ratio:.3g} times {second}. {curves}: "
-            f"the largest difference at a step is {difference:.1g}."
+            f"{first} is the fastest, with {speed:,.0f} tokens/s, "
+            f"{speed / second_speed:.3g} times {second}."
         )
 
     @property
@@ -240,8 +241,9 @@ class Comparison:
                     error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
                     notes.append(f"{layout.name} {r.status}: {error}")
             for r in layout.records:
-                if text := describe_overfitting(r):
-                    notes.append(f"{layout.name} {text}.")
+                overfitting = describe_overfitting(r)
+                if overfitting:
+                    notes.append(f"{layout.name} {overfitting}.")
         return notes
 
     @property
@@ -255,13 +257,15 @@ class Comparison:
     def terminal_table(self) -> str:
         """Return the table of results for a terminal, without the columns that only pages show."""
         columns = self.results
-        return format_table({name: columns[name] for name in columns if name not in _PAGE_COLUMNS})
+        for name in _PAGE_COLUMNS.intersection(columns):
+            del columns[name]
+        return format_table(columns)
 
     @property
     def predictions(self) -> dict[str, list[str]]:
         """Return the columns of the table that compares each plan's prediction with its run."""
-        layouts = self.finished if any(r.prediction for r in self.records) else []
-        return _build_columns(layouts, PREDICTIONS)
+        has_predictions = any(r.prediction for r in self.records)
+        return _build_columns(self.finished, PREDICTIONS) if has_predictions else {}
 
 
 def _build_columns(
@@ -282,11 +286,15 @@ def summary_rows(r: Record) -> dict[str, str]:
     rows = dict[str, str]()
     if len(r.evaluations) > 1:
         rows["perplexity before"] = format_perplexity(r.evaluations[0]["perplexity"])
-    rows |= {name: text for name, column in RESULTS.items() if (text := column(r)) != EMPTY_CELL}
-    if text := describe_overfitting(r):
+    for name, column in RESULTS.items():
+        if column.values([r]):
+            rows[name] = column(r)
+    overfitting = describe_overfitting(r)
+    if overfitting:
         advice = "To keep the best model, add --keep_best True."
-        kept = f"{BEST}/ contains the best model, and generate and eval use it."
-        rows["result"] = f"{text}. {kept if r.best else advice}"
+        if r.best:
+            advice = f"{BEST}/ contains the best model, and generate and eval use it."
+        rows["result"] = f"{overfitting}. {advice}"
     if r.skipped_steps:
         rows["skipped"] = f"{plural(len(r.skipped_steps), 'step')} with non-finite gradients"
     return rows | {"record": f"{short_path(r.run_dir)}/record.json"}
@@ -294,8 +302,12 @@ def summary_rows(r: Record) -> dict[str, str]:
 
 def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values differ between the runs."""
-    keys = dict.fromkeys(key for run in runs for key in run)
-    return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
+    differing = []
+    for key in dict.fromkeys(key for run in runs for key in run):
+        values = {repr(run.get(key)) for run in runs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing
 
 
 def format_table(columns: Mapping[str, list[str]]) -> str:

@@ -28,7 +28,7 @@ from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
-from distributed_training.records.results import Comparison, LayoutRow
+from distributed_training.records.results import Comparison, LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
@@ -139,7 +139,9 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         print(f"\nInterrupted with {plural(count_runs(runs, 'remaining'), 'run')} remaining.")
         print("Run the same command again to continue.")
     write_page(runs, out)
-    return code or int(count_runs(runs, "ok") == 0)
+    if code == 0 and count_runs(runs, "ok") == 0:
+        code = 1
+    return code
 
 
 def count_runs(runs: Sequence[Run], status: str) -> int:
@@ -151,36 +153,39 @@ def build_runs(
 ) -> tuple[list[Run], Path]:
     """Return the requested runs and the folder for their records. Values from the plan and from the
     command line override `defaults`. Raises UserError if CONFIG rejects every run."""
-    if (arguments.plan is None) == (arguments.strategies is None):
+    has_plan, has_strategies = arguments.plan is not None, arguments.strategies is not None
+    if has_plan == has_strategies:
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
-    if arguments.plan is not None:
+    if has_plan:
         file = Path(arguments.plan).expanduser()
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
         document = load_json(file, "plan")
         plan = parse_as(ComparisonPlan, document, f"{file} is not a plan of runs", fix)
         name = file.stem
     else:
-        strategies = [strategy.strip() for strategy in arguments.strategies.split(",")]
+        strategies = re.split(r"\s*,\s*", arguments.strategies.strip())
         plan = ComparisonPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
     typed_overrides = parse_overrides(arguments.overrides)
-    if "num_samples" not in plan.common | typed_overrides and not build([]).is_set("num_samples"):
+    has_num_samples = "num_samples" in plan.common or "num_samples" in typed_overrides
+    if not has_num_samples and not build([]).is_set("num_samples"):
         defaults = {**defaults, "num_samples": CAPPED_NUM_SAMPLES}
         text = f"By default, an epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
         print(f"{text}. To train on all samples, add --num_samples -1.")
     layouts = [defaults | plan.common | values for values in plan.runs]
-    engine_keys = [
-        set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
-    ]
+    engine_keys = []
+    for values in layouts:
+        options = strategy_options(values.get("strategy", AUTO))
+        engine_keys.append(set(options.model_fields))
     num_gpus = str(arguments.num_gpus or plan.num_gpus)
     processes = requested_processes(num_gpus, detect_machine(), {})
     for values, own_keys in zip(layouts, engine_keys, strict=True):
         # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
-        values.update(
-            (key, value) for key, value in typed_overrides.items() if key not in foreign_keys
-        )
+        for key, value in typed_overrides.items():
+            if key not in foreign_keys:
+                values[key] = value
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
         command.append(f"--preset={arguments.preset}")
@@ -240,10 +245,11 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
     finished = report.find_records([folder]) if folder.is_dir() else []
     for run in runs:
         if run.config is not None:
-            # Runs that differ only in output_dir count as equal.
-            requested = json.loads(to_json(run.config.to_key_values())) | {"output_dir": ""}
+            requested = json.loads(to_json(run.config.to_key_values()))
             for record in finished:
-                is_same = record.config_requested | {"output_dir": ""} == requested
+                # Runs that differ only in output_dir count as equal.
+                differing = differing_keys([record.config_requested, requested])
+                is_same = {*differing} <= {"output_dir"}
                 if is_same and record.world_size == run.num_processes and record.status == "ok":
                     run.record = record
 
@@ -293,10 +299,13 @@ def train(run: Run, out: Path) -> None:
         log.seek(start_of_run)
         # Move the command that follows an error message to the same line.
         text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last_message = f"exit code {run.exit_code}"
+    if text.strip():
+        last_message = text.strip().splitlines()[-1].strip()
     # Prefer a line that says why the run did not start over the last line.
-    errors = [line for line in lines if line.startswith("error: ")]
-    last_message = (errors or lines or [f"exit code {run.exit_code}"])[-1].removeprefix("error: ")
+    errors = re.findall(r"(?m)^\s*error: (.*\S)", text)
+    if errors:
+        last_message = errors[-1]
     for path in {*folder.glob(RECORD_PATTERN)} - old_records:
         run.record = records.load_record(path)
     if run.record is None:
@@ -307,18 +316,14 @@ def train(run: Run, out: Path) -> None:
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
     """Write compare.html, and print the tables."""
-    runs_by_name: dict[str, list[Run]] = {}
+    layouts: dict[str, LayoutRow] = {}
     for run in runs:
-        runs_by_name.setdefault(run.name, []).append(run)
-    layouts = [
-        LayoutRow(
-            name=name,
-            records=[run.record for run in members if run.record and not run.why],
-            why=next((run.why for run in members if run.why), ""),
-        )
-        for name, members in runs_by_name.items()
-    ]
-    comparison = Comparison(layouts=layouts)
+        layout = layouts.setdefault(run.name, LayoutRow(name=run.name, records=[]))
+        if run.why:
+            layouts[run.name] = dataclasses.replace(layout, why=layout.why or run.why)
+        elif run.record:
+            layout.records.append(run.record)
+    comparison = Comparison(layouts=[*layouts.values()])
     title = "Strategies side by side"
     heading = (
         f"{count_runs(runs, 'ok')} of {plural(len(runs), 'run')} finished. The runs were executed "

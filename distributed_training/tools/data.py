@@ -50,7 +50,8 @@ def run(
     )
     can_pack = spec.size.packs
     counts = report.summarize(folder, config, can_pack=can_pack)
-    form, packs, (samples, *_) = read_samples(folder, config, can_pack=can_pack)
+    form, packs, splits = read_samples(folder, config, can_pack=can_pack)
+    samples = splits[0]
     packed = samples.packed() if packs and form != RUNNING else samples
     counts["real_share"] = packed.real_share
     counts["unread"] = find_unread(config.dataset, corpus)
@@ -59,14 +60,11 @@ def run(
     counts["special_tokens"] = tokenizer.facts.special
     shown_samples = list(report.first_samples(samples, arguments.show))
     if arguments.json:
-        sample_dicts = [
-            {
-                "ids": ids.tolist(),
-                "loss_mask": mask.tolist(),
-                "text": tokenizer.decode(ids.tolist(), skip_special_tokens=False),
-            }
-            for ids, mask in shown_samples
-        ]
+        sample_dicts = []
+        for ids, mask in shown_samples:
+            text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            sample = {"ids": ids.tolist(), "loss_mask": mask.tolist(), "text": text}
+            sample_dicts.append(sample)
         print(json.dumps({"samples": sample_dicts, "counts": counts}, indent=1))
         return 0
     if shown_samples:
@@ -111,11 +109,11 @@ def _rows(counts: dict[str, Any], config: Config) -> dict[str, str]:
             "records": f"{counts['records']:,} read, {counts['used']:,} used",
             "tokens per record": ", ".join(lengths),
         }
-    special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
+    special_tokens = [f"{name} {token}" for name, token in counts["special_tokens"].items()]
     return rows | {
         "samples": f"{report.describe_split(counts)}, of up to {config.max_length:,} tokens",
         "in the loss": f"{100 * counts['loss_share']:.1f}% of the tokens",
         "padding": f"{100 * (1 - counts['real_share']):.1f}% of the positions",
         "tokenizer": f"{counts['tokenizer_name']} ({counts['tokenizer']})",
-        "special tokens": special,
+        "special tokens": ", ".join(special_tokens),
     }

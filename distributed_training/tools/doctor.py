@@ -67,14 +67,14 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         yield warn("rates", "This GPU is not in the planner's table.", fix)
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     output = subprocess.run(query, capture_output=True, text=True).stdout
-    used_mebibytes = [int(word) for word in output.split() if word.isdecimal()]
-    busy = ", ".join(
-        str(index) for index, mebibytes in enumerate(used_mebibytes) if mebibytes > 1024
-    )
-    if used_mebibytes:
+    busy = []
+    for index, used_mebibytes in enumerate(output.split()):
+        if used_mebibytes.isdecimal() and int(used_mebibytes) > 1024:
+            busy.append(str(index))
+    if output:
         text = "No GPU is in use."
         if busy:
-            text = f"Other programs use memory on GPU {busy}."
+            text = f"Other programs use memory on GPU {', '.join(busy)}."
         yield check(not busy, "in use", text, "Find the programs with `nvidia-smi`.")
 
 
@@ -115,7 +115,9 @@ def check_memory() -> Iterator[Finding]:
 def check_disk(output_dir: Path) -> Iterator[Finding]:
     """Check the disk that stores runs."""
     fix = "Set --output_dir to a folder on another disk."
-    folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    folder = output_dir
+    while not folder.exists():
+        folder = folder.parent
     if not os.access(folder, os.W_OK):
         yield fail("disk", f"You cannot write to {folder}.", fix)
         return
@@ -162,4 +164,4 @@ def main(output_dir: Path) -> int:
     levels = Counter(finding.level for finding in findings)
     counts = f"{levels['fail']} failed, {plural(levels['warn'], 'warning')}, {levels['ok']} ok"
     print(f"\n{counts}" if levels["fail"] else f"\n{counts}. This machine can train.")
-    return int(levels["fail"] > 0)
+    return 1 if levels["fail"] else 0

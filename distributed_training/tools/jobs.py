@@ -74,9 +74,10 @@ def build_batch_script(
     name = f"train-{plan.strategy.name.replace('_', '-')}"
     header = [f"{MARK}:  {plan_command}", f"Submit:  {submit} {shlex.quote(file.name)}"]
     time = "04:00:00"
-    if isinstance(amount, str) or choice.likely_s is None:
-        reason = amount if isinstance(amount, str) else "the GPU's speed is unknown"
-        header.append(f"The time is unknown: {reason}.")
+    if isinstance(amount, str):
+        header.append(f"The time is unknown: {amount}.")
+    elif choice.likely_s is None:
+        header.append("The time is unknown: the GPU's speed is unknown.")
     else:
         steps = math.ceil(amount.num_steps * (1 + amount.error))
         min_step_s, max_step_s = choice.likely_s
@@ -88,10 +89,14 @@ def build_batch_script(
     job = (ROOT / "configs" / template).read_text(encoding="utf-8")
     if template == "train.slurm":
         script_words = [str(script), *options]
-        script_words += [] if "--strict" in script_words else ["--strict"]
-        script_words += [] if "--resume" in script_words else ["--resume", "auto"]
+        if "--strict" not in script_words:
+            script_words.append("--strict")
+        if "--resume" not in script_words:
+            script_words += ["--resume", "auto"]
         own_file = ROOT / "configs/site.slurm"
-        own_lines = own_file.read_text(encoding="utf-8").rstrip() if own_file.is_file() else ""
+        own_lines = ""
+        if own_file.is_file():
+            own_lines = own_file.read_text(encoding="utf-8").rstrip()
         num_cpus = min(4 * processes_here, plan.machine.num_cpus)  # unless it has fewer
         # Relative paths in the options refer to the current folder.
         run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
@@ -134,4 +139,5 @@ def build_batch_script(
 
 def job_template(file: Path) -> tuple[str, str]:
     """Return the name of the template for a job file, and the command that submits the job."""
-    return next(entry for end, entry in TEMPLATES.items() if file.name.endswith(end))
+    entries = [entry for end, entry in TEMPLATES.items() if file.name.endswith(end)]
+    return entries[0]

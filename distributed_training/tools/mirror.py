@@ -23,7 +23,6 @@ from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import atomic_folder
 from distributed_training.supervise.process import handle_signals
 
-INTERVAL_S = 60.0  # seconds between copies to the mirror
 NUM_RETRIES = 5  # attempts to copy the model at the end
 
 
@@ -31,8 +30,8 @@ def find_complete(run: Path) -> Path | None:
     """Return the newest checkpoint whose files have the sizes in its meta.json, or None."""
     for checkpoint in reversed(list_checkpoints(run)):
         with contextlib.suppress(UserError, OSError):
-            files = read_meta(checkpoint).files
-            if all((checkpoint / name).stat().st_size == size for name, size in files.items()):
+            sizes = read_meta(checkpoint).files
+            if sizes == {name: (checkpoint / name).stat().st_size for name in sizes}:
                 return checkpoint
     return None
 
@@ -64,7 +63,8 @@ def push(runs: Path, mirror: Path, pattern: str | None) -> None:
         # The record comes first, because a complete checkpoint without its record is an error.
         for file in run.glob(pattern) if pattern else ():
             name = file.relative_to(run)
-            if file.is_file() and name.parts[0] != CHECKPOINTS and file.name[0] != ".":
+            is_copied = name.parts[0] != CHECKPOINTS and not file.name.startswith(".")
+            if is_copied and file.is_file():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy / name)
         if checkpoint is not None:
@@ -96,31 +96,35 @@ def copy_checkpoint(checkpoint: Path, copy: Path) -> None:
         files = [stack.enter_context(path.open("rb")) for path in checkpoint.iterdir()]
         for file in files:
             target = copy / Path(file.name).name
-            if not target.is_file() or target.stat().st_size != os.fstat(file.fileno()).st_size:
+            size = target.stat().st_size if target.is_file() else None
+            if size != os.fstat(file.fileno()).st_size:
                 with target.open("wb") as output:
                     shutil.copyfileobj(file, output, 2**24)
 
 
-def main(node_rank: str, runs: Path, mirror: Path, command: list[str]) -> int:
-    """Run the command with a mirror of its runs. Return the exit code of the command, or 1 if the
-    last files could not be copied."""
+def main(
+    node_rank: str, runs: Path, mirror: Path, command: list[str], interval_s: float = 60.0
+) -> int:
+    """Run the command with a mirror of its runs, to which files are copied every `interval_s`
+    seconds. Return the exit code of the command, or 1 if the last files could not be copied."""
     runs.mkdir(parents=True, exist_ok=True)
     fetch(runs, mirror)
-    is_first_node = node_rank == "0"  # the only node with the record and the model
+    record = model = None
+    if node_rank == "0":  # the only node with the record and the model
+        record = "*"
+        model = "**/*"
     process = subprocess.Popen(command)
     with handle_signals({signal.SIGTERM: lambda signum, _: process.send_signal(signum)}):
         while process.poll() is None:
             # All nodes copy at the same times, so that they copy the same checkpoint.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(INTERVAL_S - time.time() % INTERVAL_S)
-            _try_push(runs, mirror, "*" if is_first_node else None)
+                process.wait(interval_s - time.time() % interval_s)
+            _try_push(runs, mirror, record)
         for _ in range(NUM_RETRIES):
-            if _try_push(runs, mirror, "**/*" if is_first_node else None):
-                break
-            time.sleep(INTERVAL_S)
-        else:
-            return 1
-    return process.returncode % 256
+            if _try_push(runs, mirror, model):
+                return process.returncode % 256
+            time.sleep(interval_s)
+    return 1
 
 
 if __name__ == "__main__":

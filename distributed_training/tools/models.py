@@ -1,6 +1,7 @@
 """Use the model from a finished run: generate, evaluate, export and push."""
 
 import argparse
+import contextlib
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -63,8 +64,10 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     without this folder."""
     folder = resolve_user_path(name).resolve()
     if not (folder / PLAN_FILE).is_file():
-        if (folder / "config.json").is_file() or is_adapter(folder):
-            return find_model(base_name(folder) if is_adapter(folder) else str(folder)), folder
+        if is_adapter(folder):
+            return find_model(base_name(folder)), folder
+        if (folder / "config.json").is_file():
+            return find_model(str(folder)), folder
         if folder.exists():
             fix = "name the folder of a run or of a model in Hugging Face format"
             raise UserError(f"{name} is neither a run nor a model", fix=fix)
@@ -91,7 +94,9 @@ def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer,
     trained = open_trained_folder(spec, folder, base_folder(folder))
     # The tokenizer is in `folder`, or in the adapters' base model or the published model.
     config = build_config({"model": spec.hub_id or str(folder)})
-    source = "pretrained" if spec.hub_id and not Tokenizer(folder).files else str(folder)
+    source = str(folder)
+    if spec.hub_id and not Tokenizer(folder).files:
+        source = "pretrained"
     _, tokenizer_dir = choose_tokenizer(config, config, spec, source, [])
     tokenizer = Tokenizer(tokenizer_dir, spec.class_keys)
     chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
@@ -117,35 +122,53 @@ def generate(arguments: argparse.Namespace) -> int:
     trained, tokenizer, chat = find_trained(arguments.run, choose_weights(arguments))
     model, device = load(trained)
     dialog = list[Message]()
-    prompt_mark = "> " if sys.stdin.isatty() else ""
-    if arguments.prompt is None and prompt_mark:
+    if arguments.prompt is None and sys.stdin.isatty():
         print(f"Type {'a question' if chat else 'text to continue'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor, past: KVCache | None) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
-    while arguments.prompt is None or not dialog:
-        try:
-            text = input(prompt_mark) if arguments.prompt is None else arguments.prompt
-        except EOFError:
-            break
-        dialog.append({"role": "user", "content": text})
+    eos_ids = export.find_stop_ids(tokenizer, chat, trained.base)
+    for text in _read_prompts(arguments.prompt):
+        if chat:
+            dialog.append({"role": "user", "content": text})
+            prompt_ids = tokenizer.encode_chat_prompt(dialog)
+            print(f"{ASSISTANT}:", end="")
+        else:
+            prompt_ids = tokenizer.encode_prompt(text)
+            print(text, end="")
         ids = export.generate_ids(
-            logits, tokenizer.encode_chat_prompt(dialog) if chat else tokenizer.encode_prompt(text),
-            num_tokens=arguments.num_tokens, context=model.size.num_positions, seed=arguments.seed,
-            past=KVCache(), top_k=arguments.top_k, temperature=arguments.temperature,
-            eos_ids=export.find_stop_ids(tokenizer, chat, trained.base),
-        )  # fmt: skip
+            logits,
+            prompt_ids,
+            num_tokens=arguments.num_tokens,
+            context=model.size.num_positions,
+            seed=arguments.seed,
+            past=KVCache(),
+            top_k=arguments.top_k,
+            temperature=arguments.temperature,
+            eos_ids=eos_ids,
+        )
         answer = ""
-        print(f"{ASSISTANT}:" if chat else text, end="")
         for piece in _decode_pieces(tokenizer, ids):
-            # Generated text can contain terminal control sequences.
-            print(escape_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
+            if sys.stdout.isatty():  # Generated text can contain terminal control sequences.
+                piece = escape_controls(piece)
+            print(piece, end="", flush=True)
         print()
         dialog.append({"role": ASSISTANT, "content": answer.strip()})
     return 0
+
+
+def _read_prompts(prompt: str | None) -> Iterator[str]:
+    """Yield the prompt or, if there is none, each line of standard input."""
+    if prompt is not None:
+        yield prompt
+        return
+    mark = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(mark)
 
 
 def _decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
@@ -166,15 +189,19 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss, perplexity and bits per byte of a model on a dataset, or on the validation
     samples of the model's run. Return the exit code."""
     run = resolve_user_path(arguments.run).resolve()
-    run = run.parent if run.name in (LAST, BEST, MERGED) else run  # `run` may be one of its exports
+    if run.name in (LAST, BEST, MERGED):  # an export of a run
+        run = run.parent
     plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
     if arguments.dataset is None and plan is None:
         what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a dataset with --dataset")
     trained, tokenizer, _ = find_trained(arguments.run, choose_weights(arguments))
     size = trained.spec.size
-    length = min(MAX_LENGTH, size.num_positions)
-    config = plan.config if plan else build_config({"model": arguments.run, "max_length": length})
+    if plan is None:
+        length = min(MAX_LENGTH, size.num_positions)
+        config: RunConfig = build_config({"model": arguments.run, "max_length": length})
+    else:
+        config = plan.config
     config = with_values(config, max_length=arguments.max_length or config.max_length)
     if config.max_length > size.num_positions:
         what = f"--max_length {config.max_length} is more than the model's context length of "
@@ -199,10 +226,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     row = measure(model, samples, bytes_per_token, device)
     precision = "bf16" if model.compute_dtype == torch.bfloat16 else "fp32"
     display.say(f"Evaluated {arguments.run} on {text} in {precision}.")
+    bits = row["bits_per_byte"]
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
         "perplexity": format_perplexity(row["perplexity"]),
-        "bits per byte": "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+        "bits per byte": "-" if bits is None else f"{bits:.4f}",
         "tokens": f"{row['num_targets']:,} in the loss, {row['num_bytes']:,} bytes of text",
         "samples": f"{len(samples):,} of up to {config.max_length} tokens",
     }
@@ -247,7 +275,7 @@ def measure(
     batch_size = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), batch_size)
     for first in tqdm(batches, desc="evaluating", disable=None, leave=False):
-        indices = np.arange(first, min(first + batch_size, len(samples)))
+        indices = np.arange(len(samples))[first : first + batch_size]
         total += model(*to_device(device, *samples.batch(indices)))
     num_targets = int(samples.num_targets.sum())
     return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_per_token))
@@ -275,9 +303,10 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(record.data.get("form"))
     prefix = "weight/"
+    weight_names = [name for name in files.stored_parts if name.startswith(prefix)]
     trained = trained_model_of_run(
         plan,
-        [name.removeprefix(prefix) for name in files.stored_parts if name.startswith(prefix)],
+        [name.removeprefix(prefix) for name in weight_names],
         lambda name: files.read_whole(f"{prefix}{name}").float(),
         meta.base_fingerprint,
     )

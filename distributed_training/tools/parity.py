@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
 def exit_code(verdicts: Sequence[str]) -> int:
     """Return 0 if at least one layout computes the same results as a single process and no layout
     fails or computes different results. Otherwise, return 1."""
-    return 0 if OK in verdicts and {*verdicts} <= {OK, OTHER_WORK, SKIPPED} else 1
+    has_failed = not {*verdicts} <= {OK, OTHER_WORK, SKIPPED}
+    return 1 if has_failed or OK not in verdicts else 0
 
 
 def choose_defaults(config: Request) -> compare.Values:
@@ -104,28 +105,26 @@ def choose_defaults(config: Request) -> compare.Values:
 def build_references(layouts: Sequence[compare.Run], build: compare.Build) -> list[compare.Run]:
     """Return the reference and a second run with another micro-batch size. Both train in a single
     process, with the same global batch size and the same values of `Plan.work` as the layouts."""
-    first, config = next((run, run.config) for run in layouts if run.config)
+    first = next(run for run in layouts if run.config)
+    config = first.config
+    assert config is not None
     shared_keys = compare.WORK_KEYS | DEFAULTS.keys() | FORCED_VALUES.keys()
     shared = {name: value for name, value in first.values.items() if name in shared_keys}
-    size = int(config.batch_size)
-    global_batch_size = size * config.grad_accum_steps * first.num_processes
-    other_size = 1 if size > 1 else first.num_processes
+    batch_size = int(config.batch_size)
+    global_batch_size = batch_size * config.grad_accum_steps * first.num_processes
+    other_size = 1 if batch_size > 1 else first.num_processes
     references: list[compare.Run] = []
-    for name, micro_batch_size in (
-        ("one process", size), ("one process, other micro-batches", other_size),
-    ):  # fmt: skip
-        values = shared | REFERENCE_VALUES | {
-            "batch_size": micro_batch_size,
-            "grad_accum_steps": global_batch_size // micro_batch_size,
-        }  # fmt: skip
+    for name, size in (
+        ("one process", batch_size),
+        ("one process, other micro-batches", other_size),
+    ):
+        values = shared | REFERENCE_VALUES
+        values |= {"batch_size": size, "grad_accum_steps": global_batch_size // size}
         if config.base_dtype == "fp8" and references:
             values["base_dtype"] = None
-        references.append(
-            compare.Run(
-                name=name, values=values, num_processes=1, command=first.command,
-                config=build(compare.format_overrides(values)),
-            )
-        )  # fmt: skip
+        reference = compare.build_run(values, (), 0, build, first.command, num_processes=1)
+        reference.name = name
+        references.append(reference)
     return references
 
 
@@ -147,14 +146,14 @@ def judge(trial: compare.Run, reference: compare.Run, rounding: compare.Run) -> 
         trial.differences = compare_records(trial.record, reference.record)
         if trial is rounding:
             trial.verdict = "rounding"
-        elif keys := differing_keys([trial.record.work, reference.record.work]):
+            return
+        keys = differing_keys([trial.record.work, reference.record.work])
+        if keys:
             trial.verdict = OTHER_WORK
             trial.why = f"It uses different values for these keys: {', '.join(keys)}."
-        elif reasons := find_excess(trial.differences, rounding.differences):
-            trial.verdict = "differs"
-            trial.why = " ".join(reasons)
-        else:
-            trial.verdict = OK
+            return
+        trial.why = " ".join(find_excess(trial.differences, rounding.differences))
+        trial.verdict = "differs" if trial.why else OK
 
 
 def find_excess(
@@ -166,23 +165,26 @@ def find_excess(
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
         rounding = rounding_differences[quantity]
-        if quantity != "weights":  # for all steps, use the rounding of the worst step
-            rounding = dict.fromkeys(differences[quantity], max(rounding.values()))
-        limits = {
-            name: max(fixed_limit, ROUNDING_FACTOR * rounding.get(name, 0.0))
-            for name in differences[quantity]
-        }
-        worst = max(limits, key=lambda name: differences[quantity][name] / limits[name])
-        if differences[quantity][worst] > limits[worst]:
-            text = f"{worst} differs by {differences[quantity][worst]:.1e}, "
-            text += f"but rounding explains at most {limits[worst]:.1e}."
-            reasons.append(text[0].upper() + text[1:])
+        worst_rounding = max(rounding.values(), default=0.0)
+        excesses = []
+        for name, difference in differences[quantity].items():
+            own_rounding = worst_rounding  # for all steps, the rounding of the worst step
+            if quantity == "weights":
+                own_rounding = rounding.get(name, 0.0)
+            limit = max(fixed_limit, ROUNDING_FACTOR * own_rounding)
+            text = f"{name[0].upper()}{name[1:]} differs by {difference:.1e}, "
+            text += f"but rounding explains at most {limit:.1e}."
+            excesses.append((difference / limit, text))
+        excess, text = max(excesses)
+        if excess > 1:
+            reasons.append(text)
     return reasons
 
 
 def compare_records(record: Record, reference: Record) -> compare.Differences:
     """Return the relative differences in losses, gradient norms and tensors between two runs."""
-    differences = {"weights": _state_differences(Path(record.run_dir), Path(reference.run_dir))}
+    run_dir, reference_dir = Path(record.run_dir), Path(reference.run_dir)
+    differences = {"weights": _state_differences(run_dir, reference_dir)}
     expected_figures = _read_figures(reference)
     for quantity, figures in _read_figures(record).items():
         expected = expected_figures[quantity]
@@ -195,8 +197,8 @@ def compare_records(record: Record, reference: Record) -> compare.Differences:
 
 def _read_figures(record: Record) -> dict[str, dict[str, float | None]]:
     """Return the losses and the gradient norms of a run. A value is None if it is not finite."""
-    lines = (Path(record.run_dir) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
+    with open(Path(record.run_dir) / METRICS_FILE, encoding="utf-8") as file:
+        steps = [json.loads(line) for line in file]
     losses = {f"loss of step {row['step']}": row["loss"] for row in steps}
     for row in record.evaluations:
         losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
@@ -214,15 +216,14 @@ def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
         TensorFiles(sorted(list_checkpoints(folder)[-1].glob("*.safetensors")))
         for folder in (run_dir, reference_dir)
     ]
-    names = sorted({name for files in checkpoints for name in files.stored_parts})
     differences = {}
-    for name in names:
+    for name in sorted(checkpoints[0].stored_parts.keys() | checkpoints[1].stored_parts.keys()):
         if name.startswith(STATE):
-            tensor, reference = (
+            tensors = [
                 files.read_whole(name) if name in files.stored_parts else None
                 for files in checkpoints
-            )
-            differences[name] = relative_difference(tensor, reference)
+            ]
+            differences[name] = relative_difference(*tensors)
     return differences
 
 

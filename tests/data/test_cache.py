@@ -42,6 +42,7 @@ print(before, peak(), len(data.train.tokens))
 """
 
 
+@pytest.mark.processes
 def test_a_long_text_takes_little_memory(tmp_path):
     """Text must be streamed. Without streaming, tokenizing 10 MB of text took 1 GiB of RAM."""
     text = small_text().read_text()

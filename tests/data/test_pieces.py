@@ -105,7 +105,5 @@ def test_lines_of_pieces_equal_the_lines_of_the_whole_text(text, tmp_path):
         lines = [piece.text for piece in cut_lines(blocks)]
         expected_text = text
         if blocks != [text]:
-            expected_text = text.replace("\r\n", "\n")
-            if "\n" not in text:
-                expected_text = text.replace("\r", "\n")
+            expected_text = text.replace("\r\n", "\n").replace("\r", "\n")
         assert lines == [line for line in expected_text.split("\n") if line.strip()]

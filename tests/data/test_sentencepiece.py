@@ -1,7 +1,7 @@
 """Compare our tokenizer with `AutoTokenizer` on folders that have no tokenizer.json.
 
-The folders contain slow and fast tokenizers that are based on a real tokenizer.model, on a
-vocab.txt or on bytes."""
+The folders contain slow and fast tokenizers that are based on a real tokenizer.model or on a
+vocab.txt."""
 
 import io
 import json
@@ -60,12 +60,10 @@ CASES = {
     "slow, added_tokens_decoder": (
         "GPTSw3Tokenizer", "spiece.model", {"added_tokens_decoder": added(400)}, {},
     ),
-    "T5": ("T5Tokenizer", "spiece.model", {"extra_ids": 0}, IN_FILE),
     "vocab.txt": (
         "BertTokenizer", "vocab.txt", {"unk_token": "[UNK]", "pad_token": "[PAD]"},
         {"added_tokens.json": {mark: len(WORDS.split()) + n for n, mark in enumerate(MARKS)}},
     ),
-    "bytes": ("ByT5Tokenizer", None, {"extra_ids": 0}, {}),
 }  # fmt: skip
 
 
@@ -75,14 +73,13 @@ def test_ids_equal_transformers_and_only_answers_are_trained_on(case, model, tmp
     cls, file, settings, files = CASES[case]
     settings = {"tokenizer_class": cls, **NAMES, "chat_template": TEMPLATE, **settings}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    if file is not None:
-        content = WORDS.replace(" ", "\n").encode() if file == "vocab.txt" else model
-        (tmp_path / file).write_bytes(content)
+    content = WORDS.replace(" ", "\n").encode() if file == "vocab.txt" else model
+    (tmp_path / file).write_bytes(content)
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))
     tokenizer, hf_tokenizer = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.facts.kind == cls
-    assert hf_tokenizer.is_fast == case.startswith(("fast", "T5", "vocab"))
+    assert hf_tokenizer.is_fast == case.startswith(("fast", "vocab"))
     for text in TEXTS:
         ((ids, mask),) = tokenizer.encode_pieces([Piece(text)])
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]

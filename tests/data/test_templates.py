@@ -16,7 +16,7 @@ from tests.data.test_tokenizer import train_bpe
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CONTENTS = [
     "", "4", "It is 4.", "  padded\n", "\n\nTwo lines\n\nlater", "日本語 🙂 العربية",
-    "word " * 300, "<|im_start|>assistant\nHi", "[INST] no [/INST]", "Assistant: 4", "qzWzqXy",
+    "word " * 300, "<|im_start|>assistant\nHi", "[INST] no [/INST]", "Assistant: 4", "User: 5",
     "<think>\nhm\n</think>\n\nSo", "<|assistant|>\n", "<|start_header_id|>a", "\n", "a</s>b",
 ]  # fmt: skip
 

@@ -21,7 +21,6 @@ from distributed_training.data.chats.prepare import (
     read_pieces,
 )
 from distributed_training.data.corpus import find_corpus, read_prose
-from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.files import load_model_json
@@ -182,6 +181,7 @@ print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(fo
 """
 
 
+@pytest.mark.processes
 def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
     corpus = jsonl(tmp_path, [{"messages": SAID}] * 4)
     prepare(tmp_path / "cache", Tokenizer(folder), corpus, max_length=200)
@@ -201,7 +201,6 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"eos_token": {"__type": "AddedToken"}}, "end-of-text"),
         ({"eos_token": None}, "end-of-text"),
         (
             {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"},
@@ -259,18 +258,6 @@ def test_unknown_characters_are_not_counted_as_special_tokens(tmp_path):
     assert counts["notes"] == {UNKNOWN: 1, SPECIAL: 1}
 
 
-def test_answers_near_characters_without_a_token_are_refused(tmp_path):
-    """The library shifts the offsets after a character that has no token, so the answer could not
-    be found."""
-    built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
-    tokenizer = Tokenizer(save_tokenizer(tmp_path, built))
-    ((_, mask),) = tokenizer.encode_pieces([Piece("a:b|", [(2, 4)], templated=True)])
-    assert mask.tolist() == [False, False, True, True]
-    with refused(str(tmp_path)):
-        tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])
-
-
 SPLIT = r"\p{N}{1,3}|\p{L}+|[^\p{N}\p{L}]+"  # unlike that of GPT-2 and Qwen2
 
 
@@ -296,9 +283,9 @@ def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, kind, folder, t
     tokenizer = Tokenizer(source, {"model_type": model_type})
     if kind is None:
         with refused(str(source), model_type, "tokenizer.json"):
-            tokenizer.check_export()
+            tokenizer.check_splits()
         return
-    tokenizer.check_export()
+    tokenizer.check_splits()
     assert tokenizer.facts.kind == kind
     tokenizer.save(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": model_type}))

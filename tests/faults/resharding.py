@@ -20,12 +20,14 @@ from typing import Any
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
+from tests.parity.families import GPT2
+from tests.parity.families import LLAMA as QWEN
 from tests.parity.support import DEEP, mesh, micro_batches, reference, run_cases, small_infinity
 
 # This model is deep enough for two stages on each of four processes, and its embedding has padding.
-EIGHT_LAYERS = {**DEEP, "model": "eight-layers-2050"}
-WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
-LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
+EIGHT_LAYERS = {**DEEP, "model": f"{GPT2}:eight-layers-2050"}
+WIDE = {**DEEP, "model": f"{GPT2}:eight-wide-layers-2050"}
+LLAMA = {**DEEP, "model": f"{QWEN}:eight-wide-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
 NUM_STEPS = 6  # each run is saved after half of these steps
@@ -156,7 +158,11 @@ def main() -> None:
     if a.dry_run:
         return
     values = WORKS[a.work]
-    record = {"model": values["model"], "num_steps": NUM_STEPS, "versions": versions()}
+    record = {
+        "model": values["model"].rpartition(":")[2],
+        "num_steps": NUM_STEPS,
+        "versions": versions(),
+    }
     # Pairs with the same saved layout share its run.
     by_saved = itertools.groupby(all_pairs(), lambda pair: pair[0])
     groups = [draw_ring(a.seed)] if a.ring else [list(pairs) for _, pairs in by_saved]

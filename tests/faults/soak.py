@@ -33,6 +33,7 @@ from safetensors.numpy import load_file
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from tests.conftest import SMALL, clean_environment, settings
+from tests.parity.families import GPT2
 from tests.parity.support import small_infinity
 from tests.pool import ROOT
 
@@ -61,7 +62,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "infinity": (
         2,
         {
-            "model": "four-wide-layers",
+            "model": f"{GPT2}:four-wide-layers",
             "tokenizer": "embedded",
             **small_infinity(sub_group_size=2**18),
         },

@@ -26,8 +26,7 @@ from distributed_training.checkpoint.saver import (
 )
 from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.base import Engine
-from distributed_training.models import attention, decoder, llama
-from distributed_training.models.gpt2 import SIZES, gpt2_size
+from distributed_training.models import attention, decoder
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
@@ -39,31 +38,9 @@ from distributed_training.start.ranks import current_process
 from distributed_training.train.loop import learning_rate
 from distributed_training.train.run import build_engine
 from results.lab.harness import Run, each_accepted_run, open_group
+from tests.parity import families  # noqa: F401, allows their code
 from tests.support import save_now, start_test_record
 
-# Name -> (vocabulary size, number of blocks, width) of small models. The models are deep enough for
-# stages of unequal length, or for two stages on each of four processes.
-_SHAPES = {
-    "four-wide-layers": (2048, 4, 96),
-    "six-layers": (2048, 6, 32),
-    "eight-layers": (2048, 8, 32),
-    # The vocabulary has two tokens more than the tokenizer, so the embedding is padded.
-    "eight-layers-2050": (2050, 8, 32),
-    # Some tensors are large enough for infinity to keep them in files.
-    "eight-wide-layers-2050": (2050, 8, 120),
-}
-for _name, (_vocabulary, _depth, _width) in _SHAPES.items():
-    SIZES[_name] = gpt2_size(
-        vocab_size=_vocabulary, num_positions=128, num_layers=_depth, num_heads=4,
-        hidden_size=_width,
-    )  # fmt: skip
-llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
-    llama.Config(
-        model_type="qwen3", vocab_size=2050, max_position_embeddings=128, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=4, hidden_size=120, head_dim=32,
-        intermediate_size=320,
-    )
-)  # fmt: skip
 # The length of the prompt is not a multiple of any number of processes in these tests.
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])
 

@@ -8,23 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distributed_training.models import find_model, fp8, llama, peft
+from distributed_training.models import find_model, fp8, peft
 from distributed_training.models.quantized import quantize_matrices
 from distributed_training.settings.config import Config
 from distributed_training.start import launched
 from tests.parity import cases
+from tests.parity.families import LLAMA
 from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
 from tests.planner.helpers import gpu, plan_for
 from tests.support import CPU_MACHINE, refused
 
 MODULE = "tests.parity.test_fp8"
-llama.SIZES["fp8-llama"] = llama.llama_size(
-    llama.Config(
-        model_type="qwen3", vocab_size=2048, max_position_embeddings=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, hidden_size=64, head_dim=16,
-        intermediate_size=64,
-    )
-)  # fmt: skip
 ONE = {"strategy": "dp", **micro_batches(1)}
 FP8 = {**BASE, "lora_rank": 4, "lora_alpha": 8.0, "base_dtype": "fp8", "learning_rate": 1e-2}
 LAYOUTS = {
@@ -140,7 +134,7 @@ def test_training_follows_the_dequantized_base():
     assert weights < 0.1
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", "fp8-llama"])
+@pytest.mark.parametrize("model", ["gpt2-tiny", f"{LLAMA}:two-layers"])
 def test_layouts_equal_one_process(model):
     """The first step is equal. Later, a rounding error of another order of summation can move a
     value to the next e4m3 number, so runs differ by a part of the quantization error."""

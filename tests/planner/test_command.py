@@ -95,6 +95,7 @@ def test_tokens_become_steps_hours_and_a_price(plan):
     assert "--max_steps 122071" in out
 
 
+@pytest.mark.processes
 def test_steps_for_a_small_text_on_a_cpu_match_the_run(plan, tmp_path):
     """On a CPU, training on a small text uses a preset whose max_steps is only an upper limit."""
     text = tmp_path / "mine.txt"
@@ -119,6 +120,7 @@ def test_json_has_the_fields_that_programs_read(plan):
         assert (layout["schedule"] is None) == (layout["axes"]["pp"] == 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [

@@ -104,9 +104,6 @@ def test_means_and_spreads_are_taken_over_the_runs(over_seeds):
     verdict = over_seeds.verdict
     for text in ("zero2", "120,000", "2.4 times dp", "64 steps"):
         assert text in verdict
-    assert "coincide" in verdict
-    over_seeds.layouts[1].records[0].loss_curve[-1] = (4, 3.0)
-    assert "coincide" not in over_seeds.verdict
     over_seeds.layouts[1].records[0].work["global_batch_size"] = 7
     assert "global_batch_size" in over_seeds.verdict
 

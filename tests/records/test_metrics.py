@@ -84,7 +84,7 @@ ROW = {
     "step": 7, "epoch": 0, "loss": 2.5, "learning_rate": 1e-3, "grad_norm": None, "skipped": True,
     "num_targets": 64, "step_time_s": 0.5, "tokens_per_s": 128.0,
 }  # fmt: skip
-EVALUATION = {"step": 8, "loss": 2.0, "perplexity": 7.4}
+EVALUATION = {"step": 8, "loss": 2.0, "perplexity": 7.4, "bits_per_byte": None}
 ABOUT = {"seed": 1, "max_grad_norm": None, "model": "gpt2-tiny", "pack": True}
 STEP = {
     "train/loss": 2.5, "train/perplexity": pytest.approx(math.exp(2.5)),

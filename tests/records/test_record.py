@@ -26,6 +26,8 @@ from distributed_training.records.record import (
 from distributed_training.settings.files import ROOT
 from tests.support import refused, start_test_record
 
+pytestmark = pytest.mark.processes  # A new record names the commit, for which it runs git.
+
 
 @pytest.mark.parametrize(
     ("text", "word"),

@@ -89,6 +89,7 @@ def test_a_bad_record_hides_only_itself(runs, capsys):
     assert [name for name in bad if f"/{name}/" not in notes] == []
 
 
+@pytest.mark.processes
 def test_a_closed_output_pipe_gives_no_traceback(runs):
     """`report` prints no traceback if its reader closes the pipe before all output has been
     written, as `| head -1` does."""

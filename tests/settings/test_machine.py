@@ -29,6 +29,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
+@pytest.mark.processes
 def test_a_machine_has_the_values_of_its_weakest_gpu(nvidia_smi):
     nvidia_smi()
     machine = machines.detect_machine()
@@ -37,6 +38,7 @@ def test_a_machine_has_the_values_of_its_weakest_gpu(nvidia_smi):
     assert machine.power_w == 70
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("visible", "memories"),
     [
@@ -55,6 +57,7 @@ def test_hidden_gpus_do_not_count(visible, memories, nvidia_smi, monkeypatch):
     assert machine.gpu_memory_bytes == min(memories, default=0) * MIB
 
 
+@pytest.mark.processes
 def test_a_driver_without_gpus_means_no_gpus(nvidia_smi):
     assert machines.detect_machine().num_gpus == 0, "no driver"
     for answer, code in (("", 0), ("NVIDIA-SMI has failed\n", 9)):
@@ -63,6 +66,7 @@ def test_a_driver_without_gpus_means_no_gpus(nvidia_smi):
         assert (machine.num_gpus, machine.gpu_name, machine.compute_capability) == (0, None, (0, 0))
 
 
+@pytest.mark.processes
 def test_a_gpu_that_does_not_report_its_memory(nvidia_smi, monkeypatch):
     """Integrated GPUs (GB10, Jetson) report [N/A] because they share the host's memory."""
     nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1, [N/A]\n")

@@ -4,6 +4,7 @@ that are complete there."""
 import json
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from distributed_training.checkpoint.resume import Meta, rank_file_name, write_m
 from distributed_training.records.folder import CHECKPOINTS, checkpoint_name, list_checkpoints
 from distributed_training.records.record import RECORD_FILE
 from distributed_training.tools import mirror
-from tests.conftest import SMALL, assert_ok, run_command, settings
+from tests.conftest import SMALL, assert_ok, clean_environment, run_command, settings
 from tests.e2e.support import metrics, run_folders, running, wait_for
 from tests.pool import SCRIPT
 
@@ -97,24 +98,49 @@ def test_a_mirror_that_is_never_complete_stays_small(tmp_path):
     assert saved_steps(bucket) == [50, 55]
 
 
+MIRROR = """
+import sys
+from pathlib import Path
+from distributed_training.tools import mirror
+
+_, runs, bucket, *command = sys.argv
+sys.exit(mirror.main("0", Path(runs), Path(bucket), command, interval_s=0.1))
+"""
+# A job in whose course the mirror is a file instead of a folder, and then a folder again
+JOB = """
+import os, shutil, sys, time
+from pathlib import Path
+
+bucket, log, end = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+shutil.rmtree(bucket)
+bucket.touch()
+while "the mirror is incomplete" not in log.read_text():
+    time.sleep(0.01)
+if end:
+    bucket.unlink()
+    while not list(bucket.glob("*/checkpoints/step-*/*")):
+        time.sleep(0.01)
+    exec(end)
+"""
+
+
 @pytest.mark.parametrize(
-    ("code", "expected"), [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", 256 - 9)]
+    ("end", "expected"),
+    [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 256 - 9), ("", 1)],
 )
-def test_a_broken_mirror_does_not_end_the_command(code, expected, tmp_path, monkeypatch, capfd):
-    pushed = tmp_path / "pushed"
-
-    def push(*arguments):
-        if arguments[2] == "*":
-            pushed.touch()
-            raise OSError("the bucket is gone")
-
-    monkeypatch.setattr(mirror, "push", push)
-    monkeypatch.setattr(mirror, "INTERVAL_S", 0.05)
-    (tmp_path / "bucket").mkdir()
-    wait = f"import os\nwhile not os.path.exists({str(pushed)!r}): pass\n"
-    command = [sys.executable, "-c", wait + code]
-    assert mirror.main("0", tmp_path / "runs", tmp_path / "bucket", command) == expected
-    assert "the bucket is gone" in capfd.readouterr().err
+def test_a_broken_mirror_does_not_end_the_command(end, expected, tmp_path):
+    """Files are copied while the command runs, as soon as the mirror can be written. If it cannot
+    be written at the end, the job fails."""
+    bucket, (runs, _) = make_nodes(tmp_path)
+    save(runs, 10, [0, 1])
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", MIRROR, runs, bucket]
+    command += [sys.executable, "-c", JOB, bucket, log, end]
+    with log.open("w") as file:
+        done = subprocess.run(command, stderr=file, env=clean_environment(), timeout=60)
+    assert done.returncode == expected
+    if end:
+        assert mirror.find_complete(bucket / RUN).name == checkpoint_name(10)
 
 
 def test_a_stopped_job_continues_on_an_empty_machine(tmp_path):

@@ -11,7 +11,7 @@ Render = Callable[..., str]  # (messages, ask=bool) -> text
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
 # Block of reasoning with which a prompt asks for an answer without reasoning
 _EMPTY_THOUGHT = re.compile(r"(<[^<>\s]*think[^<>\s]*>\s*)+\Z", re.I)
-_PLACEHOLDER = "qzWzqXy"  # replaces an answer to find its position in the text
+_PLACEHOLDER = "qzWzqXyVvJ"  # replaces an answer to find its position in the text
 
 
 class AlignmentError(ValueError):
@@ -59,16 +59,17 @@ def align(
     is also added after the last answer.
 
     Raises AlignmentError if an answer cannot be found."""
-    answer_indices = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-    trained_indices = [i for i in answer_indices if i not in skip]
+    answer_indices = {i for i, message in enumerate(messages) if message["role"] == ASSISTANT}
+    trained_indices = sorted(answer_indices.difference(skip))
     if not trained_indices:
         return []
     full_text = render(messages)
     if render_marked is not None:
-        spans = [span for span in render_marked() if span[0] < span[1]]
-        for index in set(answer_indices).intersection(skip):
+        spans = [(first, last) for first, last in render_marked() if first < last]
+        for index in answer_indices.intersection(skip):
             answer = _find_answer(render, messages, index, special_pattern)
-            spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]
+            positions = range(answer.start, len(answer.text))
+            spans = [span for span in spans if span[0] not in positions]
         # An answer may have several marked spans. The last one must contain the end token.
         num_without_end_token = 0
         length = len(full_text)
@@ -84,24 +85,26 @@ def align(
         text, start, end, is_prefix, stop = _find_answer(render, messages, index, special_pattern)
         if start == len(text) and messages[index].get("content"):
             raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
-        if messages[index].get("tool_calls") and not special_pattern.sub("", text[start:]).strip():
+        is_silent = special_pattern.sub("", text[start:]).strip() == ""
+        if is_silent and messages[index].get("tool_calls"):
             continue  # The template omits the calls, and silence is not an answer.
+        lacks_end_token = 0 if stop or special_pattern.search(text, start) else 1
         if is_prefix and full_text.startswith(text):
             end = len(text)
-        elif not (is_prefix and start < end and full_text.startswith(text[:end])):
+        elif is_prefix and start < end and full_text.startswith(text[:end]):
+            # White space after the end token belongs to the answer, as at the end of the text.
+            end = len(full_text) - len(full_text[end:].lstrip())
+        else:
             text += stop
-            lacks_end_token = int(not special_pattern.search(text, start))
             separate_samples.append(Rendered(text, [(start, len(text))], lacks_end_token))
             continue
-        else:  # White space after the end token belongs to the answer, as at the end of the text.
-            end = len(full_text) - len(full_text[end:].lstrip())
         if stop:
             if end == len(full_text):
                 full_text += stop
             next_mark = special_pattern.match(full_text, end)
             end = next_mark.end() if next_mark else end
         shared_spans.append((start, end))
-        num_without_end_token += not (stop or special_pattern.search(text, start))
+        num_without_end_token += lacks_end_token
     if shared_spans:
         return [Rendered(full_text, shared_spans, num_without_end_token), *separate_samples]
     return separate_samples
@@ -115,20 +118,16 @@ def _find_answer(
     earlier_messages = list(messages[:index])
     answer = messages[index]
     text = render([*earlier_messages, answer])
-    placeholder = _PLACEHOLDER
-    while placeholder in text:
-        placeholder += "q"
     # Render other content in place of the answer to find the text that the template puts around an
     # answer.
-    reply = {"role": ASSISTANT, "content": placeholder}
+    reply = {"role": ASSISTANT, "content": _PLACEHOLDER}
     probe = _try_render(render, [*earlier_messages, reply])
-    header, separator, tail = probe.partition(placeholder)
+    header, separator, tail = probe.partition(_PLACEHOLDER)
     stop = ""
     if separator and not special_pattern.search(tail):
         role = "tool" if answer.get("tool_calls") else "user"
-        with_next_turn = _try_render(
-            render, [*earlier_messages, reply, {"role": role, "content": "?"}]
-        )
+        next_turn = {"role": role, "content": "?"}
+        with_next_turn = _try_render(render, [*earlier_messages, reply, next_turn])
         next_mark = special_pattern.match(with_next_turn, len(probe))
         if with_next_turn.startswith(probe) and next_mark:
             stop = next_mark.group()
@@ -148,16 +147,17 @@ def _find_answer(
         overlap = text[len(header) : start]
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
             start = len(header)  # The answer begins with the end of the question.
-        return _Answer(text, start, end, True, stop)
+        return _Answer(text, start, end, is_prefix=True, stop=stop)
     if header and prompt and earlier_messages:
         # The template renders a question without an answer differently from a question with an
         # answer.
-        probe_messages = [*earlier_messages[:-1], {**earlier_messages[-1], "content": placeholder}]
-        question_end = _try_render(render, probe_messages, ask=True).partition(placeholder)[2]
-        pieces = _try_render(render, [*probe_messages, reply]).split(placeholder)
+        question = {**earlier_messages[-1], "content": _PLACEHOLDER}
+        probe_messages = [*earlier_messages[:-1], question]
+        question_end = _try_render(render, probe_messages, ask=True).partition(_PLACEHOLDER)[2]
+        pieces = _try_render(render, [*probe_messages, reply]).split(_PLACEHOLDER)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(prompt + answer_text, len(prompt), 0, False, stop)
+            return _Answer(prompt + answer_text, len(prompt), end=0, is_prefix=False, stop=stop)
     if not header:
         # The answer has reasoning, but the prompt ends with an empty block of reasoning. As in
         # TRL's templates for training, the answer begins with its own block.
@@ -166,7 +166,7 @@ def _find_answer(
         if not (header and text.startswith(header)):
             which = f"message {index + 1}, an answer,"
             raise AlignmentError(f"{which} is not at the position where the template puts answers")
-    return _Answer(text, len(header), end, True, stop)
+    return _Answer(text, len(header), end, is_prefix=True, stop=stop)
 
 
 def _try_render(render: Render, messages: Sequence[Message], **options: Any) -> str:
@@ -183,8 +183,7 @@ def loses_thoughts(message: Mapping[str, Any], text: str) -> bool:
     content = message.get("content")
     if isinstance(content, str):
         thoughts += _THOUGHT.findall(content)
-    stripped = (thought.strip() for thought in thoughts if isinstance(thought, str))
-    return any(thought and thought not in text for thought in stripped)
+    return any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
 
 
 def join_parts(messages: Sequence[Message]) -> list[Message]:

@@ -58,7 +58,8 @@ def read_pieces(
     with nothing to train on are left out. Raises UserError if a record has no known form."""
     if source.columns is None:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
-            counts.records += piece.begins
+            if piece.begins:
+                counts.records += 1
             yield piece
         return
     missing = {*source.columns.values()}
@@ -67,7 +68,8 @@ def read_pieces(
         missing -= raw.keys()
         counts.records += 1
         counts.forms[record.form] += 1
-        counts.notes[COPIED] += record.has_copy
+        if record.has_copy:
+            counts.notes[COPIED] += 1
         if tokenizer.is_chat_form(record.form):
             conversation = record.read_conversation(counts.notes)
             yield from _render(where, conversation, tokenizer, counts)
@@ -106,29 +108,35 @@ def _render(
     contents = [message["content"] for message in join_parts(conversation.messages)]
     if tokenizer.special_pattern.search("\n".join(contents)):
         counts.notes[SPECIAL] += 1
+    rendered = "\n".join(sample.text for sample in samples)
     called_functions = conversation.called_functions
-    arguments = (function.get("arguments") for function in called_functions)
-    quoted_arguments = [json.dumps(a, ensure_ascii=False) for a in arguments if isinstance(a, str)]
+    arguments = [function.get("arguments") for function in called_functions]
+    strings = [value for value in arguments if isinstance(value, str)]
+    if any(json.dumps(string, ensure_ascii=False) in rendered for string in strings):
+        counts.notes[QUOTED] += 1
     functions = called_functions + find_functions(conversation.tools or [])
     expected_words = [str(function.get("name") or "") for function in functions]
     expected_words += map(_longest_word, conversation.documents or [])
     # Reasoning that a template removes has its own note.
-    expected_words += (_longest_word(content.rpartition("</think>")[2]) for content in contents)
-    rendered = "\n".join(sample.text for sample in samples)
-    counts.notes[QUOTED] += any(argument in rendered for argument in quoted_arguments)
-    counts.notes[OMITTED_BY_TEMPLATE] += any(word not in rendered for word in expected_words)
+    answers = (content.rpartition("</think>")[2] for content in contents)
+    expected_words += map(_longest_word, answers)
+    if any(word not in rendered for word in expected_words):
+        counts.notes[OMITTED_BY_TEMPLATE] += 1
     trained_text = "\n".join(
         sample.text[first:last] for sample in samples for first, last in sample.spans
     )
     for index, message in enumerate(conversation.messages):
         is_trained = message["role"] == pieces.ASSISTANT and index not in conversation.skip
-        counts.notes[THOUGHTS] += is_trained and loses_thoughts(message, trained_text)
+        if is_trained and loses_thoughts(message, trained_text):
+            counts.notes[THOUGHTS] += 1
     for sample in samples:
-        counts.notes[NO_END_TOKEN] += sample.num_without_end_token
+        if sample.num_without_end_token:
+            counts.notes[NO_END_TOKEN] += sample.num_without_end_token
         yield Piece(sample.text, sample.spans, templated=tokenizer.facts.has_template, eos=False)
 
 
 def _longest_word(document: Any) -> str:
     """Return the longest word in a string or in the values of a document."""
     values = document.values() if isinstance(document, dict) else [document]
-    return max(re.findall(r"\w+", " ".join(map(str, values))), key=len, default="")
+    words = re.findall(r"\w+", " ".join(map(str, values)))
+    return max(words, key=len, default="")

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, TEXT, Message
@@ -25,14 +25,21 @@ _COLUMN_PAIRS = (
     (PROMPT, "completion"), (PROMPT, "response"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"),
 )  # fmt: skip
-# Role in the dataset -> role that the chat template receives; "" keeps the name of the role
+# Other names of roles -> role that the chat template receives
 _ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys((ASSISTANT, "gpt", "model", "bot", "chatgpt"), ASSISTANT),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    **dict.fromkeys(("system", "developer", "function", "ipython", "documents"), ""),
+    "human": "user",
+    "gpt": ASSISTANT,
+    "model": ASSISTANT,
+    "bot": ASSISTANT,
+    "chatgpt": ASSISTANT,
     "function_call": ASSISTANT,
+    "observation": "tool",
+    "function_response": "tool",
 }
+# Roles that templates know by these names
+_KNOWN_ROLES = {
+    "user", ASSISTANT, "tool", "system", "developer", "function", "ipython", "documents"
+}  # fmt: skip
 # Keys that mark whether a message is in the loss: one from OpenAI, two from axolotl, two from verl
 # and one from ms-swift
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
@@ -63,10 +70,12 @@ class Record:
     def __init__(self, raw: Any, where: str, columns: Mapping[str, str]) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
-        renamed = {name: raw[theirs] for name, theirs in columns.items() if theirs in raw}
-        hidden = {*columns, *columns.values()}
-        others = {name: value for name, value in raw.items() if name not in hidden}
-        self.fields = fields = {**others, **renamed}
+        self.fields = fields = dict(raw)
+        for name in {*columns, *columns.values()}:
+            fields.pop(name, None)
+        for name, dataset_name in columns.items():
+            if dataset_name in raw:
+                fields[name] = raw[dataset_name]
         self.where = where
         self._raw = raw
         self._columns = columns
@@ -74,22 +83,24 @@ class Record:
         def is_given(name: str) -> bool:
             return not _is_empty(fields.get(name))
 
-        pairs = [pair for pair in _COLUMN_PAIRS if set(pair) <= fields.keys()]
-        pair = max(pairs, key=lambda pair: (is_given(pair[1]), is_given(pair[0])), default=())
+        pairs = [pair for pair in _COLUMN_PAIRS if fields.keys() >= {*pair}]
+        pair = max(pairs, key=lambda pair: is_given(pair[1]), default=())
         has_pair = any(map(is_given, pair))
         chats = [name for name in (MESSAGES, "conversations") if name in fields]
         chat = max(chats, key=is_given, default="")
         # Conversation datasets often repeat the first question as "prompt".
         is_complete = "completion" in pair and is_given("completion")
         prefers_chat = is_given(MESSAGES) and not is_complete
+        has_others = has_pair or is_given(chat)
         self.form = MESSAGES
-        if TEXT in fields and (TEXT in columns or not (has_pair or is_given(chat))):
+        if TEXT in columns or (TEXT in fields and not has_others):
             self.form = TEXT
             self.names: tuple[str, ...] = (TEXT,)
         elif pair and not prefers_chat and (has_pair or not chat):
             self.names = pair
             has_messages = any(isinstance(fields[name], list) for name in pair)
-            if not (has_messages or pair[0] == "instruction" or fields.keys() & _CONTEXT_COLUMNS):
+            has_context = not fields.keys().isdisjoint(_CONTEXT_COLUMNS)
+            if not (has_messages or has_context or pair[0] == "instruction"):
                 self.form = PROMPT
         elif chat:
             self.names = (chat,)
@@ -108,7 +119,8 @@ class Record:
     def find_unread(self) -> list[str]:
         """Return the names of the columns with a value that has not been read."""
         used = {self._columns.get(name, name) for name in self._used}
-        return [name for name, value in self._raw.items() if name not in used and value is not None]
+        given = [name for name, value in self._raw.items() if value is not None]
+        return [name for name in given if name not in used]
 
     def read_text(self) -> str:
         """Return the record's text, or "" if it is null. Raises UserError if it is not a string."""
@@ -140,7 +152,8 @@ class Record:
                 messages += self._read_messages(self.names[1], notes)
             elif answer := self._read(self.names[1]):
                 messages.append({"role": ASSISTANT, "content": answer})
-        if system := self._read("system"):
+        system = self._read("system")
+        if system:
             if not messages or messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
                 skip = [0, *(index + 1 for index in skip)]
@@ -174,7 +187,8 @@ class Record:
             if texts[1]:
                 messages.append({"role": ASSISTANT, "content": texts[1]})
         question = self._read(self.names[0], optional=False)
-        if self.names[0] == "instruction" and (context := self._read("input")):
+        context = self._read("input") if self.names[0] == "instruction" else None
+        if context:
             question = f"{question}\n{context}"
         return [*messages, {"role": "user", "content": question}]
 
@@ -189,7 +203,9 @@ class Record:
         self._used.add(name)
         value = self.fields.get(name)
         if cls is not str:
-            value = None if _is_empty(value := _parse(value)) else value
+            value = _parse(value)
+            if _is_empty(value):
+                value = None
         if (value is None and optional) or isinstance(value, cls):
             return value
         example = _EXAMPLES[self.form]
@@ -206,56 +222,68 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
     and "value", they are renamed. Keys whose value is null are left out, because a table cannot
     tell them from missing keys. All other keys are kept. Raises UserError if the content is not
     text or a key has an unsupported value."""
-
-    def refuse(key: str) -> NoReturn:
-        why = f"it is {_described(message[key])}" if key in message else ""
-        raise UserError(f'{where} has no "{key}" string', why, f"write {_EXAMPLES[MESSAGES]}")
-
     if not isinstance(raw, dict):
         what = f'{where} is {_described(raw)}, not an object with a "role"'
         raise UserError(what, fix=f"write {_EXAMPLES[MESSAGES]}")
     message = {key: value for key, value in raw.items() if value is not None}
-    if "role" not in message and "from" in message:
-        message["role"] = message.pop("from")
-    if "content" not in message and "value" in message:
-        message["content"] = message.pop("value")
+    for key, other_name in (("role", "from"), ("content", "value")):
+        if key not in message and other_name in message:
+            message[key] = message.pop(other_name)
     role = message.get("role")
     if not isinstance(role, str):
-        refuse("role")
-    message["role"] = _ROLES.get(role) or role
-    if role not in _ROLES:
+        raise _missing_string("role", message, where)
+    message["role"] = _ROLES.get(role, role)
+    if message["role"] not in _KNOWN_ROLES:
         notes[f"message with the unknown role {shown(role)}"] += 1
+    call = message.get("function_call")
+    if role == "function_call":
+        call = message.get("content")
+        message["content"] = ""
+    if message["role"] == ASSISTANT and not _is_empty(call) and not message.get("tool_calls"):
+        # OpenAI's older format has at most one call in an answer, under another key.
+        message["tool_calls"] = _parse_calls(call, where)
     if not isinstance(message.get("tool_calls") or [], list):
         what = f"{where} has tool_calls that are not a list: {shown(message['tool_calls'])}"
         raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
-    # OpenAI's older format has at most one call in an answer, under another key.
-    call = message.get("function_call") if message["role"] == ASSISTANT else None
-    if role == "function_call":
-        call, message["content"] = message.get("content"), ""
-    if not (_is_empty(call) or message.get("tool_calls")):
-        parsed = _parse(call)
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        if not all(isinstance(call, dict) for call in calls):
-            what = f"{where} has a function_call that is not a JSON object: {shown(call)}"
-            raise UserError(what, fix='write {"name": "...", "arguments": {...}}')
-        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    content = message.get("content")
+    has_null_content = "content" in raw or "value" in raw
+    if "content" not in message and not (has_null_content or message.get("tool_calls")):
+        raise _missing_string("content", message, where)
+    content = message.setdefault("content", None)
     if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, dict) and part.get("type") == "text"
-            if not is_text or not isinstance(part.get("text"), str):
-                what = f"{where} has a part that is not text: {shown(part)}"
-                raise UserError(what, "only text is supported", "remove such records")
+        _check_parts(content, where)
     elif content is None:
-        if "content" not in raw and "value" not in raw and not message.get("tool_calls"):
-            refuse("content")
         message["content"] = ""
-        if message["role"] == ASSISTANT and not any(map(message.get, _OUTPUT_KEYS)):
+        if message["role"] == ASSISTANT and not any(message.get(key) for key in _OUTPUT_KEYS):
             message["weight"] = 0
             notes["answer with null content, which does not count toward the loss"] += 1
     elif not isinstance(content, str):
-        refuse("content")
+        raise _missing_string("content", message, where)
     return message
+
+
+def _missing_string(key: str, message: Message, where: str) -> UserError:
+    why = f"it is {_described(message[key])}" if key in message else ""
+    return UserError(f'{where} has no "{key}" string', why, f"write {_EXAMPLES[MESSAGES]}")
+
+
+def _parse_calls(call: Any, where: str) -> list[Any]:
+    """Return tool calls for the value of "function_call": a function, a list of functions, or the
+    JSON of either."""
+    parsed = _parse(call)
+    functions = parsed if isinstance(parsed, list) else [parsed]
+    if not all(isinstance(function, dict) for function in functions):
+        what = f"{where} has a function_call that is not a JSON object: {shown(call)}"
+        raise UserError(what, fix='write {"name": "...", "arguments": {...}}')
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _check_parts(parts: list[Any], where: str) -> None:
+    """Raise UserError if a part of a message's content is not text."""
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            what = f"{where} has a part that is not text: {shown(part)}"
+            raise UserError(what, "only text is supported", "remove such records")
 
 
 def _is_trained(message: Message, where: str) -> bool | None:

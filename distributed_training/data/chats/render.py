@@ -68,8 +68,8 @@ class Renderer:
         _check_kwargs(conversation.template_kwargs, where)
         try:
             conversation = self._adapt(conversation)
-            template = self.templates[bool(conversation.tools)]
             # Some templates mark the text that the assistant generates.
+            template = self._select_template(conversation)
             has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template)
             return align(
                 render,
@@ -82,7 +82,8 @@ class Renderer:
             what = f"{where} cannot be rendered by the chat template"
             why = str(error) if isinstance(error, AlignmentError) else describe(error)
             fix = "change the record or the chat template"
-            if any(isinstance(f.get("arguments"), str) for f in conversation.called_functions):
+            arguments = [function.get("arguments") for function in conversation.called_functions]
+            if any(isinstance(value, str) for value in arguments):
                 fix = f"write the arguments as an object instead of a string, or {fix}"
             raise UserError(what, why, fix) from None
 
@@ -98,15 +99,17 @@ class Renderer:
 
     def _adapt(self, conversation: Conversation) -> Conversation:
         """Join the parts of contents that are lists if the template accepts only strings."""
-        contents = (message.get("content") for message in conversation.messages)
-        if any(isinstance(content, list) for content in contents) and not self._accepts_parts:
+        contents = [message.get("content") for message in conversation.messages]
+        has_parts = any(isinstance(content, list) for content in contents)
+        if has_parts and not self._accepts_parts:
             return conversation._replace(messages=join_parts(conversation.messages))
         return conversation
 
     @cached_property
     def _accepts_parts(self) -> bool:
         """Whether the template accepts messages whose content is a list of parts."""
-        probe = {"role": "user", "content": [{"type": "text", "text": word} for word in "ZX"]}
+        parts = [{"type": "text", "text": "Z"}, {"type": "text", "text": "X"}]
+        probe = {"role": "user", "content": parts}
         try:
             text = self._render(Conversation([]), [probe])[0]
         except Exception:  # for example, the template adds a string to a list
@@ -125,13 +128,19 @@ class Renderer:
         now = datetime.fromisoformat(self.date)
         vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: now)
         rendered: Any = chat_template_utils.render_jinja_template(
-            conversations=[list(messages)], tools=conversation.tools,
+            conversations=[list(messages)],
+            tools=conversation.tools,
             documents=conversation.documents,
-            chat_template=self.templates[bool(conversation.tools)],
-            **{**self.variables, **conversation.template_kwargs}, **options,
-        )  # fmt: skip
+            chat_template=self._select_template(conversation),
+            **{**self.variables, **conversation.template_kwargs},
+            **options,
+        )
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
+
+    def _select_template(self, conversation: Conversation) -> str:
+        without_tools, with_tools = self.templates
+        return with_tools if conversation.tools else without_tools
 
 
 def find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
