@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from distributed_training.models import quantized
+from distributed_training.models.private import scaled_mm
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
@@ -94,7 +95,7 @@ def fp8_matmul(x, x_scales, codes, scales=None):  # type: ignore[no-untyped-def]
         scales = x_scales.new_ones(len(w))
     # With a scale per row, GPUs only write bf16.
     out_dtype = torch.bfloat16 if x.is_cuda else codes.dtype
-    return torch._scaled_mm(
+    return scaled_mm(
         x, w.t(), scale_a=x_scales, scale_b=scales.float().view(1, -1), out_dtype=out_dtype,
         use_fast_accum=x.is_cuda,
     ).to(codes.dtype)  # fmt: skip

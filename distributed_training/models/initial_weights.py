@@ -80,7 +80,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
 
 
 def hashed_normal(

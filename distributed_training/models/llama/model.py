@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from distributed_training.models.decoder import Block, Decoder, Linear, Positions
 from distributed_training.models.llama import Config, Rope, unit_size
+from distributed_training.models.private import MapTensor, MovedModule
 from distributed_training.models.size import ModelSize
 
 
@@ -26,7 +27,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class Rotary(nn.Module):
+class Rotary(MovedModule):
     """Rotary position embedding with a table of cosines and sines, fp32 [2, positions, K / 2].
 
     All blocks share this module. The table moves with the model to other devices, and stays in fp32
@@ -51,12 +52,11 @@ class Rotary(nn.Module):
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        device = fn(self.table).device
+    def move(self, function: MapTensor, recurse: bool) -> None:
+        device = function(self.table).device
         if device != self.table.device:
             with device:
                 self.table = cos_sin_table(*self.settings)
-        return self
 
 
 def cos_sin_table(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
