@@ -18,7 +18,6 @@ from distributed_training.models.quantized import dequantized_source
 from distributed_training.models.weights import all_finite, write_tensors
 from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import require_regular
 
 PREFIX = "base_model.model."
 
@@ -78,7 +77,6 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     model."""
     config = read_adapters(folder)
     file = folder / ADAPTER_WEIGHTS
-    require_regular(file, "adapters")
     try:
         with safe_open(file, "pt") as weight_file:
             tensors = {name: weight_file.get_tensor(name) for name in weight_file.keys()}  # noqa: SIM118

@@ -102,10 +102,10 @@ class LlamaBlock(Block):
         self.unit_size = unit_size(hidden)
         self.rotary = rotary
         self.norm_1 = norm(d)
-        self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.biases[0])
+        self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.has_qkv_bias)
         self.norm_q = norm_heads(self.head_size)
         self.norm_k = norm_heads(self.head_size)
-        self.attention_out = Linear(heads * self.head_size, d, bias=config.biases[1])
+        self.attention_out = Linear(heads * self.head_size, d, bias=config.attention_bias)
         self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)
