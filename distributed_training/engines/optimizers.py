@@ -42,8 +42,11 @@ def build_optimizer(
     origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
-    step. `origins` maps each parameter of the optimizer to the name and the DTensor of the
-    parameter whose shard it is. The DTensor is the parameter itself if it is not sharded."""
+    step. If its attribute `is_fused` is True, the step divides gradients by the attribute
+    `grad_scale`, and skips the update if the attribute `found_inf` is 1.
+
+    `origins` maps each parameter of the optimizer to the name and the DTensor of the parameter
+    whose shard it is. The DTensor is the parameter itself if it is not sharded."""
     groups = parameter_groups(origins, config.weight_decay)
     lr = float(config.learning_rate)
     compiled = bool(config.compile)
@@ -53,8 +56,7 @@ def build_optimizer(
         return AdamW8bit(groups, lr, compiled=compiled)
     if config.optimizer != "adamw":
         return AdamWBf16(groups, lr, origins, config.seed, compiled=compiled)
-    on_gpu = device.type == "cuda"
-    return AdamW(groups, lr, fused=on_gpu, capturable=on_gpu, **ADAM)
+    return AdamW(groups, lr, is_fused=device.type == "cuda")
 
 
 def quantized_part(part: Part, moment: Any) -> Part:
@@ -77,6 +79,10 @@ def quantized_part(part: Part, moment: Any) -> Part:
 class AdamW(torch.optim.AdamW):
     """AdamW from torch.optim, with a method that creates its state before the first step."""
 
+    def __init__(self, groups: list[dict[str, Any]], lr: float, *, is_fused: bool) -> None:
+        super().__init__(groups, lr, fused=is_fused, capturable=is_fused, **ADAM)
+        self.is_fused = is_fused
+
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`."""
         moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
@@ -87,7 +93,7 @@ class AdamWBf16(torch.optim.Optimizer):
     """AdamW with Adam moments in bf16 that are rounded stochastically. Weights are fp32 or, also
     with stochastic rounding, bf16."""
 
-    # 1 skips the update, and gradients are divided by `grad_scale`, as in torch's fused AdamW
+    is_fused = True
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None
 
@@ -100,7 +106,7 @@ class AdamWBf16(torch.optim.Optimizer):
         *,
         compiled: bool,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.01, "fused": True})
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
         # One compiled function serves parameters of all sizes.
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
         self.chunk_size = sys.maxsize if compiled else MAX_CHUNK_SIZE

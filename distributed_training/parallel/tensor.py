@@ -33,7 +33,11 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import fp8
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
-from distributed_training.parallel.private import all_gather_functional, all_reduce_functional
+from distributed_training.parallel.private import (
+    LayerStyle,
+    all_gather_functional,
+    all_reduce_functional,
+)
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set[str]:
@@ -111,7 +115,7 @@ def _place_activations(tp_parts: tuple[int, int]) -> Placement:
 
 
 @dataclass
-class _LayerParallel(parallel.ParallelStyle):
+class _LayerParallel(LayerStyle):
     """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
@@ -130,7 +134,7 @@ class _LayerParallel(parallel.ParallelStyle):
     # tokens.
     position_parts: tuple[int, int] = (1, 1)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def partition_fn(_name: str, layer: Any, mesh: DeviceMesh) -> None:
             if self.dim is not None:
                 layer.adds_bias = False
