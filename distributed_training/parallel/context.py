@@ -89,7 +89,7 @@ def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @_all_to_all.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
+def _(x, _group):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
