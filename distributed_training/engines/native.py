@@ -125,14 +125,12 @@ class NativeEngine(base.Engine):
         # Keys are stage indices. In V-shaped schedules (zb-v and zb-auto), rank 0 has the first and
         # the last stage, and both contain the embedding if it is tied.
         self.stages = nn.ModuleDict()
-        self.tp_partial_params = []  # parameters whose gradients must be summed over tp
         for index, stage_blocks in enumerate(layout.stages):
             if layout.ranks[index] == self.topology.pp_rank:
-                stage = model.stage(stage_blocks)
-                self.stages[str(index)] = stage
-                self.tp_partial_params += parallelize(
-                    stage, weights, self.plan, self.topology, mesh
-                )
+                self.stages[str(index)] = model.stage(stage_blocks)
+        self.tp_partial_params = []  # parameters whose gradients must be summed over tp
+        for stage in self.stages.values():
+            self.tp_partial_params += parallelize(stage, weights, self.plan, self.topology, mesh)
         # The whole model if there is no pipeline
         self.module: nn.Module = next(iter(self.stages.values()))
         if self.plan.uses_ddp:

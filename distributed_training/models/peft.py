@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.quantized import dequantized_source
-from distributed_training.models.weights import all_finite, write_tensors
+from distributed_training.models.weights import all_finite, open_file, write_tensors
 from distributed_training.settings.config import Request, RunConfig
 from distributed_training.settings.errors import RunError, UserError
 
@@ -77,14 +76,9 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     model."""
     config = read_adapters(folder)
     file = folder / ADAPTER_WEIGHTS
-    try:
-        with safe_open(file, "pt") as weight_file:
-            tensors = {name: weight_file.get_tensor(name) for name in weight_file.keys()}  # noqa: SIM118
-            metadata = weight_file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        fix = f"download them again, or load {folder} with PEFT and save it again"
-        raise UserError(f"adapters {file} cannot be read", why, fix) from None
+    fix = f"download them again, or load {folder} with PEFT and save it again"
+    stored, metadata = open_file(file, fix)
+    tensors = {name: tensor.read() for name, tensor in stored.items()}
     all_parts = [name for parts in spec.size.hf_matrices.values() for name in parts]
     parts = []
     for part in all_parts:

@@ -116,18 +116,26 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
     is missing or damaged."""
     stored: dict[str, StoredTensor] = {}
     for file in require_weights(folder):
-        try:
-            # safe_open reads the header and checks it against the length of the file.
-            with safe_open(file, "np") as header:
-                for name in header.keys():  # noqa: SIM118, it is not a dict
-                    tensor = header.get_slice(name)
-                    read_tensor = partial(read_stored, file, name)
-                    stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read_tensor)
-        except (SafetensorError, OSError) as error:
-            what = f"weights {folder}: {file.name} cannot be read"
-            why = getattr(error, "strerror", None) or str(error)
-            raise UserError(what, why, "download it again") from None
-    return {name: tensor for name, tensor in stored.items() if not _BUFFERS.search(name)}
+        tensors, _ = open_file(file, "download it again")
+        stored |= {name: tensors[name] for name in tensors if not _BUFFERS.search(name)}
+    return stored
+
+
+def open_file(file: Path, fix: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and its metadata. Raises UserError, which
+    advises to `fix` it, if the file is missing or damaged."""
+    try:
+        # safe_open reads the header and checks it against the length of the file.
+        with safe_open(file, "np") as header:
+            stored = {}
+            for name in header.keys():  # noqa: SIM118, it is not a dict
+                tensor = header.get_slice(name)
+                read = partial(read_stored, file, name)
+                stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read)
+            return stored, header.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{file} cannot be read", why, fix) from None
 
 
 def read_stored(file: Path, name: str, *slices: slice) -> Any:

@@ -11,14 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from distributed_training.models.weights import all_finite, read_stored, write_tensors
+from distributed_training.models.weights import all_finite, open_file, write_tensors
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
@@ -187,16 +185,16 @@ class TensorFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         self.stored_parts: dict[str, list[Part]] = {}
         for path in paths:
-            with safe_open(path, "pt") as file:
-                for name, position in json.loads(file.metadata()["places"]).items():
-                    stored_part = Part(
-                        name=name,
-                        shape=tuple(position["shape"]),
-                        start=tuple(position["start"]),
-                        size=tuple(file.get_slice(name).get_shape()),
-                        get=partial(read_stored, path, name),
-                    )
-                    self.stored_parts.setdefault(name, []).append(stored_part)
+            stored, metadata = open_file(path, "resume from another checkpoint")
+            for name, position in json.loads(metadata["places"]).items():
+                stored_part = Part(
+                    name=name,
+                    shape=tuple(position["shape"]),
+                    start=tuple(position["start"]),
+                    size=tuple(stored[name].shape),
+                    get=stored[name].read,
+                )
+                self.stored_parts.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
         """Return the values of a part on the CPU, in the shape `part.size`.
