@@ -267,11 +267,12 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         (size,) = self.code.sizes(folder).values()
-        for name in (field.name for field in fields(ModelSize) if field.compare):
-            stored_value, own_value = getattr(size, name), getattr(self.size, name)
-            if stored_value != own_value:
-                what = f"weights {folder} have {name}={stored_value}, but the model has {own_value}"
-                raise UserError(what, fix=f"set model to {shown(str(folder))}")
+        for field in fields(ModelSize):
+            stored_value = getattr(size, field.name)
+            own_value = getattr(self.size, field.name)
+            if field.compare and stored_value != own_value:
+                what = f"weights {folder} have {field.name}={stored_value}, but the model has "
+                raise UserError(f"{what}{own_value}", fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
         self._match_tensors(dict(self.build_meta_model().named_parameters()), folder)
 
@@ -299,14 +300,16 @@ def find_model(name: str) -> ModelSpec:
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
-        config = load_model_json(folder / CONFIG_FILE)
-        native_family = family_of_type.get(str(config.get("model_type"))) if is_native else None
+        native_family = None
+        if is_native:
+            config = load_model_json(folder / CONFIG_FILE)
+            native_family = family_of_type.get(str(config.get("model_type")))
         family, size = _read_size(folder, native_family)
-        label = name.rpartition("/")[2] if hub_id else folder_label(folder)
-        weights_dir = None if hub_id else folder
-        return ModelSpec(
-            label=label, family=family, size=size, hub_id=hub_id, weights_dir=weights_dir
-        )
+        if hub_id is None:
+            label = folder_label(folder)
+            return ModelSpec(label=label, family=family, size=size, weights_dir=folder)
+        label = hub_id.rpartition("/")[2]
+        return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"
@@ -337,15 +340,15 @@ def _read_size(folder: Path, native_family: str | None) -> tuple[str, ModelSize]
     """Return (family, size) of the model in `folder`. The family is `native_family` if that family
     supports the model and its options. Otherwise, it is the family that uses transformers' code.
     Raises UserError if neither family supports the model."""
-    first_error: UserError | None = None
-    for family in filter(None, (native_family, HUB)):
-        try:
-            (size,) = _load(family).sizes(folder).values()
-            return family, size
-        except UserError as error:
-            first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+    errors = []
+    for family in (native_family, HUB):
+        if family is not None:
+            try:
+                (size,) = _load(family).sizes(folder).values()
+                return family, size
+            except UserError as error:
+                errors.append(error)
+    raise errors[0]
 
 
 @functools.cache

@@ -52,8 +52,9 @@ class InitialWeights:
             local, start = locate(parameters[name])
             if local.numel() == 0:
                 return
-            ends = zip(start, local.shape, strict=True)
-            values = self.source(name, tuple(slice(first, first + size) for first, size in ends))
+            sizes = zip(start, local.shape, strict=True)
+            slices = tuple(slice(first, first + size) for first, size in sizes)
+            values = self.source(name, slices)
             if values.shape != local.shape:
                 local.zero_()  # Rows after the vocabulary's rows are padding.
             target = local[tuple(map(slice, values.shape))]

@@ -207,5 +207,7 @@ def apply_prefetch(model: Decoder, num_ahead: int) -> None:
             disable_fsdp_prefetch(module)
     elif num_ahead > 1:
         for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num_ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - num_ahead) : index][::-1])
+            next_blocks = blocks[index + 1 : index + 1 + num_ahead]
+            previous_blocks = blocks[max(0, index - num_ahead) : index]
+            block.set_modules_to_forward_prefetch(next_blocks)
+            block.set_modules_to_backward_prefetch(previous_blocks[::-1])

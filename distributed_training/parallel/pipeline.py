@@ -67,24 +67,30 @@ class Pipeline:
                 dw_builder = WeightGradients(stage, self.tp_parts).build_dw_runner
             example_input = ids if stage.is_first else hidden
             example_output = loss if stage.is_last else hidden
-            pipeline_stages.append(
-                TwoGroupStage(
-                    stage, index, len(self.stage_ranks), device, example_input, example_output,
-                    group=group, dw_builder=dw_builder,
-                )
-            )  # fmt: skip
-            pipeline_stages[-1].second_group = second_group
-        schedule_class = SCHEDULE_CLASSES.get(config.pipeline_schedule, PlannedSchedule)
-        options = {"plan": plan} if schedule_class is PlannedSchedule else {}
-        self.schedule = schedule_class(
-            pipeline_stages[0]
-            if issubclass(schedule_class, PipelineScheduleSingle)
-            else pipeline_stages,
-            n_microbatches=plan.batch.num_microbatches,
-            loss_fn=lambda output, _target: output * self._scale,
-            scale_grads=False,
-            **options,
-        )
+            pipeline_stage = TwoGroupStage(
+                stage,
+                index,
+                len(self.stage_ranks),
+                device,
+                example_input,
+                example_output,
+                group=group,
+                dw_builder=dw_builder,
+            )
+            pipeline_stage.second_group = second_group
+            pipeline_stages.append(pipeline_stage)
+        options: dict[str, Any] = {
+            "n_microbatches": plan.batch.num_microbatches,
+            "loss_fn": lambda output, _target: output * self._scale,
+            "scale_grads": False,
+        }
+        schedule_class = SCHEDULE_CLASSES.get(config.pipeline_schedule)
+        if schedule_class is None:
+            self.schedule = PlannedSchedule(pipeline_stages, plan, **options)
+        elif issubclass(schedule_class, PipelineScheduleSingle):
+            self.schedule = schedule_class(pipeline_stages[0], **options)
+        else:
+            self.schedule = schedule_class(pipeline_stages, **options)
 
     def forward_backward(
         self,
@@ -187,10 +193,12 @@ class RoundedWeights:
             if parameter.requires_grad
         ]
         self.parameters = [getattr(owner, name) for owner, name in self.owners]
-        self.copies: list[Any] = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
-        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+        self.copies: list[Any] = []
+        for parameter in self.parameters:
+            copy: Any = nn.Parameter(parameter.detach().to(dtype))
             copy.fp32_parameter = parameter
             copy.register_post_accumulate_grad_hook(_move_gradient)
+            self.copies.append(copy)
 
     @torch.no_grad()
     def __enter__(self) -> None:

@@ -38,23 +38,27 @@ def attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedError("has attention that is not causal")
     length = q.shape[2]
-    extra: dict[str, Any] = {"softcap": softcap} if softcap else {}
+    extra: dict[str, Any] = {}
+    if softcap:
+        extra["softcap"] = softcap
     for name, value in options.items():
         if torch.is_tensor(value) and name not in _IGNORED_OPTIONS:
             extra[name] = value
-    window = sliding_window if sliding_window and sliding_window < length else None
+    has_window = sliding_window is not None and 0 < sliding_window < length
     mask = None if documents is None else documents.mask
-    if length > 1 and (window or extra):
+    if length > 1 and (has_window or extra):
         # The kernel that reads document ends supports neither windows nor caps.
-        documents = documents or Documents(torch.arange(length, device=q.device)[None])
-        mask = mask_documents(documents.positions, q.dtype) if mask is None else mask
-        if window:
-            indices = torch.arange(length, device=q.device)
-            mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
-        documents = Documents(documents.positions, mask=mask)
+        indices = torch.arange(length, device=q.device)
+        positions = indices[None] if documents is None else documents.positions
+        if mask is None:
+            mask = mask_documents(positions, q.dtype)
+        if has_window:
+            mask = mask.masked_fill(indices[:, None] - indices >= sliding_window, -torch.inf)
+        documents = Documents(positions, mask=mask)
     if extra:
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        return eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)[0], None
+        output, _ = eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)
+        return output, None
     return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 
 
