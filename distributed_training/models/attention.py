@@ -129,10 +129,20 @@ def _attend_in_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
-    uses_gqa = k.shape[1] < q.shape[1]
-    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # [B T, heads, K]
+    # [B T, heads, K]
+    flat_q = q.transpose(1, 2).flatten(0, 1)
+    flat_k = k.transpose(1, 2).flatten(0, 1)
+    flat_v = v.transpose(1, 2).flatten(0, 1)
     y: Any = varlen_attn(
-        q, k, v, ends, ends, seq_len, seq_len,
-        scale=scale, window_size=(-1, 0), enable_gqa=uses_gqa,
-    )  # fmt: skip
+        flat_q,
+        flat_k,
+        flat_v,
+        ends,
+        ends,
+        seq_len,
+        seq_len,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=k.shape[1] < q.shape[1],
+    )
     return y.unflatten(0, (batch, seq_len))

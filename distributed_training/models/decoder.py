@@ -129,7 +129,8 @@ class Block(nn.Module):
         """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
         x = x + F.dropout(y, self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
+        y = self.mlp(self.norm_2(x))
+        return x + F.dropout(y, self.dropout, self.training)
 
     def attention(
         self, x: torch.Tensor, past: KVCache | None, documents: Documents | None

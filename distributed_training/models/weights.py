@@ -40,6 +40,11 @@ def all_finite(values: torch.Tensor) -> bool:
     return not values.numel() or all(map(math.isfinite, values.aminmax()))
 
 
+def rename_parts(name: str, new_names: Mapping[str, str]) -> str:
+    """Return a parameter's name with those of its parts replaced that are keys of `new_names`."""
+    return ".".join(new_names.get(part, part) for part in name.split("."))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -63,8 +63,11 @@ def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 def read_num_positions(config: Any) -> int:
     """Return the maximum length of a sample, or 2**20 if the config has no limit."""
-    values = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
-    return next((value for value in values if value is not None), 2**20)
+    for key in ("max_position_embeddings", "max_seq_len"):
+        value = getattr(config, key, None)
+        if value is not None:
+            return int(value)
+    return 2**20
 
 
 def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
@@ -241,10 +244,11 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     vars(output).update(cross_attentions=None)
     find_blocks(net)[1].forward = lambda *_arguments, **_options: output
     net.get_output_embeddings().forward = lambda x: x
-    y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
-    y = y.double().flatten()
+    ids = torch.zeros(1, len(z), dtype=torch.int64)
+    y = net(input_ids=ids, use_cache=False).logits.double().flatten()
     scale = float(f"{float(y[0] / z[0]):.9g}")
-    cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
-    if not torch.allclose(y, softcap(scale * z, cap), rtol=1e-4):
+    scaled = scale * z
+    cap = 0.0 if torch.allclose(y, scaled, rtol=1e-6) else float(y[-1])
+    if not torch.allclose(y, softcap(scaled, cap), rtol=1e-4):
         raise UnsupportedError("changes its logits by more than scaling and capping")
     return {"scale": scale, "cap": cap}

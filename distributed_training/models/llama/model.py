@@ -48,7 +48,8 @@ class Rotary(MovedModule):
         else:
             table = self.table[:, positions]
         # The table is now [2, B or 1, T, K / 2]. All heads use the same angles.
-        cos, sin = table.unflatten(-1, (*[1] * (x.dim() - 3), -1)).unbind(0)
+        head_axes = [1] * (x.dim() - 3)
+        cos, sin = table.unflatten(-1, (*head_axes, -1)).unbind(0)
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
