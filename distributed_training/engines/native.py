@@ -1,7 +1,6 @@
 """Train a model with PyTorch's own parallelism (DDP, FSDP, tensor and pipeline parallelism) along
 any axes of the device mesh."""
 
-import contextlib
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -112,9 +111,11 @@ class NativeEngine(base.Engine):
         self._build_stages(model, weights, mesh)
         self._list_parameters()
         self.pipeline: Any = None
-        self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
-            self._build_pipeline(mesh)
+            from distributed_training.parallel.pipeline import Pipeline
+
+            stages = {int(index): stage for index, stage in self.stages.items()}
+            self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
         self._build_optimizer()
 
     def _build_stages(
@@ -150,14 +151,6 @@ class NativeEngine(base.Engine):
                 self.embedding_copies.add(stage.output_weight)
         self.gradient_names = [name for name, _ in self.named_params]
         self.parameters = [parameter for _, parameter in self.named_params]
-
-    def _build_pipeline(self, mesh: DeviceMesh) -> None:
-        from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
-
-        stages = {int(index): stage for index, stage in self.stages.items()}
-        self.pipeline = Pipeline(stages, self.plan, self.topology, mesh.get_group("pp"))
-        if self.topology.dp_size == 1 and self.compute_dtype is not None:
-            self.rounded_weights = RoundedWeights(self.stages, self.compute_dtype)
 
     def _build_optimizer(self) -> None:
         """Build the optimizer and the scalars that a step reads."""
@@ -250,9 +243,8 @@ class NativeEngine(base.Engine):
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
-            with self.rounded_weights:
-                flat = [tensor.flatten(0, 1) for tensor in tensors]
-                loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
+            flat = [tensor.flatten(0, 1) for tensor in tensors]
+            loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
         gradients.match_placements(self.parameters)
         if self.tp_partial_params:
             partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]

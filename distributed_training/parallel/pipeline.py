@@ -4,6 +4,7 @@ through the stages.
 Neighboring stages send each other activations and their gradients, [B, T, D] per micro-batch. With
 sequence parallelism over R ranks, each rank sends 1/R of each tensor."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,10 @@ class Pipeline:
         self.first_stage = stages.get(0)
         self.last_stage = stages.get(len(self.stage_ranks) - 1)
         self._scale = torch.ones((), device=device)
+        # With dp, FSDP rounds the weights.
+        self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if topology.dp_size == 1 and self.dtype is not torch.float32:
+            self.rounded_weights = RoundedWeights(nn.ModuleList(stages.values()), self.dtype)
         second_group = topology.new_pipeline_group()
         # At the first message between two ranks, NCCL connects them and blocks both, so connect
         # them now.
@@ -108,7 +113,8 @@ class Pipeline:
         # torch passes `target` to loss_fn, but the last stage itself needs `targets`.
         kwargs = {"targets": targets, "target": targets, "losses": losses}
         kwargs |= dict(zip(("positions", "ends"), documents, strict=False))
-        self.schedule.step(*arguments, return_outputs=False, **kwargs)
+        with self.rounded_weights:
+            self.schedule.step(*arguments, return_outputs=False, **kwargs)
         if self.last_stage is None:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / scale
