@@ -113,6 +113,44 @@ def test_declared_packages_are_pinned_once_within_their_range(declared, file, py
         assert exact.version in ranges[canonicalize_name(pin.name)], pin
 
 
+FENCES = {"private.py", "private_pipelining.py"}
+# Public interfaces whose names begin with an underscore, argparse's table of options, and a
+# script that runs before anything is installed
+PUBLIC = {"_exit", "_replace", "_option_string_actions", "_vendor"}
+
+
+def find_private_names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return the names with a leading underscore that a module (uses, defines)."""
+    used: list[str] = []
+    defined: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            used += [part for alias in node.names for part in alias.name.split(".")]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            used += node.module.split(".")
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.append(node.name)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.append(node.id)
+        if isinstance(node, ast.Attribute):
+            (defined if isinstance(node.ctx, ast.Store) else used).append(node.attr)
+    return tuple({name for name in names if re.match("_[^_]", name)} for names in (used, defined))
+
+
+def test_private_names_of_other_packages_stand_in_fenced_files():
+    fenced, used, defined = set(), set(), set()
+    for file in (*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/**/*.py")):
+        names_used, names_defined = find_private_names(ast.parse(file.read_text()))
+        if file.name in FENCES:
+            fenced |= names_used
+        else:
+            used |= names_used
+            defined |= names_defined
+    assert {"_scaled_mm", "_init_weights", "_subclasses", "_apply"} <= fenced
+    assert used - defined - PUBLIC == set()
+    assert fenced & defined == set()  # such as a method that replaces nn.Module._apply
+
+
 def test_the_loop_names_no_strategy():
     text = (ROOT / "distributed_training/train/loop.py").read_text().lower()
     # This pattern does not match topology.tp, which is an axis.

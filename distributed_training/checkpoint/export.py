@@ -64,15 +64,16 @@ def generate_ids(
             past = None
         model_ids = ids[past.length :] if past else ids[-context:]
         with sdpa_kernel(ATTENTION_BACKENDS):
-            last_logits = compute_logits(torch.tensor([model_ids]), past)[0, -1].float().cpu()
-        num_candidates = min(top_k if temperature else 1, len(last_logits))
+            logits = compute_logits(torch.tensor([model_ids]), past)
+        last_logits = logits[0, -1].float().cpu()
+        num_candidates = min(top_k, len(last_logits)) if temperature else 1
         top_logits, candidates = torch.topk(last_logits, num_candidates)
         if not top_logits[0].isfinite():
             why = "its weights are damaged, or the values of its adapters are too large"
             fix = "check the model's loss with the eval command"
             raise UserError("The model's logits are not finite", why, fix)
-        weights = ((top_logits - top_logits[0]) / max(temperature, 1e-6)).softmax(0)
-        choice = candidates[torch.multinomial(weights, 1, generator=generator)]
+        scaled = (top_logits - top_logits[0]) / max(temperature, 1e-6)
+        choice = candidates[torch.multinomial(scaled.softmax(0), 1, generator=generator)]
         broadcast_choice(choice)
         if int(choice) in eos_ids:
             return
@@ -96,8 +97,10 @@ def write_folder(
     from distributed_training.models.peft import save_adapters
 
     with atomic_folder(folder) as unfinished:
+        base = str(plan.weights_dir)
         on_hub = config.weights == "pretrained" or plan.adapters_dir is not None
-        base = str(plan.model.hub_id if on_hub and not plan.model.weights_dir else plan.weights_dir)
+        if on_hub and plan.model.weights_dir is None:
+            base = str(plan.model.hub_id)
         save_adapters(trained.adapters, unfinished, base)
         tokenizer.save(unfinished, chat=chat)
 
@@ -135,10 +138,15 @@ def write_generation_config(
 def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[int]:
     """Return the ids of the tokens that stop generation: the tokenizer's end tokens, then the end
     tokens in the generation config of the model in `base`."""
-    ids = None if base is None else read_generation_config(base).get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    own_ids = [tokenizer.eos_id, *(tokenizer.answer_end_ids if chat else ())]
-    return list(dict.fromkeys([*own_ids, *ids]))
+    ids = [tokenizer.eos_id]
+    if chat:
+        ids += tokenizer.answer_end_ids
+    base_ids = None if base is None else read_generation_config(base).get("eos_token_id")
+    if isinstance(base_ids, list):
+        ids += base_ids
+    elif base_ids is not None:
+        ids.append(base_ids)
+    return list(dict.fromkeys(ids))
 
 
 def write_card(folder: Path, r: Record) -> None:
@@ -153,10 +161,16 @@ def write_card(folder: Path, r: Record) -> None:
         base_model=find_model(r.config["model"]).hub_id if is_pretrained else None,
     )
     text = fill_template(
-        "card.md.jinja", r=r, front=front_matter.to_yaml(), folder=_local_name(folder),
-        best=r.best if folder.name == BEST else None, processes=plural(r.world_size, "process"),
-        short_name=short_name, in_markdown=in_markdown, quote=shlex.quote,
-    )  # fmt: skip
+        "card.md.jinja",
+        r=r,
+        front=front_matter.to_yaml(),
+        folder=_local_name(folder),
+        best=r.best if folder.name == BEST else None,
+        processes=plural(r.world_size, "process"),
+        short_name=short_name,
+        in_markdown=in_markdown,
+        quote=shlex.quote,
+    )
     replace_file(folder / CARD, text.encode())
 
 
@@ -173,11 +187,11 @@ def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    if is_adapter(folder) and os.path.isabs(base := base_name(folder)):
+    base = base_name(folder) if is_adapter(folder) else ""
+    if os.path.isabs(base):
         why = f"{folder / ADAPTER_CONFIG} names {base}, which exists only on this machine"
-        fix = (
-            "set base_model_name_or_path to a name on the Hub, or push a folder from export --merge"
-        )
+        fix = "set base_model_name_or_path to a name on the Hub, or push a folder from "
+        fix += "export --merge"
         raise UserError(f"{short_path(folder)} was not pushed", why, fix)
     files: dict[str, Path | bytes] = {}
     for path in sorted(folder.rglob("*")):
@@ -185,7 +199,8 @@ def push_folder(folder: Path, repo_id: str, *, public: bool = False) -> str:
         if _MODEL_FILE.fullmatch(name) and path.is_file() and not path.is_symlink():
             files[name] = path
     if CARD in files:
-        files[CARD] = (folder / CARD).read_text().replace(_local_name(folder), repo_id).encode()
+        card = (folder / CARD).read_text()
+        files[CARD] = card.replace(_local_name(folder), repo_id).encode()
     disable_progress_bars()
     api = HfApi()
     try:

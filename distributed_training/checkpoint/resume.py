@@ -24,17 +24,9 @@ from distributed_training.records.record import (
 )
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
-from distributed_training.settings.files import (
-    JsonObject,
-    crc32,
-    crc32_of,
-    load_object,
-    parse_as,
-    shown,
-)
+from distributed_training.settings.files import JsonObject, crc32, load_object, parse_as, shown
 from distributed_training.supervise import claims
 
-CHECKSUM = "checksum"  # key in meta.json for the checksum of all other values
 FORMAT = 6
 # Keys of the work that a named resume may change: larger values of STEPS extend the run,
 # and the model's folder may have been moved. `load_checkpoint` compares the weights.
@@ -51,7 +43,7 @@ class FilesOnOtherNodesError(UserError):
 
 
 class Meta(BaseModel, strict=True):
-    """Contents of a checkpoint's meta.json, without the checksum."""
+    """Contents of a checkpoint's meta.json."""
 
     format: int = FORMAT
     step: Annotated[int, Field(ge=0)]
@@ -72,9 +64,8 @@ def resume_advice(checkpoint: Path) -> str:
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write a checkpoint's meta.json with a checksum of its values."""
-    values = meta.model_dump(mode="json")
-    write_json(folder / META_FILE, {**values, CHECKSUM: crc32_of(values)})
+    """Write a checkpoint's meta.json."""
+    write_json(folder / META_FILE, meta.model_dump(mode="json"))
 
 
 def read_meta(folder: Path) -> Meta:
@@ -84,12 +75,10 @@ def read_meta(folder: Path) -> Meta:
         values = load_object(folder / META_FILE, "checkpoint")
     except UserError:
         raise UserError(f"{folder} is not a checkpoint", fix=resume_advice(folder)) from None
-    if (saved_format := values.get("format")) != FORMAT:
+    saved_format = values.get("format")
+    if saved_format != FORMAT:
         what = f"Checkpoint {folder} has the format {saved_format} of another version, not {FORMAT}"
         raise UserError(what, fix="start a new run with weights=<run>/hf, or set resume to None")
-    if values.pop(CHECKSUM, None) != crc32_of(values):
-        why = f"{META_FILE} has changed since it was written"
-        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
     return parse_as(Meta, values, f"Checkpoint {folder}", resume_advice(folder))
 
 

@@ -61,9 +61,9 @@ class Saver:
         # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps_memory = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
-        self._is_disk_leader = (
-            topology.local_rank if plan.has_node_local_files else topology.rank
-        ) == 0
+        self._is_disk_leader = topology.rank == 0
+        if plan.has_node_local_files:
+            self._is_disk_leader = topology.local_rank == 0
         self._group: Any = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
@@ -94,11 +94,16 @@ class Saver:
         if self.memory is not None:
             parts = self.memory.copy(parts)
         meta = resume.Meta(
-            step=step, attempt_id=self.plan.attempt_id, work=self.plan.work,
-            spread=self.plan.layout_fingerprint, data_fingerprint=data_fingerprint,
-            base_fingerprint=engine.base_fingerprint, counters=engine.counters(), files={},
+            step=step,
+            attempt_id=self.plan.attempt_id,
+            work=self.plan.work,
+            spread=self.plan.layout_fingerprint,
+            data_fingerprint=data_fingerprint,
+            base_fingerprint=engine.base_fingerprint,
+            counters=engine.counters(),
+            files={},
             checksums={},
-        )  # fmt: skip
+        )
         self._save_row = {"step": step, "copied": self.memory is not None}
         self.pending_write = self._pool.submit(self._write, partial_folder, parts, meta)
         self._save_row["stall_s"] = time.monotonic() - start
@@ -112,7 +117,8 @@ class Saver:
         """Ensure that `memory` can hold a copy of `parts`. If any rank lacks free memory, set
         `memory` to None. All ranks must call this method."""
         needed_bytes = bytes_to_copy(parts)
-        if all(gather(self.memory is not None and len(self.memory.memory) >= needed_bytes)):
+        is_enough = self.memory is not None and len(self.memory.memory) >= needed_bytes
+        if all(gather(is_enough)):
             return
         if self.memory is not None:  # free the old memory before allocating more
             self.memory.pinning.join()
@@ -120,9 +126,8 @@ class Saver:
         fits = available_ram_bytes() > MEMORY_MARGIN * needed_bytes * self.plan.processes_here
         # A strategy that swaps to disk leaves no free memory.
         if all(gather(fits and not self.plan.strategy.swaps_to_disk)):
-            self.memory = HostMemory(
-                needed_bytes, self.topology.device if self._keeps_memory else None
-            )
+            gpu = self.topology.device if self._keeps_memory else None
+            self.memory = HostMemory(needed_bytes, gpu)
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
         """Wait for the current save. Return the folder of the checkpoint and the statistics of the
@@ -171,9 +176,8 @@ class Saver:
         with raise_on_all_ranks(gather_values):
             checkpoints = list_checkpoints(self.plan.run_dir) if self._is_disk_leader else []
             older = [checkpoint for checkpoint in checkpoints if checkpoint <= final_folder]
-            for checkpoint in set(checkpoints).difference(
-                older[-self.plan.config.keep_checkpoints :]
-            ):
+            kept = older[-self.plan.config.keep_checkpoints :]
+            for checkpoint in set(checkpoints) - set(kept):
                 shutil.rmtree(checkpoint)
         self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
         return final_folder

@@ -45,12 +45,13 @@ class TrainedModel:
         if dtype and adapters and adapters.config.base_dtype == "nf4":
             stays_nf4 = True
             model.compute_dtype = adapters.compute_dtype
-        keeps_dtypes = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
+        fp32_bytes = 4 * self.spec.size.num_parameters
+        keeps_dtypes = dtype is None and fp32_bytes > available_ram_bytes() / 4
         for name, parameter in model.named_parameters():
-            stored_dtype = (
-                self.weights(name, (slice(0, 1),)).dtype if keeps_dtypes else model.compute_dtype
-            )
-            parameter.data = parameter.data.to(stored_dtype)
+            parameter_dtype = model.compute_dtype
+            if keeps_dtypes:
+                parameter_dtype = self.weights(name, (slice(0, 1),)).dtype
+            parameter.data = parameter.data.to(parameter_dtype)
         if stays_nf4:
             weights = quantize_matrices(model, weights, device, "nf4")
         elif adapters:
@@ -90,9 +91,12 @@ def trained_model_of_run(
         hashed = plan.machine.num_gpus > 0
         base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
     adapters = peft.Adapters(
-        spec=spec, tensors={name: read(name).float() for name in names if ".adapter." in name},
-        config=config, base_fingerprint=str(base_fingerprint), origin=plan.run_dir,
-    )  # fmt: skip
+        spec=spec,
+        tensors={name: read(name).float() for name in names if ".adapter." in name},
+        config=config,
+        base_fingerprint=str(base_fingerprint),
+        origin=plan.run_dir,
+    )
     return TrainedModel(spec=spec, weights=base, adapters=adapters)
 
 

@@ -6,12 +6,15 @@ import torch
 import torchao.optim
 
 from distributed_training.engines.base import ADAM
+from distributed_training.parallel.private import new_8bit_moment
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
     """AdamW that stores its Adam moments in 8 bits, with one scale per block of 256 values
     (Dettmers et al., arXiv 2110.02861). If a parameter has fewer than 4,096 values or an incomplete
     block, its Adam moments are stored in fp32."""
+
+    is_fused = False
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, lr, **ADAM)
@@ -20,8 +23,11 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`. torchao would keep
         the counter on the host, where a CUDA graph cannot increment it."""
-        exp_avg, exp_avg_sq = (self._new_buffer(parameter, signed) for signed in (True, False))
-        self.state[parameter] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self.state[parameter] = {
+            "step": step.clone(),
+            "exp_avg": new_8bit_moment(self, parameter, signed=True),
+            "exp_avg_sq": new_8bit_moment(self, parameter, signed=False),
+        }
 
     def step(self, closure: None = None) -> None:
         with torch.compiler.set_stance("default" if self.compiled else "force_eager"):

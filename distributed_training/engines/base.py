@@ -2,7 +2,6 @@
 
 import abc
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,30 +99,31 @@ class Engine(abc.ABC):
         """Gather all weights in CPU memory on rank 0. Return {parameter name: weight} on rank 0,
         and None on other ranks. All ranks must call this method."""
         rank = dist.get_rank()
-        parts = [
-            part
-            for part in self.state_parts()
-            if part.name.startswith("weight/") and part.written_here and math.prod(part.size)
-        ]
+        parts = []
+        for part in self.state_parts():
+            if part.name.startswith("weight/") and part.written_here and 0 not in part.size:
+                parts.append(part)
         positions = [(part.name, part.shape, part.start, part.size) for part in parts]
+        all_positions = gather(positions)
+        if rank > 0:
+            for part in parts:
+                dist.send(part.get().float().cpu().contiguous(), 0)
+            return None
         state: dict[str, torch.Tensor] = {}
-        for sender, sent_positions in enumerate(gather(positions)):
+        for sender, sent_positions in enumerate(all_positions):
             for index, (name, shape, start, size) in enumerate(sent_positions):
-                values = torch.empty(size)
-                if sender == rank:
-                    values = parts[index].get().float().cpu().contiguous()
-                if rank == sender > 0:
-                    dist.send(values, 0)
-                elif sender > rank == 0:
+                if sender == 0:
+                    values = parts[index].get()
+                else:
+                    values = torch.empty(size)
                     dist.recv(values, sender)
-                if rank == 0:
-                    tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
-                    # Under ZeRO, shards are ranges of the flattened tensor.
-                    target = tensor if len(start) == len(shape) else tensor.view(-1)
-                    target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = (
-                        values
-                    )
-        return state if rank == 0 else None
+                target = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
+                if len(start) < len(shape):  # Under ZeRO, shards are ranges of the flat tensor.
+                    target = target.view(-1)
+                for dim, first in enumerate(start):
+                    target = target.narrow(dim, first, size[dim])
+                target.copy_(values)
+        return state
 
     def close(self) -> None:
         """Drop all attributes, including the model and the optimizer, so that nothing refers to the

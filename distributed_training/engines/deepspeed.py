@@ -49,12 +49,9 @@ class DeepSpeedEngine(base.Engine):
             # first block's input also needs a gradient.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        vocab_names = set(model.vocabulary_parameters())
-        rows = model.size.vocab_size
-        self.shapes = {  # shapes before sharding, without padding
-            name: (rows if name in vocab_names else len(parameter), *parameter.shape[1:])
-            for parameter, name in names.items()
-        }
+        self.shapes = {name: tuple(p.shape) for p, name in names.items()}  # before sharding
+        for name in self.shapes.keys() & model.vocabulary_parameters():
+            self.shapes[name] = (model.size.vocab_size, *self.shapes[name][1:])  # without padding
         blocks.apply_checkpointing(
             model, config.activation_checkpointing, config.checkpointed_blocks
         )
@@ -129,7 +126,9 @@ class DeepSpeedEngine(base.Engine):
                 cache[group] = private.read_zero_group(self.optimizer, group)
             return cache[group]
 
-        tensor_names = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
+        tensor_names = ["weight"]
+        if self.counters()["adam_steps"]:
+            tensor_names += base.MOMENTS
         for group in range(len(private.zero_partitions(self.optimizer))):
             yield from self._parts(group, tensor_names, read)
 
@@ -143,7 +142,8 @@ class DeepSpeedEngine(base.Engine):
             if fragment is None or fragment[0] != group:
                 continue
             _, offset, start, count = fragment
-            count = max(0, min(count, math.prod(self.shapes[name]) - start))
+            num_unpadded = math.prod(self.shapes[name]) - start
+            count = max(0, min(count, num_unpadded))
             flat_range = slice(offset, offset + count)
             # With a pipeline, only the first stage has the embedding, unless it is tied. The last
             # stage then has a copy, which is written only if the stages may be on nodes without a
@@ -156,9 +156,13 @@ class DeepSpeedEngine(base.Engine):
                     return read(group)[tensor_name].detach()[flat_range]
 
                 yield Part(
-                    name=f"{tensor_name}/{name}", shape=self.shapes[name], start=(start,),
-                    size=(count,), get=get, written_here=written_here,
-                )  # fmt: skip
+                    name=f"{tensor_name}/{name}",
+                    shape=self.shapes[name],
+                    start=(start,),
+                    size=(count,),
+                    get=get,
+                    written_here=written_here,
+                )
 
     def counters(self) -> dict[str, float]:
         adam = self.optimizer.optimizer
@@ -181,11 +185,14 @@ class DeepSpeedEngine(base.Engine):
             state = adam.state[flat]
             tensors = {"weight": flat}
             # The CPU optimizer stores the step as an int, and torch's AdamW as a tensor.
-            state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
+            state["step"] = steps
+            if not on_host:
+                state["step"] = torch.tensor(float(steps), device=flat.device)
             for moment in base.MOMENTS:
                 if moment not in state:
                     state[moment] = torch.zeros_like(flat)
-                tensors |= {moment: state[moment].zero_()} if steps else {}
+                if steps:
+                    tensors[moment] = state[moment].zero_()
             for part in self._parts(group, tensors, lambda _, tensors=tensors: tensors):
                 part.get().copy_(files.read(part))
         if scaler.dynamic:

@@ -1,7 +1,6 @@
 """Train a model with PyTorch's own parallelism (DDP, FSDP, tensor and pipeline parallelism) along
 any axes of the device mesh."""
 
-import contextlib
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -95,80 +94,87 @@ class NativeEngine(base.Engine):
     def __init__(
         self, model: Decoder, weights: InitialWeights, plan: Plan, topology: Topology
     ) -> None:
-        config = plan.config
         self.plan = plan
-        self.config = config
+        self.config = plan.config
         self.topology = topology
         self.compute_dtype = model.compute_dtype
+        self.vocab_names = model.vocabulary_parameters()
         # DDP uses the default process group, so replication alone needs no mesh.
         mesh = None if plan.only_copies else topology.build_mesh()
-
-        on_gpu = topology.device_type == "cuda"
-        self.step_graph = StepGraph(self._step, topology.device, captures=bool(config.cuda_graphs))
-        self.vocab_names = model.vocabulary_parameters()
-        stages = {
-            index: model.stage(blocks_of_stage)
-            for index, blocks_of_stage in enumerate(plan.layout.stages)
-            if plan.layout.ranks[index] == topology.pp_rank
-        }
-        # Keys are stage indices. In V-shaped schedules (zb-v and zb-auto), rank 0 has the first and
-        # the last stage, and both contain the embedding if it is tied.
-        self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
-        self.uses_async_tp = bool(config.async_tp) and succeeds_on_all_ranks(
+        self.step_graph = StepGraph(
+            self._compute_and_update, topology.device, captures=bool(self.config.cuda_graphs)
+        )
+        self.uses_async_tp = bool(self.config.async_tp) and succeeds_on_all_ranks(
             partial(enable_symmetric_memory, self.tp_group), "async_tp has no effect"
         )
-        # Parameters whose gradients must be summed over tp
-        self.tp_partial_params = [
-            parameter
-            for stage in stages.values()
-            for parameter in parallelize(stage, weights, plan, topology, mesh)
-        ]
+        self._build_stages(model, weights, mesh)
+        self._list_parameters()
+        self.pipeline: Any = None
+        if topology.pp > 1:
+            from distributed_training.parallel.pipeline import Pipeline
+
+            stages = {int(index): stage for index, stage in self.stages.items()}
+            self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
+        self._build_optimizer()
+
+    def _build_stages(
+        self, model: Decoder, weights: InitialWeights, mesh: DeviceMesh | None
+    ) -> None:
+        """Parallelize this rank's stages, or the whole model if there is no pipeline."""
+        layout = self.plan.layout
+        # Keys are stage indices. In V-shaped schedules (zb-v and zb-auto), rank 0 has the first and
+        # the last stage, and both contain the embedding if it is tied.
+        self.stages = nn.ModuleDict()
+        for index, stage_blocks in enumerate(layout.stages):
+            if layout.ranks[index] == self.topology.pp_rank:
+                self.stages[str(index)] = model.stage(stage_blocks)
+        self.tp_partial_params = []  # parameters whose gradients must be summed over tp
+        for stage in self.stages.values():
+            self.tp_partial_params += parallelize(stage, weights, self.plan, self.topology, mesh)
         # The whole model if there is no pipeline
-        self.module: nn.Module = next(iter(stages.values()))
-        if plan.uses_ddp:
+        self.module: nn.Module = next(iter(self.stages.values()))
+        if self.plan.uses_ddp:
             self.module = self.replicate(self.module)
-        # Trained parameters. Collect them now, because an FSDP module lists rounded copies instead
-        # of its parameters while it is gathered.
-        self.named_params = [
-            (name, parameter)
-            for stage in stages.values()
-            for name, parameter in stage.named_parameters()
-            if parameter.requires_grad
-        ]
+
+    def _list_parameters(self) -> None:
+        """List the trained parameters. Later, an FSDP module lists rounded copies instead of its
+        parameters while it is gathered."""
+        self.named_params = []
+        # The last stage's copy of the tied embedding, which the first stage also has
+        self.embedding_copies = set()
+        for stage in self.stages.values():
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad:
+                    self.named_params.append((name, parameter))
+            if stage.size.tied and stage.is_last and not stage.is_first:
+                self.embedding_copies.add(stage.output_weight)
         self.gradient_names = [name for name, _ in self.named_params]
         self.parameters = [parameter for _, parameter in self.named_params]
-        # The last stage's copy of the tied embedding, which the first stage also has
-        self.embedding_copies = {
-            stage.output_weight
-            for stage in stages.values()
-            if stage.size.tied and stage.is_last and not stage.is_first
-        }
-        self.pipeline: Any = None
-        self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if topology.pp > 1:
-            from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 
-            self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
-            if topology.dp_size == 1 and self.compute_dtype is not None:
-                self.rounded_weights = RoundedWeights(self.stages, self.compute_dtype)
+    def _build_optimizer(self) -> None:
+        """Build the optimizer and the scalars that a step reads."""
+        device = self.topology.device
         # AdamW and clipping are element-wise, so they operate on local shards.
-        self.local_params = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
-        lr = float(config.learning_rate)
-        origins = {self.local_params[p]: (name, p) for name, p in self.named_params}
-        self.optimizer: Any = build_optimizer(config, topology.device, origins)
+        self.local_params = {}
+        origins = {}
+        for name, parameter in self.named_params:
+            local = nn.Parameter(local_part(parameter.detach()))
+            self.local_params[parameter] = local
+            origins[local] = (name, parameter)
+        self.optimizer: Any = build_optimizer(self.config, device, origins)
+        lr = float(self.config.learning_rate)
+        self.lr_tensor = None
         # A CUDA graph and compiled code read the learning rate of each step from memory.
-        needs_lr_tensor = on_gpu or config.optimizer != "adamw"
-        self.lr_tensor = torch.tensor(lr, device=topology.device) if needs_lr_tensor else None
-        # If the optimizer can skip an update on the GPU, the host need not wait for the norm.
-        self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
-        self.loss_factor = torch.zeros((), device=topology.device)  # multiplies summed losses
+        if device.type == "cuda" or self.config.optimizer != "adamw":
+            self.lr_tensor = torch.tensor(lr, device=device)
         self.set_learning_rate(lr)
+        self.loss_factor = torch.zeros((), device=device)  # multiplies summed losses
         self.fp16 = self.compute_dtype is torch.float16
         # fp32 scalars at fixed addresses, because a CUDA graph reads and writes them
         initial_scale = INITIAL_LOSS_SCALE if self.fp16 else 1.0
-        self.loss_scale = torch.tensor(initial_scale, device=topology.device)
-        self._good_steps = torch.zeros((), device=topology.device)
+        self.loss_scale = torch.tensor(initial_scale, device=device)
+        self.good_steps = torch.zeros((), device=device)
 
     def replicate(self, stage: Decoder) -> nn.Module:
         """Wrap `stage` in DDP, whose backward pass averages gradients over all ranks in fp32 or
@@ -230,16 +236,15 @@ class NativeEngine(base.Engine):
         skipped = grad_norm.isfinite().logical_not() if self.fp16 else False
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
-    def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _compute_and_update(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run one optimizer step. `tensors` [m, B, ...] are the arrays from `Samples.batch`, each
         stacked over m micro-batches. Return this rank's summed loss and the norms from
         `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
-            with self.rounded_weights:
-                flat = [tensor.flatten(0, 1) for tensor in tensors]
-                loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
+            flat = [tensor.flatten(0, 1) for tensor in tensors]
+            loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
         gradients.match_placements(self.parameters)
         if self.tp_partial_params:
             partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]
@@ -273,16 +278,15 @@ class NativeEngine(base.Engine):
         for parameter, local in self.local_params.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:
-            foreach_mul_(
-                [local.grad for local in self.local_params.values()], 1.0 / self.loss_scale
-            )
+            local_grads = [local.grad for local in self.local_params.values()]
+            foreach_mul_(local_grads, 1.0 / self.loss_scale)
         grad_norm, param_grad_norms = gradients.global_norm(
             self.parameters, self.topology, self.embedding_copies
         )
         overflow = grad_norm.isfinite().logical_not()
         apply_update = True
         if self.fp16 or self.config.on_nonfinite == "skip":
-            if self.skips_on_gpu:
+            if self.optimizer.is_fused:  # The host need not wait for the norm.
                 self.optimizer.found_inf = overflow.float()
             else:
                 apply_update = not overflow
@@ -312,18 +316,17 @@ class NativeEngine(base.Engine):
         limit = self.config.max_grad_norm
         if limit is None:
             return
-        if self.optimizer.defaults.get("fused"):
-            # The kernel divides by this number, which saves one pass over the gradients.
+        if self.optimizer.is_fused:  # The kernel divides, which saves one pass over the gradients.
             self.optimizer.grad_scale = ((grad_norm + 1e-6) / limit).clamp(min=1.0)
         else:
             nn.utils.clip_grads_with_norm_(self.local_params.values(), limit, grad_norm)
 
     def _update_loss_scale(self, overflow: torch.Tensor) -> None:
         """Update the loss scale for the next step."""
-        good_steps = torch.where(overflow, 0.0, self._good_steps + 1)
+        good_steps = torch.where(overflow, 0.0, self.good_steps + 1)
         higher = torch.where(good_steps % LOSS_SCALE_WINDOW == 0, 2.0, 1.0)
         scale = self.loss_scale * torch.where(overflow, 0.5, higher)
-        self._good_steps.copy_(good_steps)
+        self.good_steps.copy_(good_steps)
         self.loss_scale.copy_(scale.clamp(min=1.0))
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
@@ -339,9 +342,11 @@ class NativeEngine(base.Engine):
         samples, tokens = self.plan.tp_parts
         tokens *= self.topology.cp
         # Attention is causal, so padding does not change the logits before it.
-        ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
+        ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples))
+        ids = ids.to(self.topology.device)
+        options = {} if past is None else {"past": past}
         with base.evaluation_mode(self.stages):
-            logits = self._forward(ids) if past is None else self._forward(ids, past=past)
+            logits = self._forward(ids, **options)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
         return logits[:batch, :length]
@@ -364,16 +369,15 @@ class NativeEngine(base.Engine):
         # another disk.
         writes_copies = self.plan.has_node_local_files and self.topology.pp_rank > 0
         for number, (name, parameter) in enumerate(self.named_params):
-            rows = self.plan.size.vocab_size if name in self.vocab_names else parameter.shape[0]
             local, start = locate_local(parameter)
-            is_written = writes_copies or parameter not in self.embedding_copies
-            written_here = is_written and rank == choose_writer(
-                parameter, number, self.topology, disk
-            )
-            adam_state = self.optimizer.state.get(self.local_params[parameter], {})
-            shape = (rows, *parameter.shape[1:])
-            tensors = {"weight": local}
-            tensors |= {key: adam_state[key] for key in base.MOMENTS if key in adam_state}
+            shape = list(parameter.shape)
+            if name in self.vocab_names:
+                shape[0] = self.plan.size.vocab_size
+            written_here = rank == choose_writer(parameter, number, self.topology, disk)
+            if parameter in self.embedding_copies and not writes_copies:
+                written_here = False
+            tensors = {"weight": local, **self._adam_state(parameter)}
+            tensors.pop("step", None)
             for key, tensor in tensors.items():
                 quantized = hasattr(tensor, "codes")
                 part = build_part(
@@ -383,9 +387,15 @@ class NativeEngine(base.Engine):
                 yield quantized_part(part, tensor) if quantized else part
 
     def counters(self) -> dict[str, float]:
-        steps = self.optimizer.state.get(self.local_params[self.parameters[0]], {}).get("step", 0)
-        scale = {"loss_scale": float(self.loss_scale), "good_steps": int(self._good_steps)}
-        return {"adam_steps": float(steps), **scale}
+        return {
+            "adam_steps": float(self._adam_state(self.parameters[0]).get("step", 0)),
+            "loss_scale": float(self.loss_scale),
+            "good_steps": int(self.good_steps),
+        }
+
+    def _adam_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the Adam moments and step counter of a parameter, or {} before the first step."""
+        return self.optimizer.state.get(self.local_params[parameter], {})
 
     @torch.no_grad()
     def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
@@ -394,7 +404,10 @@ class NativeEngine(base.Engine):
             self.init_optimizer_state(counters["adam_steps"])
         for part in self.state_parts():
             values = files.read(part)
-            part.write(values) if part.write else part.get().copy_(values)
+            if part.write is not None:
+                part.write(values)
+            else:
+                part.get().copy_(values)
         self.loss_scale.fill_(counters["loss_scale"])
-        self._good_steps.fill_(counters["good_steps"])
+        self.good_steps.fill_(counters["good_steps"])
         self.step_graph.drop_graph()

@@ -6,6 +6,7 @@ magnitude. With rounding to nearest, the second moment could therefore never shr
 would ignore most updates. Stochastic rounding rounds up or down with probabilities that keep the
 mean exact."""
 
+import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,12 +29,13 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Return the parameters that require gradients as groups for AdamW. Weight decay applies to
     matrices, but not to biases and norms, which are one-dimensional."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    matrices: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            group = matrices if parameter.dim() >= 2 else vectors
+            group["params"].append(parameter)
+    return [group for group in (matrices, vectors) if group["params"]]
 
 
 def build_optimizer(
@@ -42,8 +44,11 @@ def build_optimizer(
     origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
-    step. `origins` maps each parameter of the optimizer to the name and the DTensor of the
-    parameter whose shard it is. The DTensor is the parameter itself if it is not sharded."""
+    step. If its attribute `is_fused` is True, the step divides gradients by the attribute
+    `grad_scale`, and skips the update if the attribute `found_inf` is 1.
+
+    `origins` maps each parameter of the optimizer to the name and the DTensor of the parameter
+    whose shard it is. The DTensor is the parameter itself if it is not sharded."""
     groups = parameter_groups(origins, config.weight_decay)
     lr = float(config.learning_rate)
     compiled = bool(config.compile)
@@ -53,8 +58,7 @@ def build_optimizer(
         return AdamW8bit(groups, lr, compiled=compiled)
     if config.optimizer != "adamw":
         return AdamWBf16(groups, lr, origins, config.seed, compiled=compiled)
-    on_gpu = device.type == "cuda"
-    return AdamW(groups, lr, fused=on_gpu, capturable=on_gpu, **ADAM)
+    return AdamW(groups, lr, is_fused=device.type == "cuda")
 
 
 def quantized_part(part: Part, moment: Any) -> Part:
@@ -69,13 +73,18 @@ def quantized_part(part: Part, moment: Any) -> Part:
         padded[unpadded] = values.to(moment.device)
         requantize(moment, padded)
 
-    return replace(
-        part, get=lambda: moment.dequantize()[unpadded], write=write, dtype=torch.float32
-    )
+    def read() -> torch.Tensor:
+        return moment.dequantize()[unpadded]
+
+    return replace(part, get=read, write=write, dtype=torch.float32)
 
 
 class AdamW(torch.optim.AdamW):
     """AdamW from torch.optim, with a method that creates its state before the first step."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, *, is_fused: bool) -> None:
+        super().__init__(groups, lr, fused=is_fused, capturable=is_fused, **ADAM)
+        self.is_fused = is_fused
 
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`."""
@@ -87,7 +96,7 @@ class AdamWBf16(torch.optim.Optimizer):
     """AdamW with Adam moments in bf16 that are rounded stochastically. Weights are fp32 or, also
     with stochastic rounding, bf16."""
 
-    # 1 skips the update, and gradients are divided by `grad_scale`, as in torch's fused AdamW
+    is_fused = True
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None
 
@@ -100,24 +109,24 @@ class AdamWBf16(torch.optim.Optimizer):
         *,
         compiled: bool,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.01, "fused": True})
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
         # One compiled function serves parameters of all sizes.
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
         self.chunk_size = sys.maxsize if compiled else MAX_CHUNK_SIZE
-        keys, firsts = [], []
+        keys = []
+        firsts = []
         # Parameter -> (values per row of the shard, values between two of its rows), or None if the
         # shard's rows are consecutive in the whole parameter
         self.rows = {}
         for local, (name, parameter) in origins.items():
-            start = locate_local(parameter)[1]
+            _, start = locate_local(parameter)
             keys.append(zlib.crc32(f"{seed} {name}".encode()))
-            firsts.append(sum(a * b for a, b in zip(start, parameter.stride(), strict=True)))
+            firsts.append(sum(map(operator.mul, start, parameter.stride())))
             gap = parameter.stride(0) - local.stride(0)
             self.rows[local] = (local.stride(0), gap) if gap else None
         # Hash keys of the parameters and flat indices of the shards' first values
-        self.keys, self.firsts = (
-            torch.tensor(values, device=local.device) for values in (keys, firsts)
-        )
+        self.keys = torch.tensor(keys, device=local.device)
+        self.firsts = torch.tensor(firsts, device=local.device)
 
     def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Set a parameter's Adam moments to 0. All parameters share the tensor `step`."""
@@ -127,12 +136,17 @@ class AdamWBf16(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         step = next(iter(self.state.values()))["step"]
-        skip = None if self.found_inf is None else self.found_inf > 0
-        step += 1 if skip is None else ~skip
+        skip = None
+        if self.found_inf is None:
+            step += 1
+        else:
+            skip = self.found_inf > 0
+            step += torch.where(skip, 0, 1)
         beta1, beta2 = ADAM["betas"]
         bias_correction2_rsqrt = (1 - beta2**step).rsqrt()
-        keys = _hash_int32(self.keys.int() ^ _hash_int32(step.int())).long()
-        places = dict(zip(self.rows, zip(keys, self.firsts, strict=True), strict=True))
+        step_key = _hash_int32(step.int())
+        keys = dict(zip(self.rows, _hash_int32(self.keys.int() ^ step_key).long(), strict=True))
+        firsts = dict(zip(self.rows, self.firsts, strict=True))
         for group in self.param_groups:
             scalars = {
                 "decay": 1 - group["lr"] * group["weight_decay"],
@@ -142,10 +156,15 @@ class AdamWBf16(torch.optim.Optimizer):
                 "skip": skip,
             }
             for parameter in group["params"]:
-                key, first = places[parameter]
-                rows = self.rows[parameter]
                 for offset, *chunk in self._chunks(parameter):
-                    self.update(*chunk, offset=offset, rows=rows, first=first, key=key, **scalars)
+                    self.update(
+                        *chunk,
+                        offset=offset,
+                        rows=self.rows[parameter],
+                        first=firsts[parameter],
+                        key=keys[parameter],
+                        **scalars,
+                    )
 
     def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         """Yield the index of the first value and the pieces of the flattened parameter, gradient
@@ -183,7 +202,9 @@ def _update(
     random number generators has no effect. `offset` is the index of the first value in the shard,
     and `first` is the flat index of the shard's first value. `rows` is described in `AdamWBf16`."""
     beta1, beta2 = ADAM["betas"]
-    gradient = gradient.float() if grad_scale is None else gradient.float() / grad_scale
+    gradient = gradient.float()
+    if grad_scale is not None:
+        gradient = gradient / grad_scale
     new_exp_avg = exp_avg.float().lerp(gradient, 1 - beta1)
     new_exp_avg_sq = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)
     updated = parameter.float() * decay - step_size * new_exp_avg / (
@@ -198,11 +219,12 @@ def _update(
     bits = _hash_int32(((index + first) ^ key).int())
     if parameter.dtype is torch.bfloat16:
         updated = _round_to_bf16(updated, _hash_int32(bits))
-    rounded_moments = (
-        _round_to_bf16(new_exp_avg, bits),
-        _round_to_bf16(new_exp_avg_sq, bits >> 16),
+    results = (
+        (exp_avg, _round_to_bf16(new_exp_avg, bits)),
+        (exp_avg_sq, _round_to_bf16(new_exp_avg_sq, bits >> 16)),
+        (parameter, updated),
     )
-    for old, new in zip((exp_avg, exp_avg_sq, parameter), (*rounded_moments, updated), strict=True):
+    for old, new in results:
         old.copy_(new if skip is None else torch.where(skip, old, new))
 
 

@@ -17,7 +17,7 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -122,33 +122,48 @@ class ModelSpec:
         def read(our_name: str, slices: Slices) -> torch.Tensor:
             shape = parameters[our_name].shape
             bounds: Any = zip_longest(slices, shape, fillvalue=ALL)
-            ranges = [part.indices(size) for part, size in bounds]
-            first, stop, _ = ranges[0]
-            columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
-            # For each row of the Hugging Face tensors, the index of the row in our tensor
-            indices = self.code.to_hf(our_name, torch.arange(shape[0], device="cpu"), self.size)
-            pieces_read = []  # (row indices within the selected part, their values)
+            (first, stop, _), *column_bounds = (part.indices(size) for part, size in bounds)
+            columns = [slice(*bounds_of_dim) for bounds_of_dim in column_bounds]
+            pieces_read = []  # (rows of our tensor, their values)
+            indices = self._hf_rows(our_name, shape[0])
             for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
-                rows = rows.flatten()
                 (matching,) = torch.where((rows >= first) & (rows < stop))
-                for run in split_consecutive(matching):
-                    file_rows = slice(int(run[0]), int(run[-1]) + 1)
-                    file_slices = [*columns, file_rows] if transposed else [file_rows, *columns]
-                    piece = tensor.read(*file_slices)
-                    pieces_read.append((rows[run] - first, piece.t() if transposed else piece))
+                if len(matching) == 0:
+                    continue
+                # The rows between them may belong to other parts of our tensor.
+                file_rows = slice(int(matching[0]), int(matching[-1]) + 1)
+                if transposed:
+                    piece = tensor.read(*columns, file_rows).t()
+                else:
+                    piece = tensor.read(file_rows, *columns)
+                pieces_read.append((rows[file_rows], piece))
             if len(pieces_read) == 1:
                 rows, piece = pieces_read[0]
-                if torch.equal(rows, torch.arange(stop - first)):
+                if torch.equal(rows, torch.arange(first, stop)):
                     return piece  # still mapped from the file, without a copy
             dtypes = {TORCH_DTYPES[tensor.dtype] for tensor, _ in pieces[our_name]}
             dtype = getattr(torch, dtypes.pop() if len(dtypes) == 1 else "float32")
-            sizes = [stop - start for start, stop, _ in ranges]
+            sizes = [stop - first, *(end - start for start, end, _ in column_bounds)]
             values = torch.zeros(sizes, dtype=dtype, device="cpu")
             for rows, piece in pieces_read:
-                values.index_copy_(0, rows, piece.to(dtype))
+                is_selected = (rows >= first) & (rows < stop)
+                values[rows[is_selected] - first] = piece[is_selected].to(dtype)
             return values
 
         return read
+
+    def _hf_rows(self, our_name: str, num_rows: int) -> dict[str, torch.Tensor]:
+        """Return {name of a Hugging Face tensor: the row of this package's tensor `our_name` from
+        which each of its rows comes}."""
+        import torch
+
+        rows = torch.arange(num_rows, device="cpu")
+        tensors = self.code.to_hf(our_name, rows, self.size)
+        return {name: part.flatten() for name, part in tensors.items()}
+
+    def _is_transposed(self, our_name: str) -> bool:
+        """Return whether Hugging Face stores this package's tensor `our_name` transposed."""
+        return self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
 
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
@@ -158,37 +173,33 @@ class ModelSpec:
         unexpected, or have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
-        if (map_names := getattr(self.code, "map_tensor_names", None)) is not None:
-            stored = {
-                new_name: stored[name] for name, new_name in map_names(stored, self.size).items()
-            }
+        if hasattr(self.code, "map_tensor_names"):
+            names = self.code.map_tensor_names(stored, self.size)
+            stored = {new_name: stored[name] for name, new_name in names.items()}
         unexpected = set(stored)
-        pieces: dict[str, list[tuple[StoredTensor, bool]]] = {}
-        for our_name, values in parameters.items():
-            row_shape = values.shape[1:]
-            transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
-            pieces[our_name] = []
-            for name, part in self.code.to_hf(our_name, values, self.size).items():
-                shape = [part.numel() // row_shape.numel(), *row_shape]
-                if transposed:
-                    shape.reverse()
-                expected = name
-                # Names have no prefix if the model was saved without its output layer.
-                if name not in stored:
-                    name = name.partition(".")[2]
-                if name not in stored and self.size.tied and our_name.startswith("token_embedding"):
-                    name = OUTPUT_LAYER
-                tensor = stored.get(name)
-                if tensor is None or tensor.shape != shape or tensor.dtype not in TORCH_DTYPES:
-                    why = f"{expected} is missing"
-                    if tensor is not None:
-                        why = f"{expected} is {tensor.dtype} {tensor.shape}"
-                    why += f", but it should be a float tensor of shape {shape}"
-                    raise UserError(what, why)
-                unexpected.discard(name)
-                pieces[our_name].append((tensor, transposed))
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
+        pieces: dict[str, list[tuple[StoredTensor, bool]]] = {}
+        for our_name, values in parameters.items():
+            transposed = self._is_transposed(our_name)
+            pieces[our_name] = []
+            for name, rows in self._hf_rows(our_name, len(values)).items():
+                shape = [len(rows), *values.shape[1:]]
+                if transposed:
+                    shape.reverse()
+                candidates = [name, name.partition(".")[2]]  # saved with or without an output layer
+                if self.size.tied and our_name.startswith("token_embedding"):
+                    candidates.append(OUTPUT_LAYER)
+                stored_name = next((key for key in candidates if key in stored), name)
+                tensor = stored.get(stored_name)
+                if tensor is None or tensor.shape != shape or tensor.dtype not in TORCH_DTYPES:
+                    why = f"{name} is missing"
+                    if tensor is not None:
+                        why = f"{name} is {tensor.dtype} {tensor.shape}"
+                    why += f", but it should be a float tensor of shape {shape}"
+                    raise UserError(what, why)
+                unexpected.discard(stored_name)
+                pieces[our_name].append((tensor, transposed))
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
             why = f"the weights contain {min(unexpected)}{more}, which this model does not have"
@@ -204,17 +215,17 @@ class ModelSpec:
 
         `weights` must be on the CPU. One parameter is read at a time. The weights are stored in
         `dtype`. Raises RunError if a value is non-finite in this dtype."""
-        meta_model = self.build_meta_model()
-        meta = {name: value.to(dtype) for name, value in meta_model.named_parameters()}
-        header = {
-            name: rows
-            for our_name in meta
-            for name, rows in self._stored_tensors(our_name, meta[our_name])
+        meta = {
+            name: parameter.to(dtype)
+            for name, parameter in self.build_meta_model().named_parameters()
         }
+        header: dict[str, torch.Tensor] = {}
+        for our_name, parameter in meta.items():
+            header |= self._stored_tensors(our_name, parameter)
 
         def iter_converted() -> Iterator[torch.Tensor]:
             for our_name in meta:
-                for name, rows in self._stored_tensors(our_name, weights(our_name, ())):
+                for name, rows in self._stored_tensors(our_name, weights(our_name, ())).items():
                     converted_rows = rows.to(dtype)
                     if not all_finite(converted_rows):
                         what = f"{name} has non-finite values in {dtype_name(dtype)}"
@@ -227,32 +238,28 @@ class ModelSpec:
         document = {**self.code.to_config(self.size, eos_token_id), "dtype": dtype_name(dtype)}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
-    def _stored_tensors(
-        self, our_name: str, values: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (stored name, tensor) for each Hugging Face tensor that this package's tensor
+    def _stored_tensors(self, our_name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return {stored name: tensor} for each Hugging Face tensor that this package's tensor
         `our_name` contains."""
-        file_name = getattr(self.code, "file_name", lambda name, size: name)
-        transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
+        stored = {}
         for name, part in self.code.to_hf(our_name, values, self.size).items():
             rows = part.reshape(-1, *values.shape[1:])
-            yield file_name(name, self.size), rows.t() if transposed else rows
+            if hasattr(self.code, "file_name"):
+                name = self.code.file_name(name, self.size)
+            stored[name] = rows.t() if self._is_transposed(our_name) else rows
+        return stored
 
     def hf_rows(self, matrix: str, targets: str | None) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
         those parts of the matrix named `matrix` that `targets` selects (see
         `ModelSize.adapted_parts`)."""
-        import torch
-
         name = matrix.split(".", 2)[2]
-        size = self.size
-        rows = torch.arange(sum(size.hf_matrices[name].values()), device="cpu")
-        tensors = self.code.to_hf(f"{matrix}.weight", rows, size)
-        names = zip(tensors, size.hf_matrices[name], strict=True)
-        selected = size.adapted_parts(targets).get(name, {})
+        parts = self.size.hf_matrices[name]
+        selected = self.size.adapted_parts(targets).get(name, {})
+        rows = self._hf_rows(f"{matrix}.weight", sum(parts.values()))
         return {
-            hf_name.removesuffix(".weight"): tensors[hf_name].flatten()
-            for hf_name, part in names
+            hf_name.removesuffix(".weight"): part_rows
+            for part, (hf_name, part_rows) in zip(parts, rows.items(), strict=True)
             if part in selected
         }
 
@@ -260,21 +267,14 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         (size,) = self.code.sizes(folder).values()
-        for name in (field.name for field in fields(ModelSize) if field.compare):
-            stored_value, own_value = getattr(size, name), getattr(self.size, name)
-            if stored_value != own_value:
-                what = f"weights {folder} have {name}={stored_value}, but the model has {own_value}"
-                raise UserError(what, fix=f"set model to {shown(str(folder))}")
+        for field in fields(ModelSize):
+            stored_value = getattr(size, field.name)
+            own_value = getattr(self.size, field.name)
+            if field.compare and stored_value != own_value:
+                what = f"weights {folder} have {field.name}={stored_value}, but the model has "
+                raise UserError(f"{what}{own_value}", fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
         self._match_tensors(dict(self.build_meta_model().named_parameters()), folder)
-
-
-def split_consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Split ascending numbers into runs of consecutive numbers."""
-    import torch
-
-    (breaks,) = torch.where(numbers.diff() != 1)
-    return numbers.tensor_split(breaks + 1) if len(numbers) else ()
 
 
 def find_model(name: str) -> ModelSpec:
@@ -300,14 +300,16 @@ def find_model(name: str) -> ModelSpec:
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
-        config = load_model_json(folder / CONFIG_FILE)
-        native_family = family_of_type.get(str(config.get("model_type"))) if is_native else None
+        native_family = None
+        if is_native:
+            config = load_model_json(folder / CONFIG_FILE)
+            native_family = family_of_type.get(str(config.get("model_type")))
         family, size = _read_size(folder, native_family)
-        label = name.rpartition("/")[2] if hub_id else folder_label(folder)
-        weights_dir = None if hub_id else folder
-        return ModelSpec(
-            label=label, family=family, size=size, hub_id=hub_id, weights_dir=weights_dir
-        )
+        if hub_id is None:
+            label = folder_label(folder)
+            return ModelSpec(label=label, family=family, size=size, weights_dir=folder)
+        label = hub_id.rpartition("/")[2]
+        return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"
@@ -338,15 +340,15 @@ def _read_size(folder: Path, native_family: str | None) -> tuple[str, ModelSize]
     """Return (family, size) of the model in `folder`. The family is `native_family` if that family
     supports the model and its options. Otherwise, it is the family that uses transformers' code.
     Raises UserError if neither family supports the model."""
-    first_error: UserError | None = None
-    for family in filter(None, (native_family, HUB)):
-        try:
-            (size,) = _load(family).sizes(folder).values()
-            return family, size
-        except UserError as error:
-            first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+    errors = []
+    for family in (native_family, HUB):
+        if family is not None:
+            try:
+                (size,) = _load(family).sizes(folder).values()
+                return family, size
+            except UserError as error:
+                errors.append(error)
+    raise errors[0]
 
 
 @functools.cache

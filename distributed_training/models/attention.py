@@ -52,8 +52,8 @@ def describe_documents(
     batch, seq_len = positions.shape
     is_supported = head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
     if positions.is_cuda and dtype is torch.bfloat16 and is_supported and not dropout:
-        rows = torch.arange(batch, device=ends.device)[:, None] * seq_len
-        flat_ends = (ends + rows).flatten().to(torch.int32)
+        sample_starts = torch.arange(batch, device=ends.device)[:, None] * seq_len
+        flat_ends = (ends + sample_starts).flatten().to(torch.int32)
         if max_documents is not None:
             flat_ends = drop_empty(flat_ends, max_documents)
         return Documents(positions, F.pad(flat_ends, (1, 0)))
@@ -77,7 +77,8 @@ def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     starts = indices - positions
     same_document = starts[:, :, None] == starts[:, None, :]
     visible = same_document & (indices[:, None] >= indices)
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None]
+    mask = torch.zeros_like(visible, dtype=dtype)
+    return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
 def attend(
@@ -101,14 +102,22 @@ def attend(
     mask = None if documents is None else documents.mask
     uses_gqa = k.shape[1] < q.shape[1]
     # On CUDA, the kernels for fp32, for older GPUs and for masks do not support grouped heads.
-    if uses_gqa and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
+    supports_gqa = not q.is_cuda or (q.dtype is torch.bfloat16 and mask is None)
+    if uses_gqa and not supports_gqa:
         repeats = q.shape[1] // k.shape[1]
-        k, v = (heads.repeat_interleave(repeats, 1) for heads in (k, v))
+        k = k.repeat_interleave(repeats, 1)
+        v = v.repeat_interleave(repeats, 1)
         uses_gqa = False
     y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, dropout_p=dropout,
-        enable_gqa=uses_gqa, scale=scale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=is_causal and mask is None,
+        dropout_p=dropout,
+        enable_gqa=uses_gqa,
+        scale=scale,
+    )
     # The result is made contiguous so that its gradient always has the same strides. cuDNN's
     # backward pass (torch 2.11) reuses the strides of the first gradient with these shapes. A
     # compiled step after an eager one in the same process would therefore compute wrong gradients.
@@ -120,10 +129,20 @@ def _attend_in_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
-    uses_gqa = k.shape[1] < q.shape[1]
-    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # [B T, heads, K]
+    # [B T, heads, K]
+    flat_q = q.transpose(1, 2).flatten(0, 1)
+    flat_k = k.transpose(1, 2).flatten(0, 1)
+    flat_v = v.transpose(1, 2).flatten(0, 1)
     y: Any = varlen_attn(
-        q, k, v, ends, ends, seq_len, seq_len,
-        scale=scale, window_size=(-1, 0), enable_gqa=uses_gqa,
-    )  # fmt: skip
+        flat_q,
+        flat_k,
+        flat_v,
+        ends,
+        ends,
+        seq_len,
+        seq_len,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=k.shape[1] < q.shape[1],
+    )
     return y.unflatten(0, (batch, seq_len))

@@ -4,7 +4,6 @@ nor torch is imported."""
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,18 +13,10 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import (
-    load_model_json,
-    replace_file,
-    require_regular,
-    shown,
-)
+from distributed_training.settings.files import load_model_json, replace_file
 
 CONFIG_FILE = "config.json"
 Count = Annotated[int, Field(ge=1)]
-# Largest numbers in a config.json, by the words in their names. Building a config takes time and
-# memory for each layer, and measuring a model takes memory for each element of a vector.
-_MAX_COUNTS = {r"layers?$": 10_000, r"layer|head|size|dim|embd|embed|inner|position": 10**8}
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -42,11 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Keys have the names that the installed version of transformers uses. For example, older names of
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
-    for file in folder.iterdir():
-        if not file.is_dir():
-            require_regular(file, "model")  # transformers would ignore a pipe
     document = load_model_json(folder / CONFIG_FILE)
-    _check_counts(document, folder / CONFIG_FILE)
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -67,17 +54,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
     return json.loads(cached_json(f"2 {version('transformers')} {text}", read))  # type: ignore[no-any-return]
-
-
-def _check_counts(values: dict[str, Any], file: Path) -> None:
-    """Raise UserError if a number of layers, heads or other parts of a model is far too large."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            _check_counts(value, file)
-        for pattern, limit in _MAX_COUNTS.items():
-            if re.search(pattern, key) and isinstance(value, int) and value > limit:
-                what = f"{file}: {key}={shown(value)} is not accepted"
-                raise UserError(what, f"it must be at most {limit:,}", "correct this number")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

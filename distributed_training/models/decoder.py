@@ -64,12 +64,15 @@ class Linear(nn.Linear):
         self.adapter: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x) if self.adapter is None else self.adapter(self, x)
+        if self.adapter is None:
+            return self.product(x)
+        return self.adapter(self, x)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output without an adapter."""
-        override = self.matmul_override
-        return self.matmul(x) if override is None else override(self, x)
+        if self.matmul_override is None:
+            return self.matmul(x)
+        return self.matmul_override(self, x)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x W^T`, plus the bias if this layer adds it."""
@@ -78,7 +81,9 @@ class Linear(nn.Linear):
     def cast_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bias that this layer adds, in `dtype`. Return None if the layer adds no
         bias."""
-        return self.bias.to(dtype) if self.adds_bias and self.bias is not None else None
+        if self.bias is None or not self.adds_bias:
+            return None
+        return self.bias.to(dtype)
 
 
 class KVCache:
@@ -94,9 +99,8 @@ class KVCache:
         """Append a block's new keys and values to the cache. Return the block's keys and values of
         all tokens so far, concatenated along dimension 2."""
         if block in self._by_block:
-            tensors = tuple(
-                torch.cat(pair, dim=2) for pair in zip(self._by_block[block], tensors, strict=True)
-            )
+            pairs = zip(self._by_block[block], tensors, strict=True)
+            tensors = tuple(torch.cat(pair, dim=2) for pair in pairs)
         self._by_block[block] = tensors
         return tensors
 
@@ -125,15 +129,17 @@ class Block(nn.Module):
         """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
         x = x + F.dropout(y, self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
+        y = self.mlp(self.norm_2(x))
+        return x + F.dropout(y, self.dropout, self.training)
 
     def attention(
         self, x: torch.Tensor, past: KVCache | None, documents: Documents | None
     ) -> torch.Tensor:
         """Return the output of causal self-attention, [B, T, D] -> [B, T, D]. With `documents`,
         each token attends only within its document."""
-        start = past.length if past is not None else 0
-        q, k, v = self.heads(x, start if documents is None else documents.positions)
+        start = 0 if past is None else past.length
+        positions = start if documents is None else documents.positions
+        q, k, v = self.heads(x, positions)
         if past is not None:
             k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
@@ -186,14 +192,17 @@ class Decoder(nn.Module):
         cache is extended. `positions` and `ends` describe packed records, as in `Samples.batch`.
         All stages except the first accept hidden states [B, T, D], and all stages except the last
         return hidden states."""
+        start: Positions = 0 if past is None else past.length
         documents = None
         if positions is not None and ends is not None:
+            start = positions
             documents = self.describe_documents(positions, ends)
-        start = past.length if past is not None else 0
-        x = self.run(x, start if positions is None else positions, documents, past)
+        x = self.run(x, start, documents, past)
         if past is not None:
             past.length += x.shape[1]
-        return self.apply_head(x, targets) if self.is_last else x
+        if self.is_last:
+            return self.apply_head(x, targets)
+        return x
 
     def run(
         self,
@@ -204,7 +213,9 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Run this stage's blocks, after the embedding if this is the first stage. Return hidden
         states [B, T, D]."""
-        options: dict[str, Any] = {} if past is None else {"past": past}
+        options: dict[str, Any] = {}
+        if past is not None:
+            options["past"] = past
         if documents is not None:
             options["documents"] = documents
         if self.is_first:
@@ -302,8 +313,9 @@ class Decoder(nn.Module):
             if len(shape) < 2:
                 values = torch.empty(shape, device=device)[slices]
                 return values.fill_(0.0 if name.endswith("bias") else 1.0)
-            adds_to_residuals = roles.get(name.removesuffix(".weight")) == "row"
-            deviation = 0.02 / math.sqrt(2 * self.size.num_layers) if adds_to_residuals else 0.02
+            deviation = 0.02
+            if roles.get(name.removesuffix(".weight")) == "row":
+                deviation /= math.sqrt(2 * self.size.num_layers)
             key = seed * 100_003 + indices[name]
             if hashed:
                 values = hashed_normal(shape, slices, key, device).mul_(deviation)
@@ -313,7 +325,8 @@ class Decoder(nn.Module):
                 values = values[slices]
             if name in padded:
                 first = slices[0].start if slices else 0
-                values[max(0, self.size.vocab_size - first) :].zero_()
+                num_real = max(0, self.size.vocab_size - first)
+                values[num_real:].zero_()
             return values
 
         return draw
@@ -335,7 +348,9 @@ def project_to_vocabulary(
 
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """Limit logits smoothly to between -cap and cap. A cap of 0 leaves the logits unchanged."""
-    return torch.tanh(logits / cap) * cap if cap else logits
+    if cap == 0:
+        return logits
+    return torch.tanh(logits / cap) * cap
 
 
 def summed_cross_entropy(
@@ -343,7 +358,8 @@ def summed_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
     weight [P, D] and targets [B, T]."""
-    logits = softcap(F.linear(x, weight).float().flatten(0, -2), cap)
+    logits = F.linear(x, weight).float().flatten(0, -2)
+    logits = softcap(logits, cap)
     if logits.shape[1] > vocab_size:
         # Slicing off the padding would be slower, because the rows would no longer be aligned.
         columns = torch.arange(logits.shape[1], device=logits.device)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from distributed_training.models import quantized
+from distributed_training.models.private import scaled_mm
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
@@ -92,12 +93,16 @@ def fp8_matmul(x, x_scales, codes, scales=None):  # type: ignore[no-untyped-def]
     if scales is None:
         w = _transpose(w)
         scales = x_scales.new_ones(len(w))
-    # With a scale per row, GPUs only write bf16.
-    out_dtype = torch.bfloat16 if x.is_cuda else codes.dtype
-    return torch._scaled_mm(
-        x, w.t(), scale_a=x_scales, scale_b=scales.float().view(1, -1), out_dtype=out_dtype,
+    result = scaled_mm(
+        x,
+        w.t(),
+        scale_a=x_scales,
+        scale_b=scales.float().view(1, -1),
+        # With a scale per row, GPUs only write bf16.
+        out_dtype=torch.bfloat16 if x.is_cuda else codes.dtype,
         use_fast_accum=x.is_cuda,
-    ).to(codes.dtype)  # fmt: skip
+    )
+    return result.to(codes.dtype)
 
 
 @fp8_matmul.register_fake

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-# Constants of SplitMix64 as int64, and an odd number by which keys are multiplied
-_SPLITMIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, 0x2545F4914F6CDD1D)
+# Constants of SplitMix64 as int64: the step between two states, and (shift, factor) of each round
+_STEP = -0x61C8864680B583EB
+_ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
+_KEY_FACTOR = 0x2545F4914F6CDD1D  # an odd number
 # Part of a tensor, given as slices of its first dimensions; () means the whole tensor
 Slices = tuple[slice, ...]
 # Function of (name, slices) that returns this part of the named parameter's initial values
@@ -52,8 +54,9 @@ class InitialWeights:
             local, start = locate(parameters[name])
             if local.numel() == 0:
                 return
-            ends = zip(start, local.shape, strict=True)
-            values = self.source(name, tuple(slice(first, first + size) for first, size in ends))
+            sizes = zip(start, local.shape, strict=True)
+            slices = tuple(slice(first, first + size) for first, size in sizes)
+            values = self.source(name, slices)
             if values.shape != local.shape:
                 local.zero_()  # Rows after the vocabulary's rows are padding.
             target = local[tuple(map(slice, values.shape))]
@@ -80,7 +83,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
 
 
 def hashed_normal(
@@ -96,13 +99,15 @@ def hashed_normal(
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
     column_indices = torch.arange(*columns, device=device)
     out = torch.empty(stop - first, len(column_indices), device=device)
-    offset = (key * _SPLITMIX[3] + 2**63) % 2**64 - 2**63
+    offset = (key * _KEY_FACTOR + 2**63) % 2**64 - 2**63  # as int64
     step = max(1, 2**22 // len(column_indices))  # number of rows processed at a time
     for begin in range(first, stop, step):
         rows = torch.arange(begin, min(stop, begin + step), device=device)
-        bits = (rows[:, None] * shape[1] + column_indices).mul_(_SPLITMIX[0]).add_(offset)
-        for shift, factor in ((30, _SPLITMIX[1]), (27, _SPLITMIX[2]), (31, 1)):
-            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+        bits = rows[:, None] * shape[1] + column_indices
+        bits.mul_(_STEP).add_(offset)
+        for shift, factor in _ROUNDS:
+            unsigned_shift = (bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+            bits.bitwise_xor_(unsigned_shift).mul_(factor)
         total = sum((bits >> shift).bitwise_and_(0xFFFF) for shift in (0, 16, 32, 48))
         out[begin - first : begin - first + step] = total - 2 * 0xFFFF
     return out.mul_(math.sqrt(3 / (2**32 - 1)))

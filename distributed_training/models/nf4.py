@@ -37,12 +37,12 @@ def nf4_matmul_backward(
 
 
 @nf4_matmul.register_fake
-def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _(x, codes, _scales):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], len(codes))
 
 
 @nf4_matmul_backward.register_fake
-def _(gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _(gradient, codes, _scales):  # type: ignore[no-untyped-def]
     return gradient.new_empty(*gradient.shape[:-1], _num_columns(codes))
 
 
@@ -84,10 +84,11 @@ def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     packed = scales.view(torch.uint8)
     integers = packed[:, 4 : 4 + columns // BLOCK_SIZE]
     largest = (integers * packed[:, :4].view(torch.float32)).square().flatten()
+    code_bytes = codes.view(torch.uint8).view(-1, 1)
+    shape = [len(codes), columns]
     return operations.dequantize_4bit(  # type: ignore[no-any-return]
-        codes.view(torch.uint8).view(-1, 1), largest, BLOCK_SIZE, "nf4", [len(codes), columns],
-        codes.dtype,
-    )  # fmt: skip
+        code_bytes, largest, BLOCK_SIZE, "nf4", shape, codes.dtype
+    )
 
 
 def _num_columns(codes: torch.Tensor) -> int:

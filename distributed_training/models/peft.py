@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import Slices, WeightSource
 from distributed_training.models.quantized import dequantized_source
-from distributed_training.models.weights import all_finite, write_tensors
+from distributed_training.models.weights import all_finite, open_file, write_tensors
 from distributed_training.settings.config import Config, Request
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import require_regular
 
 PREFIX = "base_model.model."
 
@@ -78,35 +76,33 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     model."""
     config = read_adapters(folder)
     file = folder / ADAPTER_WEIGHTS
-    require_regular(file, "adapters")
-    try:
-        with safe_open(file, "pt") as weight_file:
-            tensors = {name: weight_file.get_tensor(name) for name in weight_file.keys()}  # noqa: SIM118
-            metadata = weight_file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        fix = f"download them again, or load {folder} with PEFT and save it again"
-        raise UserError(f"adapters {file} cannot be read", why, fix) from None
-    all_parts = [name for parts in spec.size.adapted_parts(None).values() for name in parts]
-    parts = [
-        part for part in all_parts
-        if any(name.endswith(f".{part}.lora_A.weight") for name in tensors)
-    ]  # fmt: skip
+    fix = f"download them again, or load {folder} with PEFT and save it again"
+    stored, metadata = open_file(file, fix)
+    tensors = {name: tensor.read() for name, tensor in stored.items()}
+    all_parts = [name for parts in spec.size.hf_matrices.values() for name in parts]
+    parts = []
+    for part in all_parts:
+        if any(name.endswith(f".{part}.lora_A.weight") for name in tensors):
+            parts.append(part)
     if not parts:
         raise UserError(
             f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
         )
-    targets = None if parts == all_parts else ",".join(parts)
     values: dict[str, Any] = {
-        "lora_rank": config.r, "lora_alpha": config.alpha, "lora_targets": targets,
-    }  # fmt: skip
-    if rounding := metadata.get("base_rounding"):
-        values["base_dtype"], values["precision"] = rounding.split()
+        "lora_rank": config.r,
+        "lora_alpha": config.alpha,
+        "lora_targets": None if parts == all_parts else ",".join(parts),
+    }
+    if "base_rounding" in metadata:
+        values["base_dtype"], values["precision"] = metadata["base_rounding"].split()
     run_config = Config(**values)
     return Adapters(
-        spec=spec, tensors=_from_peft(tensors, spec, run_config, folder), config=run_config,
-        base_fingerprint=metadata.get("base_checksum"), origin=folder,
-    )  # fmt: skip
+        spec=spec,
+        tensors=_from_peft(tensors, spec, run_config, folder),
+        config=run_config,
+        base_fingerprint=metadata.get("base_checksum"),
+        origin=folder,
+    )
 
 
 def save_adapters(adapters: Adapters, folder: Path, base: str) -> None:
@@ -141,8 +137,8 @@ def to_peft(
     Hugging Face matrix are separate."""
     tensors = {}
     for name in state:
-        matrix, is_a, _ = name.partition(".adapter.a")
-        if is_a:
+        if name.endswith(".adapter.a"):
+            matrix = name.removesuffix(".adapter.a")
             for hf_name, _, a, b in _split(state, matrix, spec, config):
                 name_a, name_b = _peft_names(hf_name)
                 tensors[name_a] = a.contiguous()
@@ -158,10 +154,16 @@ def _split(
     rows = spec.hf_rows(matrix, config.lora_targets)
     stacked_b = tensors[f"{matrix}.adapter.b"]
     b = torch.empty_like(stacked_b)
-    b[torch.cat([*rows.values()]).argsort()] = stacked_b
+    b[_sorted_order(rows)] = stacked_b
     a_parts = tensors[f"{matrix}.adapter.a"].split(config.lora_rank)
-    b_parts = b.split([*map(len, rows.values())])
+    b_parts = b.split([len(part_rows) for part_rows in rows.values()])
     yield from zip(rows, rows.values(), a_parts, b_parts, strict=True)
+
+
+def _sorted_order(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the order that sorts the concatenated row indices of several Hugging Face matrices. It
+    sorts their B matrices in the order of our rows."""
+    return torch.cat(list(rows.values())).argsort()
 
 
 def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[dict[str, Any], str]:
@@ -174,10 +176,9 @@ def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[d
     keys = {key: getattr(initial, key) for key in ("lora_rank", "lora_alpha", "lora_targets")}
     for key, value in keys.items():
         typed = getattr(config, key)
+        matches = typed == value
         if key == "lora_targets":
             matches = adapted_parts(typed) == adapted_parts(value)
-        else:
-            matches = typed == value
         if config.is_set(key) and not matches:
             what = f"{key}={typed!r} does not match the adapters in {folder}"
             fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
@@ -201,23 +202,27 @@ def _from_peft(
     stacked = {}
     remaining = dict(tensors)
     size = spec.size
+
+    def take(name: str, *shape: int) -> torch.Tensor:
+        tensor = remaining.pop(name, None)
+        if tensor is None or tensor.shape != shape or not all_finite(tensor):
+            what = f"{origin}: {name} is not a finite tensor of shape {list(shape)}"
+            raise UserError(what, fix="use adapters of the same matrices in all blocks")
+        return tensor.float()
+
     for layer in range(size.num_layers):
         for matrix, (_, columns) in zip(size.hf_matrices, size.block_matrices, strict=True):
             our_name = f"blocks.{layer}.{matrix}"
-            rows_by_name = spec.hf_rows(our_name, config.lora_targets)
-            parts = []
-            for hf_name, rows in rows_by_name.items():
-                shapes = ([config.lora_rank, columns], [len(rows), config.lora_rank])
-                for name, shape in zip(_peft_names(hf_name), shapes, strict=True):
-                    tensor = remaining.pop(name, None)
-                    if tensor is None or list(tensor.shape) != shape or not all_finite(tensor):
-                        what = f"{origin}: {name} is not a finite tensor of shape {shape}"
-                        raise UserError(what, fix="use adapters of the same matrices in all blocks")
-                    parts.append(tensor.float())
-            if parts:
-                order = torch.cat([*rows_by_name.values()]).argsort()
-                stacked[f"{our_name}.adapter.a"] = torch.cat(parts[::2])
-                stacked[f"{our_name}.adapter.b"] = torch.cat(parts[1::2])[order]
+            rows = spec.hf_rows(our_name, config.lora_targets)
+            a_parts = []
+            b_parts = []
+            for hf_name, part_rows in rows.items():
+                name_a, name_b = _peft_names(hf_name)
+                a_parts.append(take(name_a, config.lora_rank, columns))
+                b_parts.append(take(name_b, len(part_rows), config.lora_rank))
+            if rows:
+                stacked[f"{our_name}.adapter.a"] = torch.cat(a_parts)
+                stacked[f"{our_name}.adapter.b"] = torch.cat(b_parts)[_sorted_order(rows)]
     if remaining:
         what = f"{origin}: {min(remaining)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")

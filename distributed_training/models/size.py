@@ -7,6 +7,9 @@ from typing import Any
 from distributed_training.settings.errors import UserError
 
 LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
+# Names of the matrices [out, in] in a block whose outputs tp shards. It shards the inputs of the
+# others.
+COLUMN_PARALLEL = {"qkv", "mlp_in"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +26,7 @@ class ModelSize:
     num_heads: int
     hidden_size: int
     attention_width: int  # combined width of all attention heads
-    # Shapes of the matrices in one block. tp shards them alternately by rows and by columns.
+    # Shapes [out, in] of the matrices in one block
     block_matrices: tuple[tuple[int, int], ...]
     # Their module names, in the same order -> the Hugging Face matrices that each matrix contains,
     # in the order of `to_hf`: their names within a block and numbers of rows
@@ -62,12 +65,15 @@ class ModelSize:
         if self.traced_values:
             base, slope = self.traced_values[mode]
             return base + slope * length
-        # The matrices are [out, in]. tp shards the outputs of every first matrix and the inputs of
-        # every second one.
-        outputs = sum(rows for rows, _ in self.block_matrices[::2])
+        outputs = 0
+        inputs = 0
+        for name, (rows, columns) in zip(self.hf_matrices, self.block_matrices, strict=True):
+            if name in COLUMN_PARALLEL:
+                outputs += rows
+            else:
+                inputs += columns
         if mode == "selective":
             return outputs + self.attention_width
-        inputs = sum(columns for _, columns in self.block_matrices[1::2])
         return outputs + inputs + self.kept_values
 
     @property
@@ -86,7 +92,8 @@ class ModelSize:
     @property
     def num_parameters(self) -> int:
         """Return the exact parameter count. A tied embedding is counted once."""
-        outside_blocks = self.embedding_parameters * (1 if self.tied else 2)
+        num_tables = 1 if self.tied else 2
+        outside_blocks = num_tables * self.embedding_parameters
         outside_blocks += self.position_parameters + self.final_norm_parameters
         return outside_blocks + self.num_layers * self.block_parameters
 
@@ -97,30 +104,35 @@ class ModelSize:
         UserError for a target that selects no matrix."""
         if targets is None:
             return self.hf_matrices
-        suffixes = [f".{target.strip()}" for target in targets.split(",")]
-        names = [f".{name}" for parts in self.hf_matrices.values() for name in parts]
-        for suffix in suffixes:
-            if not any(name.endswith(suffix) for name in names):
-                why = f"the blocks have no matrix named {suffix[1:]}"
-                fix = f"choose from {', '.join(name[1:] for name in names)}"
+        names = [name for parts in self.hf_matrices.values() for name in parts]
+        selected_names = set()
+        for target in targets.split(","):
+            suffix = f".{target.strip()}"
+            matching = [name for name in names if f".{name}".endswith(suffix)]
+            if not matching:
+                why = f"the blocks have no matrix named {target.strip()}"
+                fix = f"choose from {', '.join(names)}"
                 raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
-        selected = {
-            our_name: {
-                name: rows for name, rows in parts.items() if f".{name}".endswith(tuple(suffixes))
-            }
-            for our_name, parts in self.hf_matrices.items()
-        }
-        return {our_name: parts for our_name, parts in selected.items() if parts}
+            selected_names.update(matching)
+        selected = {}
+        for our_name, parts in self.hf_matrices.items():
+            selected_parts = {name: parts[name] for name in parts if name in selected_names}
+            if selected_parts:
+                selected[our_name] = selected_parts
+        return selected
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
         """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
         adapted = self.adapted_parts(targets)
-        per_rank = shared = 0
-        for index, name in enumerate(self.hf_matrices):
-            columns = self.block_matrices[index][1]
+        per_rank = 0
+        shared = 0
+        for name, (_, columns) in zip(self.hf_matrices, self.block_matrices, strict=True):
             for rows in adapted.get(name, {}).values():
-                split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
+                if name in COLUMN_PARALLEL:  # each rank has all of A
+                    common, split = columns, rows
+                else:  # each rank has all of B
+                    common, split = rows, columns
                 shared += rank * common
                 per_rank += rank * (common + split // tp)
         return per_rank, shared
@@ -141,7 +153,9 @@ class ModelSize:
         combined width of all heads, and T is `seq_len`. The FLOPs of attention are counted for all
         `T^2` pairs of tokens, as in PaLM (appendix B)."""
         # Embedding lookups need no multiplications, but a tied embedding is also the output layer.
-        num_used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
-        return (
-            4 if frozen else 6
-        ) * num_used + 12 * self.num_layers * self.attention_width * seq_len
+        num_used = self.num_parameters
+        if not self.tied:
+            num_used -= self.embedding_parameters
+        per_parameter = 4 if frozen else 6
+        attention_flops = 12 * self.num_layers * self.attention_width * seq_len
+        return per_parameter * num_used + attention_flops

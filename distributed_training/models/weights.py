@@ -1,14 +1,12 @@
 """Find and read the weight files in a Hugging Face folder, in transformers' order of preference.
-Write safetensors files."""
+Only safetensors files are read, because reading them executes no code."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import pickle
 import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,23 +19,14 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import (
-    load_object,
-    parse_as,
-    plural,
-    require_regular,
-    shown,
-)
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_object, parse_as, plural
 
 if TYPE_CHECKING:
     import torch
 
-# (single file, index of several files). The first format found in the folder is used.
-WEIGHT_FORMATS = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"  # index of several files
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPE_CODES = {name: code for code, name in {**TORCH_DTYPES, "U8": "uint8"}.items()}
@@ -49,6 +38,11 @@ def all_finite(values: torch.Tensor) -> bool:
     """Return whether all values are finite. `isfinite().all()` would take 14 times as long."""
     # NaN propagates to the minimum and the maximum.
     return not values.numel() or all(map(math.isfinite, values.aminmax()))
+
+
+def rename_parts(name: str, new_names: Mapping[str, str]) -> str:
+    """Return a parameter's name with those of its parts replaced that are keys of `new_names`."""
+    return ".".join(new_names.get(part, part) for part in name.split("."))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -81,31 +75,29 @@ def convert_command(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files, or [] if the folder has no weights in a known format. Raises
-    UserError if an index is not JSON."""
-    for single, index in WEIGHT_FORMATS:
-        if (folder / single).exists():
-            return [folder / single]
-        if (folder / index).exists():
-            document = load_object(folder / index, "weights")
-            fix = "download it again, or save the model again with transformers"
-            parsed = parse_as(_Index, document, str(folder / index), fix)
-            return [folder / name for name in sorted({*parsed.weight_map.values()})]
-    return []
+    """Return a folder's safetensors files, or [] if there are none. Raises UserError if the index
+    is not JSON."""
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return []
+    fix = "download it again, or save the model again with transformers"
+    parsed = parse_as(_Index, load_object(index, "weights"), str(index), fix)
+    return [folder / name for name in sorted(set(parsed.weight_map.values()))]
 
 
 def fetch_weights(repo_id: str) -> Path:
     """Download a model's weights from the Hub and return their folder. Raises OSError if neither
     the Hub nor the local Hub cache has the weights."""
-    errors = []
-    for name in chain.from_iterable(WEIGHT_FORMATS):
+    try:
+        return hub.fetch_folder(repo_id, (CONFIG_FILE, SINGLE_FILE))
+    except OSError as error:
         try:
-            folder = hub.fetch_folder(repo_id, (CONFIG_FILE, name))
-        except OSError as error:
-            errors.append(error)
-        else:
-            return hub.fetch_folder(repo_id, tuple(file.name for file in weight_files(folder)))
-    raise errors[0]
+            folder = hub.fetch_folder(repo_id, (CONFIG_FILE, INDEX_FILE))
+        except OSError:
+            raise error from None
+    return hub.fetch_folder(repo_id, tuple(file.name for file in weight_files(folder)))
 
 
 def require_weights(folder: Path) -> list[Path]:
@@ -113,11 +105,10 @@ def require_weights(folder: Path) -> list[Path]:
     its index lists a missing file."""
     files = weight_files(folder)
     if not files:
-        why = f"it has none of {', '.join(name for form in WEIGHT_FORMATS for name in form)}"
-        fix = "to train this model from scratch, set weights to random"
+        why = f"it has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        fix = "to train this model from scratch, set weights to random. To convert weights in "
+        fix += f"another format, run: {convert_command(folder)}"
         raise UserError(f"{folder} contains no readable weights", why, fix)
-    for file in files:
-        require_regular(file, "weights")
     if missing_files := [file.name for file in files if not file.exists()]:
         what = f"weights {folder}: {missing_files[0]} cannot be read"
         why = f"the index lists {plural(len(missing_files), 'file')} that do not exist"
@@ -126,26 +117,30 @@ def require_weights(folder: Path) -> list[Path]:
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Return a folder's tensors by name. Their values are not read yet, except in old .bin files.
-    Raises UserError if a file is missing or damaged, or if `torch.load(..., weights_only=True)`
-    rejects it."""
+    """Return a folder's tensors by name. Their values are not read yet. Raises UserError if a file
+    is missing or damaged."""
     stored: dict[str, StoredTensor] = {}
     for file in require_weights(folder):
-        try:
-            if file.suffix == ".bin":
-                stored |= _open_bin(file)
-                continue
-            # safe_open reads the header and checks it against the length of the file.
-            with safe_open(file, "np") as header:
-                for name in header.keys():  # noqa: SIM118, it is not a dict
-                    tensor = header.get_slice(name)
-                    read_tensor = partial(read_stored, file, name)
-                    stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read_tensor)
-        except (SafetensorError, OSError) as error:
-            what = f"weights {folder}: {file.name} cannot be read"
-            why = getattr(error, "strerror", None) or str(error)
-            raise UserError(what, why, "download it again") from None
-    return {name: tensor for name, tensor in stored.items() if not _BUFFERS.search(name)}
+        tensors, _ = open_file(file, "download it again")
+        stored |= {name: tensors[name] for name in tensors if not _BUFFERS.search(name)}
+    return stored
+
+
+def open_file(file: Path, fix: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and its metadata. Raises UserError, which
+    advises to `fix` it, if the file is missing or damaged."""
+    try:
+        # safe_open reads the header and checks it against the length of the file.
+        with safe_open(file, "np") as header:
+            stored = {}
+            for name in header.keys():  # noqa: SIM118, it is not a dict
+                tensor = header.get_slice(name)
+                read = partial(read_stored, file, name)
+                stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read)
+            return stored, header.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{file} cannot be read", why, fix) from None
 
 
 def read_stored(file: Path, name: str, *slices: slice) -> Any:
@@ -155,34 +150,12 @@ def read_stored(file: Path, name: str, *slices: slice) -> Any:
         return tensors.get_slice(name)[slices] if slices else tensors.get_tensor(name)
 
 
-def _open_bin(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file that torch.save wrote, without running code from the file."""
-    import torch
-
-    try:
-        # Only zip archives can be mapped. Older files are read as a whole.
-        can_map = zipfile.is_zipfile(file)
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
-        tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
-        why = first_line(error)
-        fix = "download it again, or if you trust it, save its tensors as model.safetensors"
-        what = f"weights {file} cannot be read with weights_only=True"
-        raise UserError(what, shown(why)[1:-1], fix) from None
-    return {
-        name: StoredTensor(
-            _DTYPE_CODES.get(dtype_name(tensor.dtype), str(tensor.dtype)), list(tensor.shape),
-            partial(lambda tensor, *slices: tensor[slices], tensor),
-        )
-        for name, tensor in tensors.items()
-    }  # fmt: skip
-
-
 def stored_dtype(folder: Path) -> str:
     """Return torch's name for the dtype of the largest tensor in a folder of weights. Raises
     UserError if this dtype is not a supported floating-point dtype."""
     largest = max(open_weights(folder).values(), key=lambda tensor: math.prod(tensor.shape))
-    if (dtype := largest.dtype) not in TORCH_DTYPES:
+    dtype = largest.dtype
+    if dtype not in TORCH_DTYPES:
         why = f"the largest tensor is {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
         raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
     return TORCH_DTYPES[dtype]

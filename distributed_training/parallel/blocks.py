@@ -15,13 +15,17 @@ from distributed_training.models.decoder import Decoder, summed_cross_entropy
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
+    COLLECTIVE_PREFIX,
+    WAIT_OPERATION,
     ComputeStreamReduceScatter,
     compile_with_less_memory,
     disable_fsdp_prefetch,
     keep_headers_private,
+    reset_fsdp_shards,
 )
 from distributed_training.settings.config import RunConfig
 
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Operation that multiplies by a frozen matrix in models/nf4.py, models/fp8.py or parallel/lora.py
 # -> argument that contains the matrix or its codes
 FROZEN_MATMULS = {
@@ -49,11 +53,7 @@ def apply_checkpointing(
         return
     checkpoint_fn = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     if mode in ("selective", "offload-attention"):
-        # The adapters of k matrices have A [k rank, in] and, expanded, B [out, k rank].
-        lengths = {name: len(local_part(part)) for name, part in model.named_parameters()}
-        ranks = {rows for name, rows in lengths.items() if name.endswith("adapter.a")}
-        unsaved = {rows for name, rows in lengths.items() if name.endswith("mlp_in.weight")}
-        policy = _SelectivePolicy(ranks, unsaved if mode != "selective" else set(), compiled)
+        policy = _SelectivePolicy(model, saves_mlp=mode == "selective", compiled=compiled)
         context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
         checkpoint_fn = functools.partial(checkpoint_fn, context_fn=context)
     for block in list(model.blocks.values())[:num_blocks]:
@@ -73,9 +73,17 @@ class _SelectivePolicy:
     saved. The matrix that follows is then also applied again, so that cp needs no more memory than
     tp although FSDP gathers whole blocks. This takes 1% to 2% of a step."""
 
-    def __init__(self, lora_ranks: set[int], unsaved_rows: set[int], compiled: bool) -> None:
-        self.lora_ranks = lora_ranks
-        self.unsaved_rows = unsaved_rows  # of the matrices whose outputs are not saved
+    def __init__(self, model: Decoder, *, saves_mlp: bool, compiled: bool) -> None:
+        # PyTorch passes neither modules nor parameters to the policy, but only tensors, and in
+        # compiled code these have only shapes. Matrices [out, in] are told apart by their sizes.
+        self.unsaved_outputs: set[int] = set()
+        self.adapter_ranks: set[int] = set()
+        for name, parameter in model.named_parameters():
+            rows = len(local_part(parameter))
+            if name.endswith("mlp_in.weight") and not saves_mlp:
+                self.unsaved_outputs.add(rows)
+            elif name.endswith("adapter.a"):  # The inputs of B are the outputs of A.
+                self.adapter_ranks.add(rows)
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum
         self.follows_exchange = False  # whether no product has followed the latest all-to-all
@@ -86,9 +94,9 @@ class _SelectivePolicy:
 
     def _must_save(self, op: Any, args: tuple[Any, ...]) -> bool:
         name = str(op)
-        if name == "_c10d_functional.wait_tensor.default":
+        if name == WAIT_OPERATION:
             return self.compiled and self.latest_is_sum
-        if name.startswith("_c10d_functional."):
+        if name.startswith(COLLECTIVE_PREFIX):
             self.latest_is_sum = "reduce" in name
             return False
         if name == "distributed_training.all_to_all.default":
@@ -96,17 +104,20 @@ class _SelectivePolicy:
             return False
         if op in ATTENTION_OPS:
             return True
-        is_frozen = name in FROZEN_MATMULS
-        if not is_frozen and op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if name in FROZEN_MATMULS:
+            num_inputs = None  # codes have fewer columns
+            num_outputs = len(args[FROZEN_MATMULS[name]])
+        elif op in MATMULS:
+            num_inputs, num_outputs = args[-1].shape
+        else:
             return False
         if self.follows_exchange:
             self.follows_exchange = False
             return False
-        rows = len(args[FROZEN_MATMULS[name]]) if is_frozen else args[-1].shape[1]
-        if rows in self.unsaved_rows:
+        if num_outputs in self.unsaved_outputs:
             return False
         # The products with A are as small as they are slow to compute again.
-        return is_frozen or args[-1].shape[0] not in self.lora_ranks
+        return num_inputs not in self.adapter_ranks
 
 
 def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
@@ -184,7 +195,7 @@ def reset_shards(model: Decoder) -> None:
     shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module._apply(lambda tensor: tensor, recurse=False)
+            reset_fsdp_shards(module)
 
 
 def apply_prefetch(model: Decoder, num_ahead: int) -> None:
@@ -196,5 +207,7 @@ def apply_prefetch(model: Decoder, num_ahead: int) -> None:
             disable_fsdp_prefetch(module)
     elif num_ahead > 1:
         for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num_ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - num_ahead) : index][::-1])
+            next_blocks = blocks[index + 1 : index + 1 + num_ahead]
+            previous_blocks = blocks[max(0, index - num_ahead) : index]
+            block.set_modules_to_forward_prefetch(next_blocks)
+            block.set_modules_to_backward_prefetch(previous_blocks[::-1])

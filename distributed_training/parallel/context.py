@@ -44,7 +44,8 @@ def _forward_own_tokens(
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(group.size(), dim=1)[group.rank()]
 
-    documents = Documents(group.rank() * (ids.shape[1] // group.size()))
+    first_position = group.rank() * (ids.shape[1] // group.size())
+    documents = Documents(first_position)
     if positions is not None and ends is not None:
         documents = model.describe_documents(positions, ends)._replace(positions=own(positions))
     x = model.run(own(ids), documents.positions, documents, past=None)
@@ -67,14 +68,19 @@ def _attend_to_all_tokens(
     # Each rank needs the same number of key/value heads, and these must be the ones that its query
     # heads use.
     repeats = num_ranks // math.gcd(k.shape[1], num_ranks)
-    k, v = (heads.repeat_interleave(repeats, dim=1) for heads in (k, v))
+    k = k.repeat_interleave(repeats, dim=1)
+    v = v.repeat_interleave(repeats, dim=1)
     # For each rank, its heads of q, k and v: [R, B, T / R, (H + 2 G) / R, K]
-    parts = [x.transpose(1, 2).unflatten(2, (num_ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    parts = []
+    for x in (q, k, v):
+        by_rank = x.transpose(1, 2).unflatten(2, (num_ranks, -1))
+        parts.append(by_rank.movedim(2, 0))
     received = _all_to_all(torch.cat(parts, dim=3), group.group_name)
     whole = received.movedim(0, 1).flatten(1, 2).transpose(1, 2)  # [B, heads, T, K]
     q, k, v = whole.split([part.shape[3] for part in parts], dim=1)
     y = attend(q, k, v, documents, **options)  # [B, T, H / R, K]
-    returned = _all_to_all(y.unflatten(1, (num_ranks, -1)).movedim(1, 0), group.group_name)
+    by_rank = y.unflatten(1, (num_ranks, -1)).movedim(1, 0)
+    returned = _all_to_all(by_rank, group.group_name)
     return returned.movedim(0, 2).flatten(2, 3)
 
 
@@ -89,7 +95,7 @@ def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @_all_to_all.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
+def _(x, _group):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 

@@ -36,7 +36,8 @@ def all_reduce_sum(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | N
     """Sum each tensor over `group`, in place with one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    totals = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, total in zip(tensors, totals, strict=True):
         tensor.copy_(total.view(tensor.shape))
 
 
@@ -57,10 +58,10 @@ def global_norm(
     if topology.world_size == topology.dp_replicate:
         return torch.linalg.vector_norm(param_grad_norms), param_grad_norms
     ranks_per_stage = topology.world_size // topology.pp
-    shares = [
-        0.0 if parameter in duplicate_params else _num_shards(parameter.grad) / ranks_per_stage
-        for parameter in parameters
-    ]
+    shares = []
+    for parameter in parameters:
+        num_shards = 0 if parameter in duplicate_params else _num_shards(parameter.grad)
+        shares.append(num_shards / ranks_per_stage)
     total = torch.stack(foreach_mul(foreach_mul(norms, norms), shares)).sum()
     dist.all_reduce(total)
     return total.sqrt(), param_grad_norms

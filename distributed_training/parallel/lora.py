@@ -44,39 +44,50 @@ def apply_lora(
     parameters whose gradients must be summed over tp."""
     model.requires_grad_(False)
     tp_partial_names = set()
-    adapted = spec.size.adapted_parts(config.lora_targets)
-    for name in [f"blocks.{number}.{matrix}" for number in model.blocks for matrix in adapted]:
+    names = [
+        f"blocks.{number}.{matrix}"
+        for number in model.blocks
+        for matrix in spec.size.adapted_parts(config.lora_targets)
+    ]
+
+    def place(value: torch.Tensor) -> torch.Tensor:
+        """Round adapters to the compute dtype, and move them to `device` in fp32."""
+        return value.to(model.compute_dtype or value.dtype).float().to(device)
+
+    for name in names:
         linear: Any = model.get_submodule(name)
         rows = spec.hf_rows(name, config.lora_targets)
-        weight = linear.weight
+        num_parts = len(rows)
         # Use the sizes of the layer, because a quantized weight has a different shape.
         num_rows = linear.out_features
+        part_positions = [
+            part_rows * num_parts + index for index, part_rows in enumerate(rows.values())
+        ]
+        positions = torch.cat(part_positions).sort().values
         a = initial_values.get(f"{name}.adapter.a")
-        if a is None:
+        b = initial_values.get(f"{name}.adapter.b")
+        if a is None or b is None:
             a = torch.cat([_draw(hf_name, linear.in_features, config) for hf_name in rows])
-        positions, _ = torch.cat(
-            [part_rows * len(rows) + index for index, part_rows in enumerate(rows.values())]
-        ).sort()
-        b = torch.zeros(len(positions), config.lora_rank)
-        b = initial_values.get(f"{name}.adapter.b", b)
-        a, b = (x.to(model.compute_dtype or x.dtype).float().to(device) for x in (a, b))
-        if isinstance(weight, DTensor):
-            mesh = weight.device_mesh
-            by_columns = weight.placements[0].is_shard(1)
-            placement_a, placement_b = Replicate(), Shard(0)
-            if by_columns:
+            b = torch.zeros(len(positions), config.lora_rank)
+        a = place(a)
+        b = place(b)
+        if isinstance(linear.weight, DTensor):
+            mesh = linear.weight.device_mesh
+            rank = mesh.get_local_rank()
+            if linear.weight.placements[0].is_shard(1):
                 placement_a, placement_b = Shard(1), Replicate()
+                tp_partial_names.add(f"{name}.adapter.b")
             else:
+                placement_a, placement_b = Replicate(), Shard(0)
+                tp_partial_names.add(f"{name}.adapter.a")
                 num_rows //= mesh.size()
-                positions = positions.chunk(mesh.size())[mesh.get_local_rank()]
-                positions = positions - mesh.get_local_rank() * num_rows * len(rows)
+                positions = positions.chunk(mesh.size())[rank] - rank * num_rows * num_parts
             a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
             b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
-            tp_partial_names.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
         linear.adapter = Adapter(a, b, config)
-        if len(positions) < num_rows * len(rows):
+        if len(positions) < num_rows * num_parts:
             linear.adapter.positions = positions.to(device)
-            linear.adapter.num_blocks = num_rows * len(rows)
+            linear.adapter.num_blocks = num_rows * num_parts
     return tp_partial_names
 
 
@@ -156,13 +167,7 @@ def sum_of_linears(
 
 
 @sum_of_linears.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    hidden: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _(x, weight, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
@@ -183,13 +188,7 @@ def adapted_linear(
 
 
 @adapted_linear.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x, weight, _bias, a, _b):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], len(weight)), x.new_empty(*x.shape[:-1], len(a))
 
 
@@ -204,9 +203,12 @@ def _backward(ctx: Any, d_y: torch.Tensor, _: Any) -> tuple[torch.Tensor | None,
     d_x = None
     if ctx.needs_input_grad[0]:
         d_x = sum_of_linears(d_y, weight.t(), d_hidden, a.t(), None)
-    d_a = d_hidden.flatten(0, -2).t() @ x.flatten(0, -2)
-    d_b = d_y.flatten(0, -2).t() @ hidden.flatten(0, -2)
-    return d_x, None, None, d_a, d_b
+    return d_x, None, None, matrix_gradient(d_hidden, x), matrix_gradient(d_y, hidden)
+
+
+def matrix_gradient(d_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a matrix W from the gradient of `x W^T`."""
+    return d_y.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 adapted_linear.register_autograd(_backward, setup_context=_save)

@@ -21,7 +21,7 @@ import triton.language as tl
 from distributed_training.models import fp8
 from distributed_training.models.decoder import Block, Decoder
 from distributed_training.models.llama.model import LlamaBlock
-from distributed_training.parallel.lora import sum_of_linears
+from distributed_training.parallel.lora import matrix_gradient, sum_of_linears
 from distributed_training.settings.config import RunConfig
 
 # Tokens and units of the kernels' tiles, and warps. Each program computes every n-th tile of
@@ -62,12 +62,18 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     stored = [linear.weight.to(x.dtype)]
     if hasattr(linear, "scales"):  # codes and their scales
         stored = [linear.weight, linear.scales]
-    a, b = first.matrices(x.dtype)
-    is_fp8 = isinstance(linear, fp8.QuantizedLinear)  # otherwise, codes are NF4
+    first_a, first_b = first.matrices(x.dtype)
+    last_a, last_b = last.matrices(x.dtype)
     return _GatedMLP.apply(  # type: ignore[no-any-return]
-        block.mlp_in.matmul(x), F.linear(x, a), b, *last.matrices(x.dtype), block.unit_size, is_fp8,
+        block.mlp_in.matmul(x),
+        F.linear(x, first_a),
+        first_b,
+        last_a,
+        last_b,
+        block.unit_size,
+        isinstance(linear, fp8.QuantizedLinear),  # otherwise, codes are NF4
         *stored,
-    )  # fmt: skip
+    )
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -94,7 +100,7 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         y, hidden, b, a, last_b, last_hidden, *stored = ctx.saved_tensors
         d_last_hidden = d_out @ last_b
-        d_last_b = d_out.flatten(0, -2).t() @ last_hidden.flatten(0, -2)
+        d_last_b = matrix_gradient(d_out, last_hidden)
         if len(stored) == 1:
             d_act = d_out @ stored[0]
         elif ctx.is_fp8:
@@ -137,7 +143,8 @@ def activate_backward(
     `a` [R, F]."""
     grid, sizes = _launch(y, hidden, unit_size, *BACKWARD)
     d_y = torch.empty_like(y)
-    d_b, d_a = (b.new_empty(grid[1], *t.shape, dtype=torch.float32) for t in (b, a))
+    d_b = b.new_empty(grid[1], *b.shape, dtype=torch.float32)
+    d_a = b.new_empty(grid[1], *a.shape, dtype=torch.float32)
     _backward_kernel[grid](
         d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, d_b, d_a, **sizes
     )
@@ -145,20 +152,12 @@ def activate_backward(
 
 
 @activate.register_fake
-def _(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor, unit_size: int) -> torch.Tensor:
+def _(y, *_):  # type: ignore[no-untyped-def]
     return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
 
 
 @activate_backward.register_fake
-def _(
-    d_act: torch.Tensor,
-    d_last_hidden: torch.Tensor,
-    a: torch.Tensor,
-    y: torch.Tensor,
-    hidden: torch.Tensor,
-    b: torch.Tensor,
-    unit_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(_d_act, _d_last_hidden, a, y, _hidden, b, _unit_size):  # type: ignore[no-untyped-def]
     return torch.empty_like(y), torch.empty_like(b), torch.empty_like(a)
 
 
@@ -166,14 +165,26 @@ def _launch(
     y: torch.Tensor, hidden: torch.Tensor, unit_size: int, rows: int, tile: int, warps: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the numbers of programs and the kernels' sizes."""
-    units, rank = y.shape[-1] // 2, hidden.shape[-1] // 2
+    units = y.shape[-1] // 2
+    rank = hidden.shape[-1] // 2
     tokens = y.numel() // (2 * units)
     # A product in registers needs at least 16 columns.
     width = max(16, triton.next_power_of_2(rank))
-    sizes = {"N": tokens, "F": units, "R": rank, "WIDTH": width, "UNIT": unit_size}
-    sizes |= {"ROWS": rows, "TILE": tile, "num_warps": warps, "STAGES": 3 if width <= 32 else 2}
+    sizes = {
+        "N": tokens,
+        "F": units,
+        "R": rank,
+        "WIDTH": width,
+        "UNIT": unit_size,
+        "ROWS": rows,
+        "TILE": tile,
+        "num_warps": warps,
+        "STAGES": 3 if width <= 32 else 2,
+    }
     columns = units // tile
-    return (columns, max(1, min(triton.cdiv(tokens, rows), round(PROGRAMS / columns)))), sizes
+    num_tiles = triton.cdiv(tokens, rows)
+    programs_per_column = min(num_tiles, max(1, round(PROGRAMS / columns)))
+    return (columns, programs_per_column), sizes
 
 
 @triton.jit

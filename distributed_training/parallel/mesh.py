@@ -6,7 +6,7 @@ usually on the same node."""
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,6 +57,15 @@ class Topology:
     def axes(self) -> dict[str, int]:
         """Size of each axis, from the outermost to the innermost."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    def shares_position(self, rank: int, axes: Collection[str]) -> bool:
+        """Return whether `rank` has the same position as this process along each of the axes."""
+        stride = 1
+        for axis, size in reversed(self.axes.items()):
+            if axis in axes and rank // stride % size != self.rank // stride % size:
+                return False
+            stride *= size
+        return True
 
     def build_mesh(self) -> DeviceMesh:
         """Return a DeviceMesh of all axes with more than one rank. The mesh always includes

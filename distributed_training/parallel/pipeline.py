@@ -4,6 +4,7 @@ through the stages.
 Neighboring stages send each other activations and their gradients, [B, T, D] per micro-batch. With
 sequence parallelism over R ranks, each rank sends 1/R of each tensor."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,10 @@ class Pipeline:
         self.first_stage = stages.get(0)
         self.last_stage = stages.get(len(self.stage_ranks) - 1)
         self._scale = torch.ones((), device=device)
+        # With dp, FSDP rounds the weights.
+        self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if topology.dp_size == 1 and self.dtype is not torch.float32:
+            self.rounded_weights = RoundedWeights(nn.ModuleList(stages.values()), self.dtype)
         second_group = topology.new_pipeline_group()
         # At the first message between two ranks, NCCL connects them and blocks both, so connect
         # them now.
@@ -67,24 +72,30 @@ class Pipeline:
                 dw_builder = WeightGradients(stage, self.tp_parts).build_dw_runner
             example_input = ids if stage.is_first else hidden
             example_output = loss if stage.is_last else hidden
-            pipeline_stages.append(
-                TwoGroupStage(
-                    stage, index, len(self.stage_ranks), device, example_input, example_output,
-                    group=group, dw_builder=dw_builder,
-                )
-            )  # fmt: skip
-            pipeline_stages[-1].second_group = second_group
-        schedule_class = SCHEDULE_CLASSES.get(config.pipeline_schedule, PlannedSchedule)
-        options = {"plan": plan} if schedule_class is PlannedSchedule else {}
-        self.schedule = schedule_class(
-            pipeline_stages[0]
-            if issubclass(schedule_class, PipelineScheduleSingle)
-            else pipeline_stages,
-            n_microbatches=plan.batch.num_microbatches,
-            loss_fn=lambda output, _target: output * self._scale,
-            scale_grads=False,
-            **options,
-        )
+            pipeline_stage = TwoGroupStage(
+                stage,
+                index,
+                len(self.stage_ranks),
+                device,
+                example_input,
+                example_output,
+                group=group,
+                dw_builder=dw_builder,
+            )
+            pipeline_stage.second_group = second_group
+            pipeline_stages.append(pipeline_stage)
+        options: dict[str, Any] = {
+            "n_microbatches": plan.batch.num_microbatches,
+            "loss_fn": lambda output, _target: output * self._scale,
+            "scale_grads": False,
+        }
+        schedule_class = SCHEDULE_CLASSES.get(config.pipeline_schedule)
+        if schedule_class is None:
+            self.schedule = PlannedSchedule(pipeline_stages, plan, **options)
+        elif issubclass(schedule_class, PipelineScheduleSingle):
+            self.schedule = schedule_class(pipeline_stages[0], **options)
+        else:
+            self.schedule = schedule_class(pipeline_stages, **options)
 
     def forward_backward(
         self,
@@ -102,7 +113,8 @@ class Pipeline:
         # torch passes `target` to loss_fn, but the last stage itself needs `targets`.
         kwargs = {"targets": targets, "target": targets, "losses": losses}
         kwargs |= dict(zip(("positions", "ends"), documents, strict=False))
-        self.schedule.step(*arguments, return_outputs=False, **kwargs)
+        with self.rounded_weights:
+            self.schedule.step(*arguments, return_outputs=False, **kwargs)
         if self.last_stage is None:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / scale
@@ -187,10 +199,12 @@ class RoundedWeights:
             if parameter.requires_grad
         ]
         self.parameters = [getattr(owner, name) for owner, name in self.owners]
-        self.copies: list[Any] = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
-        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+        self.copies: list[Any] = []
+        for parameter in self.parameters:
+            copy: Any = nn.Parameter(parameter.detach().to(dtype))
             copy.fp32_parameter = parameter
             copy.register_post_accumulate_grad_hook(_move_gradient)
+            self.copies.append(copy)
 
     @torch.no_grad()
     def __enter__(self) -> None:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C import _distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_leaves  # noqa: F401
+from torch.distributed.tensor.parallel import ParallelStyle
 
 # Fused operations on lists of tensors, which torch's optimizers also use
 foreach_copy_ = torch._foreach_copy_
@@ -43,6 +44,9 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
 all_reduce_functional = functional_collectives.all_reduce
 all_gather_functional = functional_collectives.all_gather_tensor
 group_of_name = _distributed_c10d._resolve_process_group
+# Names of the operations that these collectives become in a graph
+COLLECTIVE_PREFIX = "_c10d_functional."
+WAIT_OPERATION = "_c10d_functional.wait_tensor.default"
 
 
 class ComputeStreamReduceScatter(DefaultReduceScatter):
@@ -93,6 +97,11 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
+def reset_fsdp_shards(module: Any) -> None:
+    """Make an FSDP module use the tensors that have replaced its shards."""
+    module._apply(lambda tensor: tensor, recurse=False)
+
+
 def disable_fsdp_prefetch(module: Any) -> None:
     """Make an FSDP module all-gather its parameters on the compute stream when the module is
     called, and disable its prefetching of other modules."""
@@ -112,6 +121,18 @@ class PlannedPartition:
     def __init__(self, layers: list[Any], **options: Any) -> None:
         super().__init__(layers, **options)  # type: ignore[call-arg]
         self._layer_specs: list[Any] = []  # frees the layers of other stages
+
+
+class LayerStyle(ParallelStyle):
+    """Parallel style whose method `apply` parallelizes a layer in place and returns it."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        return self.apply(module, device_mesh)  # type: ignore[attr-defined,no-any-return]
+
+
+def new_8bit_moment(optimizer: Any, parameter: torch.Tensor, *, signed: bool) -> Any:
+    """Return an Adam moment of zeros for one of torchao's 8-bit optimizers."""
+    return optimizer._new_buffer(parameter, signed)
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:

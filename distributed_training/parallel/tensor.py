@@ -33,7 +33,11 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import fp8
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
-from distributed_training.parallel.private import all_gather_functional, all_reduce_functional
+from distributed_training.parallel.private import (
+    LayerStyle,
+    all_gather_functional,
+    all_reduce_functional,
+)
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set[str]:
@@ -61,14 +65,16 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
-    return {
-        f"{name}.{parameter}"
-        for name, role in roles.items()
-        for parameter, _ in model.get_submodule(name).named_parameters()
-        if role == "heads"
-        or (sequence_parallel and role in ("whole", "positions"))
-        or (sequence_parallel and (role, parameter) == ("row", "bias"))
-    }
+    own_roles = {"heads"}
+    if sequence_parallel:
+        own_roles |= {"whole", "positions"}
+    own_parameters = set()
+    for name, role in roles.items():
+        for parameter, _ in model.get_submodule(name).named_parameters():
+            is_own_bias = sequence_parallel and role == "row" and parameter == "bias"
+            if role in own_roles or is_own_bias:
+                own_parameters.add(f"{name}.{parameter}")
+    return own_parameters
 
 
 def _fp8_matmul(layer: Any, x: DTensor) -> DTensor:
@@ -78,12 +84,14 @@ def _fp8_matmul(layer: Any, x: DTensor) -> DTensor:
     mesh = weight.device_mesh
     reduce = partial(all_reduce_functional, reduceOp="max", group=mesh.get_group())
     by_columns = weight.placements[0].is_shard(1)
-    y = fp8.multiply(
-        x.to_local(grad_placements=x.placements if by_columns else [Partial()]),
-        weight.to_local(), layer.scales.to_local(),
-        reduce if by_columns else None, None if by_columns else reduce,
-    )  # fmt: skip
-    placement = Partial() if by_columns else Shard(x.dim() - 1)
+    codes = weight.to_local()
+    scales = layer.scales.to_local()
+    if by_columns:
+        y = fp8.multiply(x.to_local(grad_placements=x.placements), codes, scales, reduce, None)
+        placement = Partial()
+    else:
+        y = fp8.multiply(x.to_local(grad_placements=[Partial()]), codes, scales, None, reduce)
+        placement = Shard(x.dim() - 1)
     y = DTensor.from_local(y, mesh, [placement], run_check=False)
     bias = layer.cast_bias(x.dtype)
     return y if bias is None else y + bias
@@ -111,7 +119,7 @@ def _place_activations(tp_parts: tuple[int, int]) -> Placement:
 
 
 @dataclass
-class _LayerParallel(parallel.ParallelStyle):
+class _LayerParallel(LayerStyle):
     """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
@@ -130,7 +138,7 @@ class _LayerParallel(parallel.ParallelStyle):
     # tokens.
     position_parts: tuple[int, int] = (1, 1)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def partition_fn(_name: str, layer: Any, mesh: DeviceMesh) -> None:
             if self.dim is not None:
                 layer.adds_bias = False

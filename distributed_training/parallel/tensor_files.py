@@ -11,15 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from distributed_training.models.weights import all_finite, read_stored, write_tensors
+from distributed_training.models.weights import all_finite, open_file, write_tensors
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
@@ -59,9 +56,14 @@ def build_part(
     )
     unpadded = tensor.detach()[tuple(map(slice, size))]
     return Part(
-        name=name, shape=tuple(shape), start=tuple(start), size=size, written_here=written_here,
-        dtype=tensor.dtype, get=unpadded.detach,
-    )  # fmt: skip
+        name=name,
+        shape=tuple(shape),
+        start=tuple(start),
+        size=size,
+        written_here=written_here,
+        dtype=tensor.dtype,
+        get=unpadded.detach,
+    )
 
 
 def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -79,13 +81,8 @@ def choose_writer(parameter: torch.Tensor, number: int, topology: Topology, disk
         fixed_axes.add("cp")  # FSDP also shards over cp
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         fixed_axes |= {axis for axis, placement in axes if not placement.is_replicate()}
-    sizes = topology.axes
-    is_holder = np.full(len(disk), True)
-    for axis, positions in zip(sizes, np.unravel_index(disk, tuple(sizes.values())), strict=True):
-        if axis in fixed_axes:
-            is_holder &= positions == positions[disk.index(topology.rank)]
-    holders = np.flatnonzero(is_holder)
-    return disk[holders[number % len(holders)]]
+    holders = [rank for rank in disk if topology.shares_position(rank, fixed_axes)]
+    return holders[number % len(holders)]
 
 
 def write_parts(path: Path, parts: Sequence[Part]) -> tuple[int, int]:
@@ -188,14 +185,16 @@ class TensorFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         self.stored_parts: dict[str, list[Part]] = {}
         for path in paths:
-            with safe_open(path, "pt") as file:
-                for name, position in json.loads(file.metadata()["places"]).items():
-                    size = tuple(file.get_slice(name).get_shape())
-                    stored_part = Part(
-                        name=name, shape=tuple(position["shape"]), start=tuple(position["start"]),
-                        size=size, get=partial(read_stored, path, name),
-                    )  # fmt: skip
-                    self.stored_parts.setdefault(name, []).append(stored_part)
+            stored, metadata = open_file(path, "resume from another checkpoint")
+            for name, position in json.loads(metadata["places"]).items():
+                stored_part = Part(
+                    name=name,
+                    shape=tuple(position["shape"]),
+                    start=tuple(position["start"]),
+                    size=tuple(stored[name].shape),
+                    get=stored[name].read,
+                )
+                self.stored_parts.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
         """Return the values of a part on the CPU, in the shape `part.size`.
@@ -211,25 +210,25 @@ class TensorFiles:
                 raise ValueError(f"{part.name} has the shape {expected}")
             if stored_part.start == start and stored_part.size == size:
                 return stored_part.get()
+        if 0 in size:
+            return torch.empty(size, dtype=part.dtype)
         # Whole rows are both boxes and ranges.
-        is_box = len(start) == len(part.shape)
-        row_shape = part.shape[1:]
-        width = 1 if is_box else math.prod(row_shape)
-        first = start[0] // width
-        last = -(-(start[0] + size[0]) // width) if all(size) else first
-        rows = self._read_rows(part, first, last)
-        if is_box:
-            columns = [slice(i, i + n) for i, n in zip(start[1:], size[1:], strict=True)]
-            index = (slice(None), *columns)
-            return rows[index]
-        return rows.flatten()[start[0] - first * width :][: size[0]]
+        stop = start[0] + size[0]
+        if len(start) == len(part.shape):
+            rows = self._read_rows(part, start[0], stop)
+            for dim in range(1, len(start)):
+                rows = rows.narrow(dim, start[dim], size[dim])
+            return rows
+        row_size = math.prod(part.shape[1:])
+        first_row = start[0] // row_size
+        rows = self._read_rows(part, first_row, -(-stop // row_size))
+        return rows.flatten().narrow(0, start[0] - first_row * row_size, size[0])
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
         shape = self.stored_parts[name][0].shape
-        return self.read(
-            build_part(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape))
-        )
+        whole = torch.empty(shape, device="meta")
+        return self.read(build_part(name, whole, shape, (0,) * len(shape)))
 
     def _read_rows(self, part: Part, first: int, last: int) -> torch.Tensor:
         """Return the rows `first` to `last - 1` of the part's tensor."""

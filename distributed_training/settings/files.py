@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -219,11 +219,6 @@ def crc32(file: Path) -> int:
         while chunk := stream.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
-
-
-def crc32_of(values: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of `values` serialized as JSON with sorted keys."""
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:

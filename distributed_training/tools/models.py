@@ -199,7 +199,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     size = trained.spec.size
     if plan is None:
         length = min(MAX_LENGTH, size.num_positions)
-        config: RunConfig = build_config({"model": arguments.run, "max_length": length})
+        config: Config = build_config({"model": arguments.run, "max_length": length})
     else:
         config = plan.config
     config = with_values(config, max_length=arguments.max_length or config.max_length)

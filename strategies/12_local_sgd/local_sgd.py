@@ -137,7 +137,7 @@ class LocalSGD(NativeEngine):
         steps_since_sync, adam_steps, loss_scale, good_steps = state["counts"].tolist()
         self.steps_since_sync = int(steps_since_sync)
         self.loss_scale.fill_(loss_scale)
-        self._good_steps.fill_(good_steps)
+        self.good_steps.fill_(good_steps)
         for adam_state in self.optimizer.state.values():
             adam_state["step"].fill_(adam_steps)
         for name, tensors in self._local_tensors().items():

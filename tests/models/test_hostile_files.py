@@ -1,7 +1,5 @@
 """Test that invalid adapters are rejected quickly with a one-line error."""
 
-import os
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,7 +53,7 @@ def test_adapters_with_an_unavailable_base_are_refused(adapters):
         choose_model(config, CPU_MACHINE, [])
 
 
-@pytest.mark.parametrize("damage", ["absent", "cut", "pipe"])
+@pytest.mark.parametrize("damage", ["absent", "cut"])
 def test_unreadable_adapter_files_are_refused(damage, adapters):
     spec, folder = adapters
     file = folder / "adapter_model.safetensors"
@@ -63,8 +61,6 @@ def test_unreadable_adapter_files_are_refused(damage, adapters):
     file.unlink()
     if damage == "cut":
         file.write_bytes(content[:100])
-    elif damage == "pipe":
-        os.mkfifo(file)
     # An older PEFT wrote adapter_model.bin.
-    with refused(str(file), "regular file" if damage == "pipe" else "PEFT"):
+    with refused(str(file), "PEFT"):
         peft.read_folder(spec, folder)

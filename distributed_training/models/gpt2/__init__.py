@@ -14,7 +14,7 @@ from pydantic import Field
 
 from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
 from distributed_training.models.size import ModelSize
-from distributed_training.models.weights import is_tied
+from distributed_training.models.weights import is_tied, rename_parts
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_as
 
@@ -123,7 +123,7 @@ def build(size: ModelSize, *, dropout: float) -> Decoder:
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
-    name = ".".join(_NAMES.get(part, part) for part in our_name.split("."))
+    name = rename_parts(our_name, _NAMES)
     if our_name.startswith(("token_embedding", "output_rows")):
         tensor = tensor[: size.vocab_size]
     if ".qkv." in our_name:  # (head, q/k/v, K) -> (q/k/v, head, K)

@@ -58,9 +58,9 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
             what = f"transformers cannot build a model from {file}"
             raise UserError(what, describe(error)) from None
 
-    releases = " ".join(map(version, ("torch", "transformers")))
     text = json.dumps(document, sort_keys=True)
-    size_text = cached_json(f"{_VERSION} {releases} {text}", measure)
+    key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
+    size_text = cached_json(key, measure)
     size = TypeAdapter(ModelSize).validate_json(size_text)
     tied = is_tied(folder, size.tied, size.config["embedding"])
     return {folder.name: replace(size, tied=tied)}
@@ -71,26 +71,35 @@ class UnsupportedError(Exception):
     model's type."""
 
 
-def _refuse_if(applies: object, reason: str) -> None:
-    """Raise UnsupportedError with `reason` if `applies` is true."""
-    if applies:
-        raise UnsupportedError(reason)
-
-
 def _check_model_type(document: dict[str, Any]) -> None:
     """Raise UnsupportedError if the model's type or weight format is not supported."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = document.get("model_type")
-    part = max(filter(_OTHER_PARTS.match, document), default=None)
+    if document.get("auto_map"):
+        raise UnsupportedError("comes with custom code, which is never run")
+    if document.get("quantization_config"):
+        raise UnsupportedError("has quantized weights. Use an unquantized version of the model")
+    for key in sorted(document, reverse=True):
+        if _OTHER_PARTS.match(key):
+            raise UnsupportedError(f"has a {key}. Use only its text model")
+    if document.get("is_encoder_decoder"):
+        raise UnsupportedError("is an encoder-decoder")
     is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    remedy = "Use an unquantized version of the model"
-    _refuse_if(document.get("auto_map"), "comes with custom code, which is never run")
-    _refuse_if(document.get("quantization_config"), f"has quantized weights. {remedy}")
-    _refuse_if(part, f"has a {part}. Use only its text model")
-    _refuse_if(document.get("is_encoder_decoder"), "is an encoder-decoder")
-    _refuse_if(not is_causal or is_masked, "is not a decoder that transformers supports")
+    if not is_causal or model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise UnsupportedError("is not a decoder that transformers supports")
+
+
+def _check_layers(config: Any) -> None:
+    """Raise UnsupportedError if a model has layers other than full or sliding-window attention."""
+    types = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in types and not getattr(config, "sliding_window", None):
+        raise UnsupportedError("has sliding-window layers but no sliding_window")
+    if not getattr(config, "num_attention_heads", 0):
+        raise UnsupportedError("has no attention heads")
+    unknown_types = types - _LAYER_TYPES
+    if unknown_types:
+        raise UnsupportedError(f"has layers of type {', '.join(sorted(unknown_types))}")
 
 
 def _measure(document: dict[str, Any]) -> ModelSize:
@@ -101,62 +110,85 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     from distributed_training.models.hub.trace import trace
 
     config = model.make_config(document)
-    num_layers, num_positions = config.num_hidden_layers, model.read_num_positions(config)
-    types = set(getattr(config, "layer_types", None) or ())
-    unknown_types = ", ".join(sorted(types - _LAYER_TYPES))
-    no_window = "sliding_attention" in types and not getattr(config, "sliding_window", None)
-    _refuse_if(no_window, "has sliding-window layers but no sliding_window")
-    _refuse_if(not getattr(config, "num_attention_heads", 0), "has no attention heads")
-    _refuse_if(unknown_types, f"has layers of type {unknown_types}")
+    _check_layers(config)
     net = model.build_net(model.make_config(document, max_layers=_FIRST_BLOCKS))
     path, inner, blocks = model.find_blocks(net)
-    embedding, head = net.get_input_embeddings().weight, net.get_output_embeddings()
-    shapes = [{name: p.shape for name, p in block.named_parameters()} for block in blocks]
-    matrices = {
-        name: tuple(module.weight.shape)
-        for name, module in blocks[0].named_modules()
-        if type(module).__name__ in model.LINEAR_CLASSES
-    }
-    is_mixture = any(_MIXTURE.search(type(module).__name__) for module in net.modules())
-    saved_buffer = min(net.state_dict().keys() & dict(net.named_buffers()).keys(), default="")
-    shapes_differ = any(shape != shapes[0] for shape in shapes)
-    _refuse_if(is_mixture, "is a mixture of experts")
-    _refuse_if(saved_buffer, f"saves {saved_buffer}, which is not a parameter")
-    for name, shape in shapes[0].items():
-        # Small tables, such as a bias for each head, are not matrices.
-        is_matrix = len(shape) == 2 and min(shape) > config.num_attention_heads
-        is_other = name.rpartition(".")[0] not in matrices and (is_matrix or len(shape) > 2)
-        _refuse_if(is_other, f"has a matrix outside its linear layers: {name}")
-    _refuse_if(shapes_differ, "has blocks of different shapes")
-    _refuse_if(head is None or not matrices, "has no linear layers or no output layer")
-    all_parameters = sum(p.numel() for p in net.parameters())
-    block_parameters = sum(shape.numel() for shape in shapes[0].values())
+    _check_stored_tensors(net)
+    matrices = _measure_matrices(blocks, config.num_attention_heads)
+    head = net.get_output_embeddings()
+    if head is None:
+        raise UnsupportedError("has no output layer")
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    embedding = net.get_input_embeddings().weight
+    vocab_size = len(head.weight)
+    hidden_size = embedding.shape[1]
+    tied = head.weight is embedding
+    block_tensors = list(blocks[0].parameters())
+    block_parameters = sum(parameter.numel() for parameter in block_tensors)
     matrix_parameters = sum(rows * columns for rows, columns in matrices.values())
-    table_parameters = len({embedding, head.weight}) * len(head.weight) * embedding.shape[1]
+    other_parameters = sum(parameter.numel() for parameter in names)
+    other_parameters -= len(blocks) * block_parameters
+    num_tables = 1 if tied else 2
     return ModelSize(
-        vocab_size=len(head.weight),
-        num_positions=num_positions,
-        num_layers=num_layers,
+        vocab_size=vocab_size,
+        num_positions=model.read_num_positions(config),
+        num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
-        hidden_size=embedding.shape[1],
+        hidden_size=hidden_size,
         block_matrices=tuple(matrices.values()),
         hf_matrices={name: {name: rows} for name, (rows, _) in matrices.items()},
         block_parameters=block_parameters,
         block_parameters_split=matrix_parameters,
         block_norm_parameters=block_parameters - matrix_parameters,
-        block_tensors=len(shapes[0]),
-        final_norm_parameters=all_parameters - len(blocks) * block_parameters - table_parameters,
-        tied=head.weight is embedding,
+        block_tensors=len(block_tensors),
+        final_norm_parameters=other_parameters - num_tables * vocab_size * hidden_size,
+        tied=tied,
         **trace(document),
         splits=False,
         packs=receives_documents(inner.to("meta")),
         config={
             "document": document,
             "blocks": path,
-            "embedding": next(n for n, p in net.named_parameters() if p is embedding),
+            "embedding": names[embedding],
             "head": model.read_logit_transform(net),
         },
     )
+
+
+def _check_stored_tensors(net: Any) -> None:
+    """Raise UnsupportedError if a model has experts, or stores tensors other than parameters."""
+    for module in net.modules():
+        if _MIXTURE.search(type(module).__name__):
+            raise UnsupportedError("is a mixture of experts")
+    stored = net.state_dict()
+    for name, _ in net.named_buffers():
+        if name in stored:
+            raise UnsupportedError(f"saves {name}, which is not a parameter")
+
+
+def _measure_matrices(blocks: Any, num_heads: int) -> dict[str, tuple[int, int]]:
+    """Return the names and shapes of the matrices in each of the blocks. Raises UnsupportedError if
+    a matrix does not belong to a linear layer, or if the blocks differ in shape."""
+    from distributed_training.models.hub.model import LINEAR_CLASSES
+
+    matrices = {
+        name: tuple(module.weight.shape)
+        for name, module in blocks[0].named_modules()
+        if type(module).__name__ in LINEAR_CLASSES
+    }
+    shapes = {name: parameter.shape for name, parameter in blocks[0].named_parameters()}
+    for name, shape in shapes.items():
+        # Small tables, such as a bias for each head, are not matrices.
+        is_table = len(shape) == 2 and min(shape) <= num_heads
+        is_linear = name.rpartition(".")[0] in matrices
+        if len(shape) > 1 and not is_table and not is_linear:
+            raise UnsupportedError(f"has a matrix outside its linear layers: {name}")
+    for block in blocks:
+        if {name: parameter.shape for name, parameter in block.named_parameters()} != shapes:
+            raise UnsupportedError("has blocks of different shapes")
+    if not matrices:
+        raise UnsupportedError("has no linear layers")
+    return matrices
 
 
 def build(size: ModelSize, *, dropout: float) -> Decoder:
@@ -180,6 +212,8 @@ def map_tensor_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+    from distributed_training.models.private import is_ignored
+
     net = _build_one_block_net(json.dumps(size.config["document"]))
     mapping: list[Any] = get_model_conversion_mapping(net)
     renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
@@ -190,7 +224,7 @@ def map_tensor_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
         if converted is not None:
             what = f"{name} is stored in a format that transformers converts while loading"
             raise UserError(what, fix="save the model again with a current transformers")
-        if not any(re.search(key, new_name) for key in net._keys_to_ignore_on_load_unexpected):
+        if not is_ignored(net, new_name):
             names_in_model[name] = new_name
     return names_in_model
 

@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.models.hub import UnsupportedError
+from distributed_training.models.private import attention_name
 
 ATTENTION_NAME = "distributed_training"
 # Tensors that models pass to attention but that do not affect the result
@@ -37,30 +38,35 @@ def attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedError("has attention that is not causal")
     length = q.shape[2]
-    extra: dict[str, Any] = {"softcap": softcap} if softcap else {}
+    extra: dict[str, Any] = {}
+    if softcap:
+        extra["softcap"] = softcap
     for name, value in options.items():
         if torch.is_tensor(value) and name not in _IGNORED_OPTIONS:
             extra[name] = value
-    window = sliding_window if sliding_window and sliding_window < length else None
+    window = sliding_window or 0
+    has_window = 0 < window < length
     mask = None if documents is None else documents.mask
-    if length > 1 and (window or extra):
+    if length > 1 and (has_window or extra):
         # The kernel that reads document ends supports neither windows nor caps.
-        documents = documents or Documents(torch.arange(length, device=q.device)[None])
-        mask = mask_documents(documents.positions, q.dtype) if mask is None else mask
-        if window:
-            indices = torch.arange(length, device=q.device)
+        indices = torch.arange(length, device=q.device)
+        positions = indices[None] if documents is None else documents.positions
+        if mask is None:
+            mask = mask_documents(positions, q.dtype)
+        if has_window:
             mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
-        documents = Documents(documents.positions, mask=mask)
+        documents = Documents(positions, mask=mask)
     if extra:
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        return eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)[0], None
+        output, _ = eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)
+        return output, None
     return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 
 
 def receives_documents(inner: Any) -> bool:
     """Return whether the blocks of `inner`, a model on the meta device, pass `documents` on to
     `attention`. Afterwards, the model's parameters no longer require gradients."""
-    if inner.config._attn_implementation != ATTENTION_NAME:
+    if attention_name(inner.config) != ATTENTION_NAME:
         return False
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     mask = torch.zeros(1, 1, 2, 2, device="meta", requires_grad=True)

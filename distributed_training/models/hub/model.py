@@ -4,7 +4,6 @@ The modules and their computations come from transformers. The wrapper adds cast
 names of blocks, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
 use, as in FSDP and DeepSpeed."""
 
-import copy
 import functools
 import inspect
 import threading
@@ -14,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from distributed_training.models import private
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
 from distributed_training.models.hub import UnsupportedError
@@ -45,28 +45,29 @@ def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     model calls this package's attention if its class accepts a replacement."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, logging
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return tensor.to("meta") if is_parameter else torch.empty_like(tensor, device="cpu")
-
     logging.set_verbosity_error()
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     AttentionInterface.register(ATTENTION_NAME, attention)  # transformers then builds no masks
-    name = ATTENTION_NAME if model_class._supports_attention_backend else None
     with torch.device("meta"):
-        net = model_class._from_config(config, dtype=dtype, attn_implementation=name)
-    net._apply(place)  # some parameters are on the CPU, such as results of torch.normal
+        net = private.build_hub_model(model_class, config, dtype, ATTENTION_NAME)
+    net.to("meta")  # some parameters are on the CPU, such as results of torch.normal
     for module in net.modules():
-        if module._buffers:
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if buffers:
             with torch.device("cpu"):
-                net._init_weights(module)
+                private.initialize(net, module)
     return net
 
 
 def read_num_positions(config: Any) -> int:
     """Return the maximum length of a sample, or 2**20 if the config has no limit."""
-    values = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
-    return next((value for value in values if value is not None), 2**20)
+    for key in ("max_position_embeddings", "max_seq_len"):
+        value = getattr(config, key, None)
+        if value is not None:
+            return int(value)
+    return 2**20
 
 
 def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
@@ -81,7 +82,7 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
     raise UnsupportedError(f"has no module that takes token ids and runs a list of {count} blocks")
 
 
-class HubDecoder(Decoder):
+class HubDecoder(private.MovedModule, Decoder):
     """Decoder that wraps any `AutoModelForCausalLM` model that models/hub/ accepts.
 
     The blocks of the transformers model are in `blocks`, and `net` contains its other modules."""
@@ -106,7 +107,7 @@ class HubDecoder(Decoder):
         vars(self).update(inner=inner, head=head, token_embedding=net.get_input_embeddings())
         vars(self)["norm_out"] = norms[-1] if norms else nn.Identity()
         if size.tied:
-            head._parameters.pop("weight")
+            del head.weight
         for module in self.modules():
             if type(module).__name__ in LINEAR_CLASSES and module is not head:
                 module.__class__ = Linear
@@ -158,19 +159,22 @@ class HubDecoder(Decoder):
         scale = head["scale"]
         x = x * scale if scale != 1 else x
         weight = self.output_weight.to(x.dtype)
-        if (bias := self.head._parameters.get("bias")) is not None:
+        bias = private.stored_parameter(self.head, "bias")
+        if bias is not None:
             # Express the bias as the weight of one more hidden unit whose value is 1. Seven more
             # columns of zeros keep the rows aligned.
-            weight = torch.cat([weight, F.pad(scale * bias.to(x.dtype)[:, None], (0, 7))], 1)
-            x = torch.cat([x, torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)], -1)
+            column = scale * bias.to(x.dtype)[:, None]
+            weight = torch.cat([weight, F.pad(column, (0, 7))], 1)
+            ones = torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)
+            x = torch.cat([x, ones], -1)
         if targets is None:
             return self.project(x, weight, self.size.vocab_size, cap=head["cap"])
         return self.loss(x, weight, targets, self.size.vocab_size, cap=head["cap"])
 
     @property
     def output_weight(self) -> torch.Tensor:
-        holder: Any = self.token_embedding if self.size.tied else self.head
-        return holder._parameters["weight"]  # type: ignore[no-any-return]
+        holder = self.token_embedding if self.size.tied else self.head
+        return private.stored_parameter(holder, "weight")  # type: ignore[no-any-return]
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
         """Return a source of weights that are initialized on the CPU as in transformers. The
@@ -180,27 +184,25 @@ class HubDecoder(Decoder):
 
         def draw(name: str, slices: Slices) -> Any:
             module_name, _, parameter_name = name.rpartition(".")
-            module_copy: Any = copy.copy(self.get_submodule(module_name))
-            module_copy.cast_dtype = None  # Initial values written to a cast copy would be lost.
-            module_copy._parameters = dict(module_copy._parameters)
-            for key, value in list(module_copy.named_parameters(recurse=False)):
-                module_copy._parameters[key] = nn.Parameter(torch.empty(value.shape))
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+                module = private.copy_with_empty_parameters(self.get_submodule(module_name))
+                module.cast_dtype = None  # Initial values written to a cast copy would be lost.
                 torch.manual_seed(seed * 100_003 + indices[name])
-                self.net._init_weights(module_copy)
-            return module_copy._parameters[parameter_name].detach()[slices]
+                private.initialize(self.net, module)
+            return private.stored_parameter(module, parameter_name).detach()[slices]
 
         return draw
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply `fn` to the model, but keep the dtype of buffers, such as rotary frequencies."""
+    def move(self, function: private.MapTensor, recurse: bool) -> None:
+        """Apply `function` to the model, but keep the dtype of buffers, such as rotary
+        frequencies."""
         buffers = {id(buffer) for buffer in self.buffers()}
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
+        def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            moved = function(tensor)
             return tensor.to(moved.device) if id(tensor) in buffers else moved
 
-        return super()._apply(move, recurse)
+        super().move(move_tensor, recurse)
 
 
 def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
@@ -220,13 +222,13 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
 
     def cast(name: str) -> property:
         def read(self: Any) -> torch.Tensor:
-            value = self._parameters[name]
+            value = private.stored_parameter(self, name)
             return value.to(self.cast_dtype or value.dtype)
 
         return property(read)
 
-    members = {"__module__": cls.__module__, "cast_dtype": None, **{n: cast(n) for n in names}}
-    return type(cls.__name__, (cls,), members)
+    members: dict[str, Any] = {name: cast(name) for name in names}
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "cast_dtype": None})
 
 
 def read_logit_transform(net: Any) -> dict[str, float]:
@@ -242,10 +244,11 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     vars(output).update(cross_attentions=None)
     find_blocks(net)[1].forward = lambda *_arguments, **_options: output
     net.get_output_embeddings().forward = lambda x: x
-    y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
-    y = y.double().flatten()
+    ids = torch.zeros(1, len(z), dtype=torch.int64)
+    y = net(input_ids=ids, use_cache=False).logits.double().flatten()
     scale = float(f"{float(y[0] / z[0]):.9g}")
-    cap = 0.0 if torch.allclose(y, scale * z, rtol=1e-6) else float(y[-1])
-    if not torch.allclose(y, softcap(scale * z, cap), rtol=1e-4):
+    scaled = scale * z
+    cap = 0.0 if torch.allclose(y, scaled, rtol=1e-6) else float(y[-1])
+    if not torch.allclose(y, softcap(scaled, cap), rtol=1e-4):
         raise UnsupportedError("changes its logits by more than scaling and capping")
     return {"scale": scale, "cap": cap}

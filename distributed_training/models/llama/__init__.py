@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
 from distributed_training.models.size import ModelSize
-from distributed_training.models.weights import is_tied
+from distributed_training.models.weights import is_tied, rename_parts
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_as
 
@@ -60,8 +60,10 @@ class Rope(BaseModel, strict=True, extra="forbid"):
     def _normalize(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Remove redundant entries: the older name for `rope_type`, and a `partial_rotary_factor`
         of 1."""
-        redundant = {"type": values.get("type"), "partial_rotary_factor": 1.0}
-        return {k: v for k, v in values.items() if k not in redundant or v != redundant[k]}
+        values = {key: value for key, value in values.items() if key != "type"}
+        if values.get("partial_rotary_factor") == 1:
+            del values["partial_rotary_factor"]
+        return values
 
 
 class Config(FamilyConfig):
@@ -118,9 +120,10 @@ class Config(FamilyConfig):
         return min(self.max_position_embeddings, self.sliding_window or 2**62)
 
     @property
-    def biases(self) -> tuple[bool, bool]:
-        """Return (whether q, k and v have a bias, whether attention's output has a bias)."""
-        return self.attention_bias or self.model_type == "qwen2", self.attention_bias
+    def has_qkv_bias(self) -> bool:
+        """Return whether q, k and v have a bias. `attention_bias` sets whether attention's output
+        has one."""
+        return self.attention_bias or self.model_type == "qwen2"
 
     @property
     def has_qk_norm(self) -> bool:
@@ -137,12 +140,21 @@ def llama_size(config: Config) -> ModelSize:
     qkv = heads + 2 * kv
     hidden = config.intermediate_size
     matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
-    split_bias = qkv if config.biases[0] else 0
-    replicated_bias = d if config.biases[1] else 0
-    split = sum(rows * columns for rows, columns in matrices) + split_bias
+    split = sum(rows * columns for rows, columns in matrices)
+    if config.has_qkv_bias:
+        split += qkv
+    replicated_bias = d if config.attention_bias else 0
+    num_biases = [config.has_qkv_bias, config.attention_bias].count(True)
     norms = [d, d]
     if config.has_qk_norm:
         norms += [config.head_dim, config.head_dim]
+    repeated = 0
+    if kv < heads:
+        # k and v for each head replace k after rotation. Without a norm of q and k, they also
+        # replace the output.
+        repeated = 2 * heads - kv
+        if not config.has_qk_norm:
+            repeated -= qkv
     return ModelSize(
         vocab_size=config.vocab_size,
         num_positions=config.num_positions,
@@ -162,11 +174,9 @@ def llama_size(config: Config) -> ModelSize:
         block_parameters=split + replicated_bias + sum(norms),
         block_parameters_split=split,
         block_norm_parameters=sum(norms),
-        block_tensors=len(matrices) + len(norms) + config.biases.count(True),
-        kept_values=(heads + qkv)
-        // 2,  # q and k after rotation; v is a view of the matrix's output
-        # k and v replace k after rotation. Without a norm of q and k, they also replace the output.
-        repeated_values=(2 * heads - kv - (0 if config.has_qk_norm else qkv)) * (kv < heads),
+        block_tensors=len(matrices) + len(norms) + num_biases,
+        kept_values=heads + kv,  # q and k after rotation; v is a view of the matrix's output
+        repeated_values=repeated,
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
         config=config,
@@ -202,7 +212,7 @@ def build(size: ModelSize, *, dropout: float) -> Decoder:
 def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
-    name = ".".join(_NAMES.get(part, part) for part in our_name.split("."))
+    name = rename_parts(our_name, _NAMES)
     if our_name.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
     config = size.config

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from distributed_training.models.decoder import Block, Decoder, Linear, Positions
 from distributed_training.models.llama import Config, Rope, unit_size
+from distributed_training.models.private import MapTensor, MovedModule
 from distributed_training.models.size import ModelSize
 
 
@@ -26,7 +27,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class Rotary(nn.Module):
+class Rotary(MovedModule):
     """Rotary position embedding with a table of cosines and sines, fp32 [2, positions, K / 2].
 
     All blocks share this module. The table moves with the model to other devices, and stays in fp32
@@ -47,16 +48,16 @@ class Rotary(nn.Module):
         else:
             table = self.table[:, positions]
         # The table is now [2, B or 1, T, K / 2]. All heads use the same angles.
-        cos, sin = table.unflatten(-1, (*[1] * (x.dim() - 3), -1)).unbind(0)
+        head_axes = [1] * (x.dim() - 3)
+        cos, sin = table.unflatten(-1, (*head_axes, -1)).unbind(0)
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        device = fn(self.table).device
+    def move(self, function: MapTensor, recurse: bool) -> None:
+        device = function(self.table).device
         if device != self.table.device:
             with device:
                 self.table = cos_sin_table(*self.settings)
-        return self
 
 
 def cos_sin_table(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
@@ -102,10 +103,10 @@ class LlamaBlock(Block):
         self.unit_size = unit_size(hidden)
         self.rotary = rotary
         self.norm_1 = norm(d)
-        self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.biases[0])
+        self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.has_qkv_bias)
         self.norm_q = norm_heads(self.head_size)
         self.norm_k = norm_heads(self.head_size)
-        self.attention_out = Linear(heads * self.head_size, d, bias=config.biases[1])
+        self.attention_out = Linear(heads * self.head_size, d, bias=config.attention_bias)
         self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)

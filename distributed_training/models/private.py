@@ -1,0 +1,78 @@
+"""Wrap the private interfaces of torch and transformers that models use. The interfaces that only
+parallel/ and engines/ use are wrapped in parallel/private.py.
+
+All interfaces were checked against torch 2.13 and 2.14, and against transformers 5."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+from torch.utils._pytree import tree_leaves  # noqa: F401
+
+MapTensor = Callable[[torch.Tensor], torch.Tensor]
+scaled_mm = torch._scaled_mm  # multiplies matrices in fp8
+
+
+class MovedModule(nn.Module):
+    """Module whose method `move` receives the functions that methods such as `to` and `cuda` apply
+    to each tensor. A subclass may apply other functions."""
+
+    def move(self, function: MapTensor, recurse: bool) -> None:
+        super()._apply(function, recurse)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.move(fn, recurse)
+        return self
+
+
+def replace_tensors(module: nn.Module, function: MapTensor) -> None:
+    """Replace each parameter and buffer of a module with the result of `function`."""
+    module._apply(function)
+
+
+def stored_parameter(module: nn.Module, name: str) -> Any:
+    """Return the parameter that a module stores under a name, or None. A property of the module
+    may have the same name."""
+    return module._parameters.get(name)
+
+
+def copy_with_empty_parameters(module: nn.Module) -> Any:
+    """Return a shallow copy of a module with its own parameters, which are uninitialized and in
+    fp32."""
+    module_copy = copy.copy(module)
+    module_copy._parameters = dict(module._parameters)
+    for name, parameter in module.named_parameters(recurse=False):
+        module_copy._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
+    return module_copy
+
+
+def is_fused_attention(operation: Any) -> bool:
+    """Return whether an operation is a kernel of scaled_dot_product_attention."""
+    return "_scaled_dot_product" in str(operation)
+
+
+def build_hub_model(model_class: Any, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """Build a transformers model. It uses the registered function `attention` if its class accepts
+    a replacement."""
+    name = attention if model_class._supports_attention_backend else None
+    return model_class._from_config(config, dtype=dtype, attn_implementation=name)
+
+
+def attention_name(config: Any) -> str:
+    """Return the name of the attention function that a transformers model uses."""
+    return config._attn_implementation  # type: ignore[no-any-return]
+
+
+def initialize(net: Any, module: nn.Module) -> None:
+    """Initialize the parameters and buffers of one module as the transformers model `net` does."""
+    net._init_weights(module)
+
+
+def is_ignored(net: Any, name: str) -> bool:
+    """Return whether the transformers model `net` ignores a tensor `name` in weight files."""
+    return any(re.search(pattern, name) for pattern in net._keys_to_ignore_on_load_unexpected)
