@@ -15,7 +15,7 @@ from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
-from distributed_training.planner.rank import choose_batch_size, choose_candidate
+from distributed_training.planner.sort import choose_batch_size, choose_candidate
 from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values

@@ -14,7 +14,7 @@ import torch
 
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.rank import suggest_settings
+from distributed_training.planner.sort import suggest_settings
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records import record as records
 from distributed_training.records.display import format_bytes, short_path

@@ -15,7 +15,7 @@ from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Draft, Plan
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.planner.rank import layout_name
+from distributed_training.planner.sort import layout_name
 from distributed_training.predict.predict import Cluster, local_cluster, parse_cluster
 from distributed_training.records.display import describe_prediction, fold, verdict
 from distributed_training.settings.config import Request

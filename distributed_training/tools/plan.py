@@ -20,7 +20,7 @@ from distributed_training.data.report import Amount
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import count_work
-from distributed_training.planner.rank import (
+from distributed_training.planner.sort import (
     NEAR_BEST,
     SIMPLE,
     as_typed,
@@ -28,7 +28,7 @@ from distributed_training.planner.rank import (
     describe_suggestion,
     find_fastest,
     layout_name,
-    rank,
+    sort_layouts,
     suggest,
 )
 from distributed_training.predict.predict import Cluster, Prediction
@@ -110,7 +110,7 @@ def run(
         sized = choose_batch_size(request, cluster, [])
         if arguments.tokens is not None:
             sized = _with_steps(arguments.tokens, sized, config.max_length, cluster)
-        return rank(sized, cluster)
+        return sort_layouts(sized, cluster)
 
     choices = rank_sized(request)
     if arguments.json:
@@ -187,7 +187,7 @@ def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
     """Return a note about the batch size that CONFIG sets and the size that "auto" chooses."""
     note = f"batch_size is {request.batch_size}, from CONFIG"
     best = choose_batch_size(as_typed(request, batch_size=AUTO), cluster, [])
-    now, then = (rank(each, cluster, SIMPLE)[0].tokens_per_s for each in (request, best))
+    now, then = (sort_layouts(each, cluster, SIMPLE)[0].tokens_per_s for each in (request, best))
     if now is not None and then is not None and then > now / NEAR_BEST:
         note += (
             f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
