@@ -103,8 +103,6 @@ class PipelineRank:
         if config.activation_checkpointing != "none":
             limit = config.checkpointed_blocks or self.num_blocks
             self.recomputed_share = min(1.0, limit / self.num_blocks)
-        # If the last block recomputes, its backward pass, the first one, adds to the peak memory.
-        self.recomputes = self.recomputed_share == 1
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         replicated_parameters = size.block_parameters - size.block_parameters_split
         self.parameters_in_blocks = self.num_blocks * (
@@ -186,6 +184,7 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
 
 
 RankValue = Callable[[PipelineRank], float]
+BlockValue = Callable[[PipelineRank, float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +200,10 @@ class Mechanism:
     # at this point
     additional_bytes: Callable[[PipelineRank, StepPoint], ComponentBytes] = lambda _, point: {}
     gradient_share: Callable[[PipelineRank, StepPoint], float] = lambda _, point: 0
-    # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
-    activation_bytes: RankValue = lambda _: 0
-    backward_bytes: RankValue = lambda _: 0
+    # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs.
+    # The second argument is the share of the blocks that recompute activations.
+    activation_bytes: BlockValue = lambda _, recomputed: 0
+    backward_bytes: BlockValue = lambda _, recomputed: 0
     # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
     # stages, and for data parallelism
     layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()

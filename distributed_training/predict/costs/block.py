@@ -127,7 +127,7 @@ def mlp_values(rank: PipelineRank) -> tuple[int, int]:
     return max(rows), max(columns)
 
 
-def backward_bytes(rank: PipelineRank) -> float:
+def backward_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of additional bytes that a block's backward pass needs at its peak. The
     peak occurs in the MLP, where these bytes hold the gradient of the first matrix's output. The
     gradient of the second matrix's input needs no additional bytes, because it replaces that

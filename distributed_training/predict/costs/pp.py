@@ -49,7 +49,8 @@ def stage_state(rank: PipelineRank) -> ComponentBytes:
     if rank.strategy.traits.takes_json:
         return {}
     keeps_copy = rank.mesh["dp_replicate"] * rank.shards > 1 or rank.dtype_bytes < 4
-    return {"parameters": keeps_copy * rank.dtype_bytes, "gradients": 4 - 4 / rank.shards}
+    copy_bytes = rank.dtype_bytes if keeps_copy else 0
+    return {"parameters": copy_bytes, "gradients": 4 - 4 / rank.shards}
 
 
 def stage_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:

@@ -135,7 +135,7 @@ ZERO = Mechanism(
     state=state_bytes,
     additional_bytes=additional_bytes,
     # During the passes, stage 3 has a flat buffer for all gradients.
-    gradient_share=lambda rank, point: rank.zero.stage == 3 and point == "passes",
+    gradient_share=lambda rank, point: 1 if rank.zero.stage == 3 and point == "passes" else 0,
     data_parallel_traffic=zero_traffic,
     num_launches=num_launches,
     hook_costs=hook_costs,
