@@ -10,6 +10,7 @@ from distributed_training.predict.mechanism import (
     Cost,
     Mechanism,
     PipelineRank,
+    Sizes,
     Timing,
     page_locked_bytes,
 )
@@ -51,19 +52,19 @@ def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     return cheap, max(values) / sum(values) * products, wait_s * NETWORK
 
 
-def boundary_bytes(rank: PipelineRank) -> float:
+def boundary_bytes(sizes: Sizes) -> float:
     """Return the size in bytes of a block's input, or of the gradient of its output."""
-    return rank.hidden_bytes * rank.hidden_share
+    return sizes.hidden_bytes * sizes.hidden_share
 
 
-def waiting_bytes(rank: PipelineRank) -> Sequence[float]:
+def waiting_bytes(sizes: Sizes) -> Sequence[float]:
     """Return the sizes in bytes of the tensors of a block that wait in host memory: its input and,
     with `offload-attention`, the outputs of the first matrix, of attention and of the second
     matrix."""
-    if rank.config.activation_checkpointing == "offload":
-        return (boundary_bytes(rank),)
-    (rows, _), (_, columns), *_ = block.matrix_shapes(rank)
-    return 2 * (boundary_bytes(rank),) + (rank.value_bytes * rows, rank.value_bytes * columns)
+    if sizes.config.activation_checkpointing == "offload":
+        return (boundary_bytes(sizes),)
+    (rows, _), (_, columns), *_ = block.matrix_shapes(sizes)
+    return 2 * (boundary_bytes(sizes),) + (sizes.value_bytes * rows, sizes.value_bytes * columns)
 
 
 def bytes_on_host(rank: PipelineRank) -> float:

@@ -12,18 +12,19 @@ from distributed_training.predict.mechanism import (
     Cost,
     Mechanism,
     PipelineRank,
+    Sizes,
     Timing,
     Traffic,
 )
 
 
-def exchanged_values(rank: PipelineRank) -> tuple[float, float]:
+def exchanged_values(sizes: Sizes) -> tuple[float, float]:
     """Return the numbers of values per token in (q, k and v, attention's output). If cp does not
     divide the number of key/value heads, each of these heads is sent several times."""
-    size = rank.size
+    size = sizes.size
     width = size.attention_width
     kv_heads = size.num_kv_heads or size.num_heads
-    kv_width = width / size.num_heads * math.lcm(kv_heads, rank.cp)
+    kv_width = width / size.num_heads * math.lcm(kv_heads, sizes.cp)
     return width + 2 * kv_width, width
 
 

@@ -10,6 +10,7 @@ from distributed_training.predict.mechanism import (
     Mechanism,
     PassCosts,
     PipelineRank,
+    Sizes,
     Timing,
     page_locked_bytes,
 )
@@ -48,14 +49,14 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     return -(1 - recomputed) * rank.value_bytes * values
 
 
-def _fuses_mlp(rank: PipelineRank) -> bool:
+def _fuses_mlp(sizes: Sizes) -> bool:
     """Return whether parallel/lora_mlp.py computes the MLPs of a model."""
-    config = rank.config
-    parts = rank.size.adapted_parts(config.lora_targets)
+    config = sizes.config
+    parts = sizes.size.adapted_parts(config.lora_targets)
     has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
-    on_gpu = rank.plan.machine.num_gpus > 0 and rank.dtype_bytes == 2
-    is_supported = on_gpu and rank.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
-    return has_all and is_supported and not rank.strategy.traits.takes_json
+    on_gpu = sizes.plan.machine.num_gpus > 0 and sizes.dtype_bytes == 2
+    is_supported = on_gpu and sizes.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
+    return has_all and is_supported and not sizes.strategy.traits.takes_json
 
 
 def base_bytes(rank: PipelineRank) -> int:
@@ -127,8 +128,8 @@ def fp8_bytes(rank: PipelineRank, recomputed: float) -> float:
     return max(rows * columns + rank.tokens * rows for rows, columns in matrix_shapes(rank))
 
 
-def _num_block_values(rank: PipelineRank) -> float:
-    return sum(rows * columns for rows, columns in matrix_shapes(rank))
+def _num_block_values(sizes: Sizes) -> float:
+    return sum(rows * columns for rows, columns in matrix_shapes(sizes))
 
 
 LORA = Mechanism(

@@ -79,8 +79,10 @@ def activations() -> str:
                 activation_checkpointing=mode, **config,
             )  # fmt: skip
             tokens = plan.batch.micro_batch_size * plan.config.max_length
+            rank = PipelineRank(plan)
             saved_bytes = sum(
-                mechanism.activation_bytes(PipelineRank(plan)) for mechanism in used_by(plan)
+                mechanism.activation_bytes(rank, rank.recomputed_share)
+                for mechanism in used_by(plan)
             )
             cells.append(f"{saved_bytes / tokens / plan.size.hidden_size:.1f}")
         rows.append([name, *cells])
