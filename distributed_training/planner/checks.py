@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.rank import suggest, suggest_settings
+from distributed_training.planner.sort import suggest, suggest_settings
 from distributed_training.predict.costs.precision import SAVED_BYTES
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import format_bytes

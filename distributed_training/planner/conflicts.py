@@ -4,49 +4,29 @@ This module does not import torch.
 A setting that has no effect causes a note, because several strategies may share CONFIG, a preset or
 a command line."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 from distributed_training.plan.plan import Draft
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
 
-
-def _uses_ddp(plan: Draft) -> bool:
-    """Return whether PyTorch's DDP averages gradients."""
-    return plan.uses_ddp and plan.strategy.traits.averages_with_torch
-
-
-# (keys, whether a layout uses them, the reason why another layout does not)
-CONDITIONS: tuple[tuple[tuple[str, ...], Callable[[Draft], bool], str], ...] = (
-    (("fsdp_prefetch",), lambda plan: plan.uses_fsdp and plan.mesh["pp"] == 1,
-     "only FSDP gathers parameters by block"),
-    (("bucket_cap_mb", "gradient_compression"), _uses_ddp,
-     "PyTorch's DDP does not average the gradients"),
-    (("pipeline_schedule",), lambda plan: plan.mesh["pp"] > 1,
-     "there is no pipeline with pp=1"),
-    (("sequence_parallel",), lambda plan: plan.mesh["tp"] > 1,
-     "no layers are split with tp=1"),
-    (("checkpointed_blocks",), lambda plan: plan.config.activation_checkpointing != "none",
-     "no blocks recompute activations"),
-    (("offload_dir",), lambda plan: plan.strategy.swaps_to_disk,
-     "the strategy keeps no state on disk"),
-    (("lora_alpha", "lora_dropout", "lora_targets"),
-     lambda plan: plan.config.lora_rank > 0, "without LoRA, there are no adapters"),
-)  # fmt: skip
+# DeepSpeed swaps no shards that are smaller than this, such as all shards of gpt2-tiny.
+MIN_SWAPPED_BYTES = 2**20
 
 
 def check_settings(plan: Draft, options: Options, notes: list[str]) -> None:
     """Raise UserError if settings cannot be combined. For every setting that has no effect, add a
     note. Whether a setting has an effect depends on the layout and on the engine's `options`."""
-    for applies, key, other, why, fix in _conflicts(plan):
-        if applies:
-            value = getattr(plan.config, key)
-            raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
+    for check in CHECKS:
+        check(plan)
     options.check(plan.config.precision, plan.size.hidden_size)
     reasons = options.idle()
-    for keys, uses, why in CONDITIONS:
-        if not uses(plan):
-            reasons |= dict.fromkeys(keys, why)
+    for condition in CONDITIONS:
+        if not condition.is_met(plan):
+            reasons |= dict.fromkeys(condition.keys, condition.otherwise)
     request = plan.requested
     values = request.to_key_values()
     for key, why in reasons.items():
@@ -54,143 +34,269 @@ def check_settings(plan: Draft, options: Options, notes: list[str]) -> None:
             notes.append(f"{key}={values[key]!r} has no effect, because {why}")
 
 
-def _conflicts(plan: Draft) -> Iterator[tuple[bool, str, str, str, str]]:
-    """Yield (whether the conflict exists, key, setting with which the key's value cannot be used,
-    reason, fix) for all possible conflicts."""
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """Condition under which settings have an effect."""
+
+    keys: tuple[str, ...]
+    is_met: Callable[[Draft], bool]
+    otherwise: str  # the reason why the settings have no effect if the condition is not met
+
+
+def _uses_ddp(plan: Draft) -> bool:
+    """Return whether PyTorch's DDP averages gradients."""
+    return plan.uses_ddp and plan.strategy.traits.averages_with_torch
+
+
+CONDITIONS = (
+    Condition(
+        keys=("fsdp_prefetch",),
+        is_met=lambda plan: plan.uses_fsdp and plan.mesh["pp"] == 1,
+        otherwise="only FSDP gathers parameters by block",
+    ),
+    Condition(
+        keys=("bucket_cap_mb", "gradient_compression"),
+        is_met=_uses_ddp,
+        otherwise="PyTorch's DDP does not average the gradients",
+    ),
+    Condition(
+        keys=("pipeline_schedule",),
+        is_met=lambda plan: plan.mesh["pp"] > 1,
+        otherwise="there is no pipeline with pp=1",
+    ),
+    Condition(
+        keys=("sequence_parallel",),
+        is_met=lambda plan: plan.mesh["tp"] > 1,
+        otherwise="no layers are split with tp=1",
+    ),
+    Condition(
+        keys=("checkpointed_blocks",),
+        is_met=lambda plan: plan.config.activation_checkpointing != "none",
+        otherwise="no blocks recompute activations",
+    ),
+    Condition(
+        keys=("offload_dir",),
+        is_met=lambda plan: plan.strategy.swaps_to_disk,
+        otherwise="the strategy keeps no state on disk",
+    ),
+    Condition(
+        keys=("lora_alpha", "lora_dropout", "lora_targets"),
+        is_met=lambda plan: plan.config.lora_rank > 0,
+        otherwise="without LoRA, there are no adapters",
+    ),
+)
+
+
+def _setting(plan: Draft, key: str) -> str:
+    return f"{key}={getattr(plan.config, key)!r}"
+
+
+def _gpu(plan: Draft) -> str:
+    return plan.machine.gpu_name or "a CPU"
+
+
+def _refuse(plan: Draft, key: str, other: str, why: str, fix: str) -> NoReturn:
+    """Reject the value of `key`, which cannot be used with the setting or the device `other`."""
+    raise UserError(f"{_setting(plan, key)} cannot be used with {other}", why, fix)
+
+
+def check_positions(plan: Draft) -> None:
+    positions = plan.size.num_positions
+    if plan.config.max_length > positions:
+        why = f"the model has {positions} positions"
+        fix = f"set max_length to {positions} or less"
+        _refuse(plan, "max_length", _setting(plan, "model"), why, fix)
+
+
+def check_sequence_parallel(plan: Draft) -> None:
+    """Sequence parallelism gives every rank the same number of samples or, if tp does not divide
+    the samples, of tokens."""
+    length = plan.config.max_length
+    tp = plan.mesh["tp"]
+    _, token_parts = plan.tp_parts
+    if length % token_parts:
+        samples = plan.batch.micro_batch_size
+        why = f"{tp=} divides neither max_length nor the {samples} samples of a micro-batch, "
+        why += "and sequence_parallel gives every rank the same number of them"
+        fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
+        _refuse(plan, "max_length", f"{tp=}", why, fix)
+
+
+def check_dropout(plan: Draft) -> None:
+    tp = plan.mesh["tp"]
+    if tp == 1 or plan.config.sequence_parallel:
+        return
+    for key in ("dropout", "lora_dropout"):
+        if getattr(plan.config, key) > 0:
+            other = f"{tp=} and sequence_parallel=False"
+            why = "the ranks would need equal masks, except in attention"
+            _refuse(plan, key, other, why, f"set sequence_parallel to True or {key} to 0")
+
+
+def check_precision(plan: Draft) -> None:
+    precision = plan.config.precision
+    on_gpu = plan.machine.num_gpus > 0
+    if precision == "fp16" and not on_gpu:
+        _refuse(plan, "precision", _gpu(plan), "fp16 needs a GPU", "set precision to fp32")
+    if precision == "bf16" and on_gpu and plan.machine.compute_capability < (8, 0):
+        why = "bf16 needs compute capability 8.0"
+        _refuse(plan, "precision", _gpu(plan), why, "set precision to fp16")
+
+
+def check_swapping_on_cpu(plan: Draft) -> None:
+    """On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
+    early, so gradients are wrong."""
+    if plan.machine.num_gpus or plan.strategy.offload["param"] != "nvme":
+        return
+    sizes = (rows * columns for rows, columns in plan.size.block_matrices)
+    shard_bytes = max(plan.size.embedding_parameters, *sizes) * 4 / plan.num_processes
+    if shard_bytes >= MIN_SWAPPED_BYTES:
+        other = f"{_setting(plan, 'strategy')} on a CPU"
+        why = "without a GPU, DeepSpeed overwrites parameters that are in use"
+        _refuse(plan, "model", other, why, "set model to gpt2-tiny for a smoke test")
+
+
+def check_push(plan: Draft) -> None:
+    if plan.config.push is not None and not plan.config.export:
+        why = "push uploads hf/, which is then not written"
+        _refuse(plan, "push", "export=False", why, "set export to True")
+
+
+def check_frozen_weights_on_disk(plan: Draft) -> None:
+    config = plan.config
+    if config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32":
+        other = f"{_setting(plan, 'strategy')} and {_setting(plan, 'precision')}"
+        why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
+        _refuse(plan, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
+
+
+def check_pipeline_schedule(plan: Draft) -> None:
+    schedules = plan.strategy.traits.schedules
+    if plan.mesh["pp"] > 1 and plan.config.pipeline_schedule not in schedules:
+        why = f"the strategy's engine supports only {', '.join(schedules)}"
+        fix = f"set pipeline_schedule to {schedules[0]}, or strategy to pp or 3d"
+        _refuse(plan, "pipeline_schedule", _setting(plan, "strategy"), why, fix)
+
+
+def check_activation_checkpointing(plan: Draft) -> None:
+    config = plan.config
+    key = "activation_checkpointing"
+    if config.activation_checkpointing == "none":
+        return
+    if plan.schedule.splits_backward:
+        why = "the schedule keeps the activations for the second half of each backward pass"
+        fix = f"set {key} to none, or pipeline_schedule to 1f1b"
+        _refuse(plan, key, _setting(plan, "pipeline_schedule"), why, fix)
+    if config.checkpointed_blocks is not None and plan.mesh["pp"] > 1:
+        why = "its ranks need memory for different numbers of micro-batches"
+        fix = "set checkpointed_blocks to None"
+        _refuse(plan, "checkpointed_blocks", _setting(plan, "strategy"), why, fix)
+    if config.activation_checkpointing != "offload-attention":
+        return
+    fix = f"set {key} to offload"
+    if not config.compile and plan.machine.num_gpus > 0:
+        why = "without torch.compile, only inputs leave the GPU"
+        _refuse(plan, key, "compile=False", why, fix)
+    if "mlp_in" not in plan.size.hf_matrices:
+        why = "this suite does not know which of its matrices form the MLP"
+        _refuse(plan, key, _setting(plan, "model"), why, fix)
+
+
+def check_optimizer(plan: Draft) -> None:
     config = plan.config
     mesh = plan.mesh
     traits = plan.strategy.traits
-    matrices = plan.size.block_matrices
-    positions = plan.size.num_positions
-    schedule = config.pipeline_schedule
-    machine = plan.machine
-    gpu = machine.gpu_name or "a CPU"
-    strategy, model, precision = (
-        f"{key}={getattr(config, key)!r}" for key in ("strategy", "model", "precision")
-    )
-    yield (
-        config.max_length > positions, "max_length", model,
-        f"the model has {positions} positions", f"set max_length to {positions} or less",
-    )  # fmt: skip
-    # Sequence parallelism gives every rank the same number of samples or, if tp does not divide
-    # the samples, of tokens.
-    tp = mesh["tp"]
-    yield (
-        config.max_length % plan.tp_parts[1] != 0, "max_length", f"{tp=}",
-        f"{tp=} divides neither max_length nor the {plan.batch.micro_batch_size} samples of a "
-        "micro-batch, and sequence_parallel gives every rank the same number of them",
-        f"set max_length to {config.max_length // tp * tp or tp} or sequence_parallel to False",
-    )  # fmt: skip
-    for key in ("dropout", "lora_dropout"):
-        yield (
-            getattr(config, key) > 0 and tp > 1 and not config.sequence_parallel, key,
-            f"{tp=} and sequence_parallel=False",
-            "the ranks would need equal masks, except in attention",
-            f"set sequence_parallel to True or {key} to 0",
-        )  # fmt: skip
-    yield (
-        config.precision == "fp16" and not machine.num_gpus, "precision", gpu,
-        "fp16 needs a GPU", "set precision to fp32",
-    )  # fmt: skip
-    yield (
-        config.precision == "bf16" and machine.num_gpus > 0
-        and machine.compute_capability < (8, 0), "precision", gpu,
-        "bf16 needs compute capability 8.0", "set precision to fp16",
-    )  # fmt: skip
-    # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
-    # early, so gradients are wrong. DeepSpeed never swaps shards smaller than its threshold of 1
-    # MiB, such as all shards of gpt2-tiny.
-    sizes = (rows * columns for rows, columns in matrices)
-    largest = max(plan.size.embedding_parameters, *sizes) * 4 / plan.num_processes
-    swaps = plan.strategy.offload["param"] == "nvme" and largest >= 2**20
-    yield (
-        swaps and not machine.num_gpus, "model", f"{strategy} on a CPU",
-        "without a GPU, DeepSpeed overwrites parameters that are in use",
-        "set model to gpt2-tiny for a smoke test",
-    )  # fmt: skip
-    yield (
-        config.push is not None and not config.export, "push", "export=False",
-        "push uploads hf/, which is then not written", "set export to True",
-    )  # fmt: skip
-    yield (
-        config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32",
-        "lora_rank", f"{strategy} and {precision}",
-        "DeepSpeed rounds the frozen weights that it stores in files to 16 bits",
-        "set precision to bf16, or strategy to offload",
-    )  # fmt: skip
-    yield (
-        mesh["pp"] > 1 and schedule not in traits.schedules, "pipeline_schedule", strategy,
-        f"the strategy's engine supports only {', '.join(traits.schedules)}",
-        f"set pipeline_schedule to {traits.schedules[0]}, or strategy to pp or 3d",
-    )  # fmt: skip
-    yield (
-        plan.schedule.splits_backward and config.activation_checkpointing != "none",
-        "activation_checkpointing", f"pipeline_schedule={schedule!r}",
-        "the schedule keeps the activations for the second half of each backward pass",
-        "set activation_checkpointing to none, or pipeline_schedule to 1f1b",
-    )  # fmt: skip
-    yield (
-        config.activation_checkpointing != "none"
-        and config.checkpointed_blocks is not None and mesh["pp"] > 1,
-        "checkpointed_blocks", strategy,
-        "its ranks need memory for different numbers of micro-batches",
-        "set checkpointed_blocks to None",
-    )  # fmt: skip
-    for applies, other, why in (
-        (not config.compile and machine.num_gpus > 0, "compile=False",
-         "without torch.compile, only inputs leave the GPU"),
-        ("mlp_in" not in plan.size.hf_matrices, model,
-         "this suite does not know which of its matrices form the MLP"),
-    ):  # fmt: skip
-        yield (
-            config.activation_checkpointing == "offload-attention" and applies,
-            "activation_checkpointing", other, why, "set activation_checkpointing to offload",
-        )  # fmt: skip
-    yield (
-        config.optimizer != "adamw" and not traits.builds_on_device, "optimizer", strategy,
-        "the strategy's engine keeps the optimizer state in fp32",
-        "set optimizer to adamw, or strategy to dp, fsdp, tp or pp",
-    )  # fmt: skip
-    for applies, other, why, fix in (
-        (mesh["cp"] * mesh["pp"] > 1 or not traits.averages_with_torch, strategy,
-         "only dp, fsdp and tp train weights that have no fp32 copy",
-         "set optimizer to adamw-bf16"),
-        (config.lora_rank > 0, f"lora_rank={config.lora_rank}",
-         "the adapters' fp32 copy is small", "set optimizer to adamw-bf16"),
-        (config.precision != "bf16", precision,
-         "the weights are in bf16", "set precision to bf16"),
-    ):  # fmt: skip
-        yield config.has_bf16_weights and applies, "optimizer", other, why, fix
-    yield (
-        config.gradient_compression != "none" and plan.num_processes > 1 and not _uses_ddp(plan),
-        "gradient_compression", strategy,
-        "this layout does not use PyTorch's DDP, whose communication hook the key selects",
-        "set strategy to dp, or gradient_compression to none",
-    )  # fmt: skip
-    yield (
-        config.on_nonfinite == "skip" and not traits.averages_with_torch, "on_nonfinite", strategy,
-        "the strategy's engine updates the weights before it reports the gradient norm",
-        "set on_nonfinite to rollback or stop",
-    )  # fmt: skip
-    divisor = 16 * tp
-    odd_sizes = [n for shape in matrices for n in shape if n % divisor]
-    odd_columns = [columns for _, columns in matrices if columns % 64]
-    for dtypes, applies, other, why, fix in (
-        (("bf16", "fp8", "nf4"), config.lora_rank == 0, "lora_rank=0",
-         "without LoRA, no weights are frozen", "set lora_rank to 16, or base_dtype to None"),
-        (("bf16",), config.precision != "bf16", precision,
-         f"frozen weights then have the dtype {config.precision}", "set base_dtype to None"),
-        (("fp8",), machine.compute_capability < (8, 9), gpu,
-         "fp8 needs a GPU with compute capability 8.9", "set base_dtype to None or nf4"),
-        (("fp8",), not traits.builds_on_device, strategy,
-         "the strategy's engine does not compute in fp8", "set strategy to dp or fsdp"),
-        (("fp8",), bool(odd_sizes), model,
-         f"fp8 needs numbers of rows and columns that {divisor} divides, unlike {odd_sizes}",
-         "set base_dtype to None"),
-        (("nf4",), not traits.builds_on_device or mesh["pp"] * tp > 1, strategy,
-         "quantized layers must stay whole or be sharded by FSDP", "set strategy to dp or fsdp"),
-        (("nf4",), bool(odd_columns), model,
-         f"each group of 64 values shares a scale, but 64 does not divide {odd_columns} columns",
-         "set base_dtype to None"),
-    ):  # fmt: skip
-        yield config.base_dtype in dtypes and applies, "base_dtype", other, why, fix
+    strategy = _setting(plan, "strategy")
+    if config.optimizer != "adamw" and not traits.builds_on_device:
+        why = "the strategy's engine keeps the optimizer state in fp32"
+        fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
+        _refuse(plan, "optimizer", strategy, why, fix)
+    if not config.has_bf16_weights:
+        return
+    fix = "set optimizer to adamw-bf16"
+    if mesh["cp"] * mesh["pp"] > 1 or not traits.averages_with_torch:
+        why = "only dp, fsdp and tp train weights that have no fp32 copy"
+        _refuse(plan, "optimizer", strategy, why, fix)
+    if config.lora_rank > 0:
+        why = "the adapters' fp32 copy is small"
+        _refuse(plan, "optimizer", _setting(plan, "lora_rank"), why, fix)
+    if config.precision != "bf16":
+        why = "the weights are in bf16"
+        _refuse(plan, "optimizer", _setting(plan, "precision"), why, "set precision to bf16")
+
+
+def check_gradient_compression(plan: Draft) -> None:
+    is_on = plan.config.gradient_compression != "none" and plan.num_processes > 1
+    if is_on and not _uses_ddp(plan):
+        why = "this layout does not use PyTorch's DDP, whose communication hook the key selects"
+        fix = "set strategy to dp, or gradient_compression to none"
+        _refuse(plan, "gradient_compression", _setting(plan, "strategy"), why, fix)
+
+
+def check_on_nonfinite(plan: Draft) -> None:
+    if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.averages_with_torch:
+        why = "the strategy's engine updates the weights before it reports the gradient norm"
+        fix = "set on_nonfinite to rollback or stop"
+        _refuse(plan, "on_nonfinite", _setting(plan, "strategy"), why, fix)
+
+
+def check_base_dtype(plan: Draft) -> None:
+    dtype = plan.config.base_dtype
+    if dtype is None:
+        return
+    if plan.config.lora_rank == 0:
+        why = "without LoRA, no weights are frozen"
+        fix = "set lora_rank to 16, or base_dtype to None"
+        _refuse(plan, "base_dtype", "lora_rank=0", why, fix)
+    if dtype == "bf16" and plan.config.precision != "bf16":
+        why = f"frozen weights then have the dtype {plan.config.precision}"
+        _refuse(plan, "base_dtype", _setting(plan, "precision"), why, "set base_dtype to None")
+    if dtype == "fp8":
+        check_fp8(plan)
+    if dtype == "nf4":
+        check_nf4(plan)
+
+
+def check_fp8(plan: Draft) -> None:
+    if plan.machine.compute_capability < (8, 9):
+        why = "fp8 needs a GPU with compute capability 8.9"
+        _refuse(plan, "base_dtype", _gpu(plan), why, "set base_dtype to None or nf4")
+    if not plan.strategy.traits.builds_on_device:
+        why = "the strategy's engine does not compute in fp8"
+        _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
+    divisor = 16 * plan.mesh["tp"]
+    sizes = itertools.chain.from_iterable(plan.size.block_matrices)
+    odd_sizes = [size for size in sizes if size % divisor]
+    if odd_sizes:
+        why = f"fp8 needs numbers of rows and columns that {divisor} divides, unlike {odd_sizes}"
+        _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
+
+
+def check_nf4(plan: Draft) -> None:
+    is_split = plan.mesh["pp"] * plan.mesh["tp"] > 1
+    if is_split or not plan.strategy.traits.builds_on_device:
+        why = "quantized layers must stay whole or be sharded by FSDP"
+        _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
+    odd_columns = [columns for _, columns in plan.size.block_matrices if columns % 64]
+    if odd_columns:
+        why = "each group of 64 values shares a scale, but 64 does not divide "
+        why += f"{odd_columns} columns"
+        _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
+
+
+# The first conflict is reported.
+CHECKS = (
+    check_positions,
+    check_sequence_parallel,
+    check_dropout,
+    check_precision,
+    check_swapping_on_cpu,
+    check_push,
+    check_frozen_weights_on_disk,
+    check_pipeline_schedule,
+    check_activation_checkpointing,
+    check_optimizer,
+    check_gradient_compression,
+    check_on_nonfinite,
+    check_base_dtype,
+)

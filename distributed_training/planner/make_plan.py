@@ -16,7 +16,7 @@ from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
-from distributed_training.planner.rank import (
+from distributed_training.planner.sort import (
     SIMPLE,
     choose_batch_size,
     choose_candidate,

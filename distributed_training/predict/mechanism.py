@@ -50,10 +50,10 @@ def page_locked_bytes(num_bytes: float) -> int:
     return 2 ** math.ceil(math.log2(num_bytes))
 
 
-class PipelineRank:
-    """Tensor sizes in the processes of one pipeline rank."""
+class Sizes:
+    """Tensor sizes that are equal in all processes of a plan."""
 
-    def __init__(self, plan: Draft, index: int = 0) -> None:
+    def __init__(self, plan: Draft) -> None:
         config = plan.config
         size = plan.size
         self.plan = plan
@@ -87,7 +87,26 @@ class PipelineRank:
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
         self.hidden_share = 1 / self.tp if config.sequence_parallel else 1.0
         self.compile_mode = "compiled" if config.compile else "eager"
-        # The sizes below depend on the rank.
+        self.embedding_parameters = size.padded_vocab_size * size.hidden_size // self.tp
+        # Share of the blocks that recompute activations
+        self.recomputed_share = 0.0
+        if config.activation_checkpointing != "none":
+            limit = config.checkpointed_blocks or size.num_layers
+            self.recomputed_share = min(1.0, limit / size.num_layers)
+
+    def split_values(self, mode: str) -> float:
+        """Return the values that a block keeps and that tp splits, relative to the hidden size.
+        `mode` is "eager", "compiled" or "selective"."""
+        return self.size.split_values(mode, self.config.max_length) / self.size.hidden_size
+
+
+class PipelineRank(Sizes):
+    """Tensor sizes in the processes of one pipeline rank."""
+
+    def __init__(self, plan: Draft, index: int = 0) -> None:
+        super().__init__(plan)
+        config = plan.config
+        size = plan.size
         self.index = index
         ranks = plan.layout.ranks
         self.has_first_stage = ranks[0] == index
@@ -98,19 +117,11 @@ class PipelineRank:
         )
         stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
         self.num_blocks = sum(count for rank, count in stages if rank == index)
-        # Share of the blocks that recompute activations
-        self.recomputed_share = 0.0
-        if config.activation_checkpointing != "none":
-            limit = config.checkpointed_blocks or self.num_blocks
-            self.recomputed_share = min(1.0, limit / self.num_blocks)
-        # If the last block recomputes, its backward pass, the first one, adds to the peak memory.
-        self.recomputes = self.recomputed_share == 1
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         replicated_parameters = size.block_parameters - size.block_parameters_split
         self.parameters_in_blocks = self.num_blocks * (
             size.block_parameters_split // self.tp + replicated_parameters
         )
-        self.embedding_parameters = size.padded_vocab_size * size.hidden_size // self.tp
         self.parameters_outside_blocks = 0
         # Number of parameters that are replicated over tp and whose gradients are summed over tp
         tp_partial_parameters = self.num_blocks * size.block_norm_parameters
@@ -133,13 +144,8 @@ class PipelineRank:
             )
             self.trained_parameters = self.adapter_parameters
 
-    def split_values(self, mode: str) -> float:
-        """Return the values that a block keeps and that tp splits, relative to the hidden size.
-        `mode` is "eager", "compiled" or "selective"."""
-        return self.size.split_values(mode, self.config.max_length) / self.size.hidden_size
 
-
-class Timing(PipelineRank):
+class Timing(Sizes):
     """Tensor sizes of a plan, and durations of elementary operations on the plan's machine."""
 
     def __init__(self, plan: Draft, rates: Rates) -> None:
@@ -185,7 +191,9 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
     return [PipelineRank(plan, rank) for rank in range(plan.mesh["pp"])]
 
 
+PlanValue = Callable[[Sizes], float]
 RankValue = Callable[[PipelineRank], float]
+BlockValue = Callable[[PipelineRank, float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +209,10 @@ class Mechanism:
     # at this point
     additional_bytes: Callable[[PipelineRank, StepPoint], ComponentBytes] = lambda _, point: {}
     gradient_share: Callable[[PipelineRank, StepPoint], float] = lambda _, point: 0
-    # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs
-    activation_bytes: RankValue = lambda _: 0
-    backward_bytes: RankValue = lambda _: 0
+    # Bytes that a block keeps per micro-batch, and additional bytes that its backward pass needs.
+    # The second argument is the share of the blocks that recompute activations.
+    activation_bytes: BlockValue = lambda _, recomputed: 0
+    backward_bytes: BlockValue = lambda _, recomputed: 0
     # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
     # stages, and for data parallelism
     layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
@@ -213,11 +222,11 @@ class Mechanism:
     block_costs: Callable[[Timing], PassCosts] = lambda _: np.zeros((3, 3))
     recomputed_costs: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
-    moved_bytes: RankValue = lambda _: 0
+    moved_bytes: PlanValue = lambda _: 0
     # Bytes that clipping and the optimizer step read and write in a process
     update_bytes: RankValue = lambda _: 0
     # Number of collectives per block that the host launches
-    num_launches: RankValue = lambda _: 0
+    num_launches: PlanValue = lambda _: 0
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits
     # for this code)
     hook_costs: Callable[[PipelineRank, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)

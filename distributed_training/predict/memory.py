@@ -2,7 +2,7 @@
 memory that the mechanisms in predict/costs need. The largest sum is the peak. This module does not
 import torch."""
 
-import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -134,7 +134,7 @@ def _estimate_state(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict
 def _find_peak(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
     """Return a process's memory by component, in bytes, at the point in a step where the process
     uses the most memory."""
-    per_block, backward = _block_bytes(rank, mechanisms)
+    per_block, backward = _block_bytes(rank, mechanisms, rank.recomputed_share)
     bytes_at = partial(_bytes_at, rank, mechanisms, _estimate_state(rank, mechanisms))
     passes = bytes_at("passes")
     block_bytes, logit_bytes = _peak_activations(rank, per_block, backward)
@@ -145,20 +145,20 @@ def _find_peak(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str,
     if rank.pp == 1:
         first_block = bytes_at("first block")
         # The first block recomputes its activations if any block does.
-        first = copy.copy(rank)
-        first.recomputes = rank.recomputed_share > 0
-        first.recomputed_share = float(first.recomputes)
-        first_block["activations"] = sum(_block_bytes(first, mechanisms))
+        recomputed = math.ceil(rank.recomputed_share)
+        first_block["activations"] = sum(_block_bytes(rank, mechanisms, recomputed))
         candidates.append(first_block)
     fullest = max(candidates, key=_sum_bytes)
     return {name: round(size) for name, size in fullest.items()}
 
 
-def _block_bytes(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> tuple[float, float]:
+def _block_bytes(
+    rank: PipelineRank, mechanisms: Sequence[Mechanism], recomputed: float
+) -> tuple[float, float]:
     """Return (bytes that a block keeps for its backward pass, additional bytes that the first
-    backward pass needs)."""
-    kept = sum(mechanism.activation_bytes(rank) for mechanism in mechanisms)
-    return kept, sum(mechanism.backward_bytes(rank) for mechanism in mechanisms)
+    backward pass needs) if the share `recomputed` of the blocks recomputes activations."""
+    kept = sum(mechanism.activation_bytes(rank, recomputed) for mechanism in mechanisms)
+    return kept, sum(mechanism.backward_bytes(rank, recomputed) for mechanism in mechanisms)
 
 
 def _bytes_at(

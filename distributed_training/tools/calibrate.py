@@ -1,7 +1,6 @@
 """Measure the rates of this machine's GPUs that predict/rates.py otherwise estimates, in the
 processes that `plan --calibrate` starts. Only rank 0 measures computation."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,11 +44,12 @@ def matmul_flops(device: torch.device) -> float:
         torch.autograd.grad(y, (x, w), y.detach())
 
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    multiplications = (
-        tiled_multiplications(TOKENS, IN_FEATURES, OUT_FEATURES, num_sms)  # forward
-        + tiled_multiplications(TOKENS, OUT_FEATURES, IN_FEATURES, num_sms)  # gradient of x
-        + tiled_multiplications(OUT_FEATURES, TOKENS, IN_FEATURES, num_sms)  # gradient of w
+    shapes = (
+        (TOKENS, IN_FEATURES, OUT_FEATURES),  # forward
+        (TOKENS, OUT_FEATURES, IN_FEATURES),  # gradient of x
+        (OUT_FEATURES, TOKENS, IN_FEATURES),  # gradient of w
     )
+    multiplications = sum(tiled_multiplications(*shape, num_sms) for shape in shapes)
     return 2 * multiplications / time_call(forward_and_backward)
 
 
@@ -81,7 +81,6 @@ def link_bandwidth(device: torch.device) -> float:
 def main(file: Path) -> int:
     """Measure the rates in all processes that the launcher started. Without a launcher, measure
     them in this process alone. Rank 0 writes the results to `file`. Return the exit code."""
-    start = time.perf_counter()
     rates = {}
     with open_group() as (process, device):
         if process.world_size > 1:
@@ -94,5 +93,5 @@ def main(file: Path) -> int:
     results = {"rates": rates, "block_s": block_s}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, provenance("python real_model_example.py plan --calibrate") | results)
-    print(f"Wrote {file} after {time.perf_counter() - start:.0f} s.")
+    print(f"Wrote {file}.")
     return 0

@@ -11,7 +11,7 @@ import yaml
 
 from distributed_training.data.report import Amount
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.rank import layout_settings
+from distributed_training.planner.sort import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import MARK, ROOT

@@ -36,8 +36,8 @@ def open_group() -> Iterator[tuple[Process, torch.device]]:
 def check_nodes() -> int:
     """Send a tensor from each process to its counterpart on the next node, or to the next process
     if there is only one node. All processes send at once, as they do in training, so the processes
-    of a node share its network. Rank 0 prints the speeds. Return the exit code. All ranks must call
-    this function."""
+    of a node share its network. Rank 0 prints the speed of the slowest link. Return the exit code.
+    All ranks must call this function."""
     with open_group() as (process, device):
         rank = process.rank
         world_size = process.world_size
@@ -56,13 +56,11 @@ def check_nodes() -> int:
 
         # `timeit` first makes calls that it does not time. They connect the processes.
         seconds = Timer("call()", globals={"call": exchange}).timeit(NUM_CALLS).mean
-        speeds = gather(8 * NUM_BYTES / seconds / 1e9)
-        hosts = gather(platform.node())
+        gbit_per_s = 8 * NUM_BYTES / seconds / 1e9
+        host = platform.node()
+        slowest, link = min(gather((gbit_per_s, f"rank {rank} ({host}) to rank {receiver}")))
     if rank == 0:
-        for first, gbit_per_s in enumerate(speeds):
-            second = (first + distance) % world_size
-            ends = f"rank {first} ({hosts[first]}) to {second} ({hosts[second]})"
-            print(f"{ends}: {gbit_per_s:.3g} Gbit/s")
+        print(f"The slowest of {world_size} links is {link}: {slowest:.3g} Gbit/s")
         if has_network:
-            print(f"For plan and --dry-run: --network_gbit {min(speeds):.3g}")
+            print(f"For plan and --dry-run: --network_gbit {slowest:.3g}")
     return 0

@@ -1,10 +1,7 @@
-"""Rank every layout of every strategy by predicted step time, without training.
-
-This module does not import torch.
-"""
+"""Sort the layouts of all strategies by predicted step time, without training. This module does not
+import torch."""
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -13,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from distributed_training.data.report import Amount
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import count_work
-from distributed_training.planner.rank import (
+from distributed_training.planner.sort import (
     NEAR_BEST,
     SIMPLE,
     as_typed,
@@ -28,7 +26,7 @@ from distributed_training.planner.rank import (
     describe_suggestion,
     find_fastest,
     layout_name,
-    rank,
+    sort_layouts,
     suggest,
 )
 from distributed_training.predict.predict import Cluster, Prediction
@@ -45,14 +43,14 @@ from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import check_replaced, shown, write_own
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.request import format_overrides, parse_overrides
+from distributed_training.settings.request import parse_overrides
 from distributed_training.start.launch import requested_cluster
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command, planned_cluster
 from distributed_training.tools.jobs import build_batch_script, build_options, job_template
 
 MAX_SHOWN = 10  # number of layouts that --explain lists
-_SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
-    """Rank the layouts and print them. `configure` applies `key=value` strings to CONFIG. Return
+    """Sort the layouts and print them. `configure` applies `key=value` strings to CONFIG. Return
     the exit code."""
     job_file = Path(arguments.write).expanduser() if arguments.write else None
     if job_file is not None:
@@ -92,61 +90,51 @@ def run(
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
     if arguments.calibrate:
-        if not cluster.is_local or cluster.machine.gpu_name is None:
-            what = "--calibrate measures this machine's GPUs"
-            raise UserError(what, fix="run it on a machine with GPUs, without --cluster")
-        file = calibration_file(cluster.machine.gpu_name)
-        # Measure in separate processes, because measuring imports torch. Use as many processes as
-        # the plan does.
-        outcome = run_ranks([str(script), "calibrate", str(file)], cluster.num_processes)
-        if outcome.signum:
-            raise KeyboardInterrupt
-        if outcome.exit_code != 0:
-            raise UserError("measuring this machine failed", fix="see the messages above")
+        _calibrate(cluster, script)
         cluster = _cluster(arguments, request)
-    machine = cluster.machine
     notes = list[str]()
-    config, _ = choose_model(request, machine, notes)
-    # CONFIG's strategy restricts the ranking only if it is typed or has keys of its own.
-    is_open = "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options
-    strategy_text = ["strategy=auto"] if is_open else []
-    request = configure([*arguments.overrides, *strategy_text])
-
-    def rank_sized(request: Request) -> list[Prediction]:
-        sized = choose_batch_size(request, cluster, [])
-        if arguments.tokens is not None:
-            sized = _with_steps(arguments.tokens, sized, config.max_length, cluster)
-        return rank(sized, cluster)
-
-    choices = rank_sized(request)
+    # CONFIG's strategy restricts the layouts only if it is typed or has keys of its own.
+    if "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options:
+        request = request.model_copy(update={"strategy": AUTO})
+    config, _ = choose_model(request, cluster.machine, notes)
+    num_tokens = None if arguments.tokens is None else _parse_tokens(arguments.tokens, request)
+    find_layouts = partial(
+        _find_layouts, cluster=cluster, num_tokens=num_tokens, max_length=config.max_length
+    )
+    choices = find_layouts(request)
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
     first = choices[0]
     suggestions = []
-    if strategy_text and (not first.fits or first.plan.strategy.offloads):
+    if request.strategy == AUTO and (not first.fits or first.plan.strategy.offloads):
         suggestions = suggest(replace(first.plan, requested=request), cluster)
-        if suggestions:
-            values = parse_overrides(arguments.overrides) | suggestions[0][0]
-            arguments.overrides[:] = format_overrides(values)
-            request = configure([*arguments.overrides, *strategy_text])
-            choices = rank_sized(request)
-    if machine.num_gpus and request.batch_size != AUTO and not request.is_set("batch_size"):
+    if suggestions:
+        settings, _ = suggestions[0]
+        request = as_typed(request, **settings | {"strategy": AUTO})
+        choices = find_layouts(request)
+    if cluster.machine.num_gpus and request.batch_size != AUTO and not request.is_set("batch_size"):
         notes.append(_describe_larger_batch(request, cluster))
     check_memory(choices[0], cluster)
     fitting = [choice for choice in choices if choice.memory_fit in ("yes", "tight")] or choices
     picks = recommended_layouts(fitting)
     first = picks[0][1]
     amount = count_work(first.plan, notes)
-    sentence = verdict(
-        amount, vars(machine), cluster.num_processes, _layout_and_mode(first),
-        first.as_record(), arguments.price,
-    )  # fmt: skip
-    lines = [sentence]
+    lines = [
+        verdict(
+            amount,
+            vars(cluster.machine),
+            cluster.num_processes,
+            _layout_and_mode(first),
+            first.as_record(),
+            arguments.price,
+        )
+    ]
     if suggestions:
         assumption = cluster.assumption and f" {cluster.assumption}."
-        text = f"Without offload, these settings do not fit.{assumption} What fits, best first:"
-        lines.append(text)
+        lines.append(
+            f"Without offload, these settings do not fit.{assumption} What fits, best first:"
+        )
         lines += [f"  {describe_suggestion(*suggestion)}" for suggestion in suggestions]
     lines += describe_picks(picks, amount)
     lines += [f"note: {printable(note)}" for note in dict.fromkeys(notes)]
@@ -154,50 +142,106 @@ def run(
         lines.append("To see other layouts and their bottlenecks, add --explain.")
     print("\n".join(map(fold, lines)))
     if arguments.explain or arguments.all:
-        labels = {id(choice): label for label, choice in picks}
-        listed = sorted(choices, key=lambda choice: id(choice) not in labels)  # picks first
-        if not arguments.all:
-            listed = listed[: min(MAX_SHOWN, len(fitting))]
-        rows = [_row(choice, labels.get(id(choice), "")) for choice in listed]
-        table = format_table({name: [row[name] for row in rows] for name in rows[0]})
-        print(f"\n{table}\n")
-        if len(fitting) > len(listed):
+        max_shown = len(choices) if arguments.all else min(MAX_SHOWN, len(fitting))
+        _print_table(choices, picks, max_shown)
+        if max_shown < len(fitting):
             print("--all lists all layouts.")
         print("\n".join(map(fold, legend(cluster).splitlines())))
     print()
     if job_file is None:
-        if cluster.num_processes > cluster.processes_per_node:
-            print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
-        for label, choice in picks:
-            options = build_options(choice.plan, arguments)
-            print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
+        _print_commands(picks, cluster, arguments, script)
     else:
-        options = build_options(first.plan, arguments)
-        machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
-        machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
-        job = build_batch_script(
-            first, amount, job_file, script, options, machine_options=machine_options,
-            plan_command=shlex.join(["python", *sys.argv]),
-        )  # fmt: skip
-        write_own(job_file, job)
-        submit = job_template(job_file)[1]
-        file_word = shlex.quote(str(job_file))
-        print(f"Wrote {file_word}. Check it, then submit it:")
-        if submit == "sbatch":
-            print(f"  bash {file_word}")
-        print(f"  {submit} {file_word}")
+        _write_job(job_file, first, amount, arguments, script)
     return 0
+
+
+def _calibrate(cluster: Cluster, script: Path) -> None:
+    """Measure this machine's GPUs, in as many processes as the plan has, because measuring imports
+    torch."""
+    if not cluster.is_local or cluster.machine.gpu_name is None:
+        what = "--calibrate measures this machine's GPUs"
+        raise UserError(what, fix="run it on a machine with GPUs, without --cluster")
+    file = calibration_file(cluster.machine.gpu_name)
+    outcome = run_ranks([str(script), "calibrate", str(file)], cluster.num_processes)
+    if outcome.signum:
+        raise KeyboardInterrupt
+    if outcome.exit_code != 0:
+        raise UserError("measuring this machine failed", fix="see the messages above")
+
+
+def _find_layouts(
+    request: Request, *, cluster: Cluster, num_tokens: float | None, max_length: int
+) -> list[Prediction]:
+    """Return the layouts, after choosing a batch size and, with --tokens, the number of steps."""
+    sized = choose_batch_size(request, cluster, [])
+    if num_tokens is not None:
+        num_sequences = int(sized.batch_size) * sized.grad_accum_steps * cluster.num_processes
+        sized = as_typed(sized, max_steps=math.ceil(num_tokens / (num_sequences * max_length)))
+    return sort_layouts(sized, cluster)
+
+
+def _print_table(
+    choices: Sequence[Prediction], picks: Sequence[tuple[str, Prediction]], max_shown: int
+) -> None:
+    """Print a table of the layouts, which begins with the picks."""
+    picked = [choice for _, choice in picks]
+    others = [("", choice) for choice in choices if choice not in picked]
+    rows = [_row(choice, label) for label, choice in [*picks, *others][:max_shown]]
+    table = format_table({name: [row[name] for row in rows] for name in rows[0]})
+    print(f"\n{table}\n")
+
+
+def _print_commands(
+    picks: Sequence[tuple[str, Prediction]],
+    cluster: Cluster,
+    arguments: argparse.Namespace,
+    script: Path,
+) -> None:
+    """Print the command that starts each of the picks."""
+    if cluster.num_processes > cluster.processes_per_node:
+        print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
+    for label, choice in picks:
+        options = build_options(choice.plan, arguments)
+        print(f"  # {label}\n  {launch_command(choice.plan, os.path.relpath(script), options)}")
+
+
+def _write_job(
+    file: Path,
+    choice: Prediction,
+    amount: Amount | str,
+    arguments: argparse.Namespace,
+    script: Path,
+) -> None:
+    """Write a job that trains with a layout, and print the command that submits the job."""
+    machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
+    machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
+    job = build_batch_script(
+        choice,
+        amount,
+        file,
+        script,
+        build_options(choice.plan, arguments),
+        machine_options=machine_options,
+        plan_command=shlex.join(["python", *sys.argv]),
+    )
+    write_own(file, job)
+    submit = job_template(file)[1]
+    file_word = shlex.quote(str(file))
+    print(f"Wrote {file_word}. Check it, then submit it:")
+    if submit == "sbatch":
+        print(f"  bash {file_word}")
+    print(f"  {submit} {file_word}")
 
 
 def _describe_larger_batch(request: Request, cluster: Cluster) -> str:
     """Return a note about the batch size that CONFIG sets and the size that "auto" chooses."""
     note = f"batch_size is {request.batch_size}, from CONFIG"
     best = choose_batch_size(as_typed(request, batch_size=AUTO), cluster, [])
-    now, then = (rank(each, cluster, SIMPLE)[0].tokens_per_s for each in (request, best))
+    now = sort_layouts(request, cluster, SIMPLE)[0].tokens_per_s
+    then = sort_layouts(best, cluster, SIMPLE)[0].tokens_per_s
     if now is not None and then is not None and then > now / NEAR_BEST:
-        note += (
-            f"; --batch_size auto uses {best.batch_size}, with {then / now:.1f} times the tokens/s"
-        )
+        note += f"; --batch_size auto uses {best.batch_size}, "
+        note += f"with {then / now:.1f} times the tokens/s"
     return note
 
 
@@ -213,22 +257,17 @@ def _cluster(arguments: argparse.Namespace, request: Request) -> Cluster:
     return planned_cluster(arguments) or requested_cluster(request, arguments.num_gpus or "all")
 
 
-def _with_steps(tokens_text: str, request: Request, max_length: int, cluster: Cluster) -> Request:
-    """Return CONFIG with the max_steps that --tokens requires."""
-    text = tokens_text.lower()
-    size = _SIZES.get(text[-1:], 1)
-    tokens = 0.0
-    with contextlib.suppress(ValueError):
-        tokens = size * float(text if size == 1 else text[:-1])
+def _parse_tokens(text: str, request: Request) -> float:
+    """Return the number of tokens that --tokens sets, such as 3e8 for "300M"."""
+    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?)([kmbt]?)", text.lower())
+    tokens = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 1 <= tokens < 1e18:
-        what = f"--tokens {shown(tokens_text)} is not a number of tokens"
+        what = f"--tokens {shown(text)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
     if request.is_set("max_steps"):
-        raise UserError(
-            "--tokens and --max_steps both set the number of steps", fix="leave out one"
-        )
-    sequences_per_step = int(request.batch_size) * request.grad_accum_steps * cluster.num_processes
-    return as_typed(request, max_steps=math.ceil(tokens / (sequences_per_step * max_length)))
+        what = "--tokens and --max_steps both set the number of steps"
+        raise UserError(what, fix="leave out one")
+    return tokens
 
 
 def recommended_layouts(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
@@ -244,7 +283,8 @@ def _row(choice: Prediction, label: str) -> dict[str, str]:
     """Return the row of a layout in the table, with `label` in the column "pick"."""
     speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bottleneck"), "-")
     if choice.step is not None:
-        likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
+        low, high = choice.likely_shares
+        likely = f"{100 * (low - 1):+.0f}/{100 * (high - 1):+.0f}%"
         speed |= {
             "s/step": f"{choice.step.seconds:.3f}",
             "tok/s": format_count(choice.tokens_per_s or 0.0),
@@ -256,9 +296,11 @@ def _row(choice: Prediction, label: str) -> dict[str, str]:
     fit_note = "" if choice.memory_fit == "yes" else f"{choice.memory_fit} "
     needed_text = format_count(choice.memory.needed_bytes / GIB)
     return {
-        "pick": label, "layout": _layout_and_mode(choice), "GiB": f"{fit_note}{needed_text}",
+        "pick": label,
+        "layout": _layout_and_mode(choice),
+        "GiB": f"{fit_note}{needed_text}",
         **speed,
-    }  # fmt: skip
+    }
 
 
 def _layout_and_mode(choice: Prediction) -> str:
@@ -268,8 +310,10 @@ def _layout_and_mode(choice: Prediction) -> str:
     name = layout_name(choice.plan)
     if config.activation_checkpointing == "none":
         return name
-    count = config.checkpointed_blocks
-    return f"{name} +{config.activation_checkpointing}" + (f":{count}" if count else "")
+    name += f" +{config.activation_checkpointing}"
+    if config.checkpointed_blocks is not None:
+        name += f":{config.checkpointed_blocks}"
+    return name
 
 
 def legend(cluster: Cluster) -> str:

@@ -17,7 +17,7 @@ from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.plan.layout import Batch
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import layout_name
+from distributed_training.planner.sort import layout_name
 from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.display import short_name
 from distributed_training.records.record import Record, write_json

@@ -10,7 +10,7 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner import checks
-from distributed_training.planner.rank import suggest
+from distributed_training.planner.sort import suggest
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import local_cluster, predict
 from tests.planner.helpers import gpu, plan_for

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.planner.rank import layout_settings, rank, suggest
+from distributed_training.planner.sort import layout_settings, sort_layouts, suggest
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.request import build_config
@@ -15,7 +15,7 @@ from tests.support import refused
 
 def first_of(cluster, **values):
     request = build_config({**values, "strategy": AUTO})
-    return rank(request, parse_cluster(cluster))
+    return sort_layouts(request, parse_cluster(cluster))
 
 
 def test_the_first_choice_is_one_that_a_practitioner_would_accept():
@@ -49,8 +49,8 @@ def test_no_layout_is_chosen_without_the_ram_that_it_needs():
     desktop, server = parse_cluster("RTX-4090"), parse_cluster("RTX-4090")
     machine = dataclasses.replace(server.machine, ram_bytes=2**39)
     server = dataclasses.replace(server, machine=machine)
-    assert not rank(build_config(large), desktop)[0].fits
-    assert rank(build_config(large), server)[0].plan.strategy.name == "offload"
+    assert not sort_layouts(build_config(large), desktop)[0].fits
+    assert sort_layouts(build_config(large), server)[0].plan.strategy.name == "offload"
     with refused("lora_rank=16", "base_dtype=nf4"):
         make_plan(build_config(large), desktop)
 

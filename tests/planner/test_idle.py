@@ -50,4 +50,4 @@ def test_compression_and_buckets_have_no_effect_in_one_process():
 
 def test_every_key_is_tested():
     tested = {override.partition("=")[0] for override, _, _ in CASES}
-    assert {key for keys, _, _ in CONDITIONS for key in keys} <= tested
+    assert {key for condition in CONDITIONS for key in condition.keys} <= tested

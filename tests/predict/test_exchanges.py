@@ -3,7 +3,7 @@
 import pytest
 
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import rank
+from distributed_training.planner.sort import sort_layouts
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import checkpoint_copy_bytes, estimate_memory
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
@@ -90,7 +90,7 @@ def test_bytes_of_optimizer_state_and_checkpoint():
 
 def test_another_algorithm_is_ranked_only_when_asked_for():
     def ranked(strategy, **values):
-        return rank(merged({"strategy": strategy, "model": "gpt2", **values}), H200)
+        return sort_layouts(merged({"strategy": strategy, "model": "gpt2", **values}), H200)
 
     assert "local_sgd" not in {choice.plan.strategy.name for choice in ranked(AUTO)}
     own = [choice.plan for choice in ranked("local_sgd")]

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from distributed_training.plan.schedules import divisors
-from distributed_training.planner.rank import enumerate_plans, find_fastest, rank
+from distributed_training.planner.sort import enumerate_plans, find_fastest, sort_layouts
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
 from distributed_training.settings.config import AUTO
@@ -118,7 +118,7 @@ def layout_of(plan):
 
 
 def ranked(cluster, **config):
-    return rank(build(AUTO, **config), parse_cluster(cluster))
+    return sort_layouts(build(AUTO, **config), parse_cluster(cluster))
 
 
 def test_rankings_for_slow_links_and_for_a_thousand_gpus():

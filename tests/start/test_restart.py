@@ -10,7 +10,7 @@ import pytest
 from distributed_training.checkpoint.resume import Meta, write_meta
 from distributed_training.plan.plan import PLAN_FILE, load_plan
 from distributed_training.planner.make_plan import inherit_settings, make_plan
-from distributed_training.planner.rank import as_typed
+from distributed_training.planner.sort import as_typed
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config

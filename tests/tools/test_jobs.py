@@ -18,7 +18,7 @@ import yaml
 import distributed_training.planner.make_plan as planning
 from distributed_training import cli
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.rank import describe_suggestion
+from distributed_training.planner.sort import describe_suggestion
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.request import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES

@@ -13,6 +13,7 @@ from distributed_training.predict.mechanism import (
     Mechanism,
     PassCosts,
     PipelineRank,
+    Sizes,
     StepPoint,
     Timing,
 )
@@ -52,13 +53,16 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
     return forward, 2 * forward
 
 
-def matrix_shapes(rank: PipelineRank) -> list[tuple[float, float]]:
+def matrix_shapes(sizes: Sizes) -> list[tuple[float, float]]:
     """Return the (rows, columns) of each matrix in a block, as stored on one rank. tp splits the
-    matrices alternately by rows and by columns."""
-    return [
-        (rows, columns / rank.tp) if index % 2 else (rows / rank.tp, columns)
-        for index, (rows, columns) in enumerate(rank.size.block_matrices)
-    ]
+    first matrix of each pair by rows, and the second matrix by columns."""
+    matrices = sizes.size.block_matrices
+    if sizes.tp == 1:
+        return list(matrices)
+    shapes = []
+    for (rows, columns), second in zip(matrices[::2], matrices[1::2], strict=True):
+        shapes += [(rows / sizes.tp, columns), (second[0], second[1] / sizes.tp)]
+    return shapes
 
 
 def attention_cost(timing: Timing) -> Cost:
@@ -120,14 +124,14 @@ def statistics_bytes(rank: PipelineRank) -> float:
     return rank.tokens * (4 * rank.size.num_heads / rank.tp + NORM_BYTES * rank.hidden_share)
 
 
-def mlp_values(rank: PipelineRank) -> tuple[int, int]:
+def mlp_values(sizes: Sizes) -> tuple[int, int]:
     """Return (values per token in the output of an MLP's first matrix, values per token in the
     input of the MLP's second matrix). They are a block's longest output and longest input."""
-    rows, columns = zip(*rank.size.block_matrices, strict=True)
+    rows, columns = zip(*sizes.size.block_matrices, strict=True)
     return max(rows), max(columns)
 
 
-def backward_bytes(rank: PipelineRank) -> float:
+def backward_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of additional bytes that a block's backward pass needs at its peak. The
     peak occurs in the MLP, where these bytes hold the gradient of the first matrix's output. The
     gradient of the second matrix's input needs no additional bytes, because it replaces that
@@ -153,13 +157,13 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
     return 1 - missing_parameters / rank.trained_parameters
 
 
-def _moved_bytes(rank: PipelineRank) -> float:
+def _moved_bytes(sizes: Sizes) -> float:
     """Return the number of bytes per parameter that are read and written to add a gradient to the
     sum of earlier gradients. If the backward pass is split, a GPU adds the product to the fp32 sum
     in the kernel that multiplies: 4 + 4 bytes, instead of the 2 bytes of the product."""
-    if rank.plan.schedule.splits_backward and rank.plan.machine.num_gpus:
+    if sizes.plan.schedule.splits_backward and sizes.plan.machine.num_gpus:
         return 6
-    return GRADIENT_SUM_BYTES if rank.num_microbatches > 1 or rank.pp > 1 else 0
+    return GRADIENT_SUM_BYTES if sizes.num_microbatches > 1 or sizes.pp > 1 else 0
 
 
 BLOCK = Mechanism(

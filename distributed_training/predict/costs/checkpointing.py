@@ -10,6 +10,7 @@ from distributed_training.predict.mechanism import (
     Cost,
     Mechanism,
     PipelineRank,
+    Sizes,
     Timing,
     page_locked_bytes,
 )
@@ -51,19 +52,19 @@ def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     return cheap, max(values) / sum(values) * products, wait_s * NETWORK
 
 
-def boundary_bytes(rank: PipelineRank) -> float:
+def boundary_bytes(sizes: Sizes) -> float:
     """Return the size in bytes of a block's input, or of the gradient of its output."""
-    return rank.hidden_bytes * rank.hidden_share
+    return sizes.hidden_bytes * sizes.hidden_share
 
 
-def waiting_bytes(rank: PipelineRank) -> Sequence[float]:
+def waiting_bytes(sizes: Sizes) -> Sequence[float]:
     """Return the sizes in bytes of the tensors of a block that wait in host memory: its input and,
     with `offload-attention`, the outputs of the first matrix, of attention and of the second
     matrix."""
-    if rank.config.activation_checkpointing == "offload":
-        return (boundary_bytes(rank),)
-    (rows, _), (_, columns), *_ = block.matrix_shapes(rank)
-    return 2 * (boundary_bytes(rank),) + (rank.value_bytes * rows, rank.value_bytes * columns)
+    if sizes.config.activation_checkpointing == "offload":
+        return (boundary_bytes(sizes),)
+    (rows, _), (_, columns), *_ = block.matrix_shapes(sizes)
+    return 2 * (boundary_bytes(sizes),) + (sizes.value_bytes * rows, sizes.value_bytes * columns)
 
 
 def bytes_on_host(rank: PipelineRank) -> float:
@@ -79,49 +80,54 @@ def bytes_on_host(rank: PipelineRank) -> float:
     )
 
 
-def selective_activation_bytes(rank: PipelineRank) -> float:
+def selective_activation_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the size in bytes of the tensors that selective checkpointing keeps for a block: the
     input, the outputs of matrix multiplications, and the output of attention. The output of the
     last matrix multiplication counts only if the block is not compiled."""
     values = (2 if rank.config.compile else 3) * rank.hidden_share
     values += rank.split_values("selective") / rank.tp
-    return rank.hidden_bytes * values + block.statistics_bytes(rank)
+    return recomputed * (rank.hidden_bytes * values + block.statistics_bytes(rank))
 
 
-def recomputed_bytes(rank: PipelineRank) -> float:
-    """Return the size in bytes of the activations that the first backward pass recomputes. The
-    activations of blocks that recompute none are freed before other blocks run backward."""
-    return rank.recomputes * block.activation_bytes(rank)
+def recomputed_bytes(rank: PipelineRank, recomputed: float) -> float:
+    """Return the size in bytes of the activations that the first backward pass recomputes. This is
+    the last block's pass, and the last block recomputes only if all blocks do. Otherwise, its
+    activations are freed before other blocks run backward."""
+    return block.activation_bytes(rank) if recomputed == 1 else 0
 
 
 # Without recomputation, the incoming gradient needs memory in addition to the activations that the
 # block keeps. In a recomputed block, the gradient reuses the memory of the block's input.
 NONE = Mechanism(
     is_used=lambda plan: True,
-    activation_bytes=lambda rank: (1 - rank.recomputed_share) * block.activation_bytes(rank),
-    backward_bytes=lambda rank: 0 if rank.recomputes else boundary_bytes(rank),
+    activation_bytes=lambda rank, recomputed: (1 - recomputed) * block.activation_bytes(rank),
+    backward_bytes=lambda rank, recomputed: 0 if recomputed == 1 else boundary_bytes(rank),
 )
 FULL = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "full",
-    activation_bytes=lambda rank: rank.recomputed_share * boundary_bytes(rank),
+    activation_bytes=lambda rank, recomputed: recomputed * boundary_bytes(rank),
     backward_bytes=recomputed_bytes,
     recomputed_costs=full_recompute_costs,
 )
 OFFLOAD = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "offload",
     # One input leaves the GPU, and one returns, while a block is computed.
-    backward_bytes=lambda rank: recomputed_bytes(rank) + 2 * boundary_bytes(rank),
+    backward_bytes=lambda rank, recomputed: (
+        recomputed_bytes(rank, recomputed) + 2 * boundary_bytes(rank)
+    ),
     recomputed_costs=full_recompute_costs,
 )
 OFFLOAD_ATTENTION = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "offload-attention",
-    activation_bytes=lambda rank: rank.recomputed_share * block.statistics_bytes(rank),
-    backward_bytes=lambda rank: recomputed_bytes(rank) + sum(waiting_bytes(rank)),
+    activation_bytes=lambda rank, recomputed: recomputed * block.statistics_bytes(rank),
+    backward_bytes=lambda rank, recomputed: (
+        recomputed_bytes(rank, recomputed) + sum(waiting_bytes(rank))
+    ),
     recomputed_costs=attention_offload_costs,
 )
 SELECTIVE = Mechanism(
     is_used=lambda plan: plan.config.activation_checkpointing == "selective",
-    activation_bytes=lambda rank: rank.recomputed_share * selective_activation_bytes(rank),
+    activation_bytes=selective_activation_bytes,
     backward_bytes=recomputed_bytes,
     recomputed_costs=selective_recompute_costs,
 )

@@ -12,18 +12,19 @@ from distributed_training.predict.mechanism import (
     Cost,
     Mechanism,
     PipelineRank,
+    Sizes,
     Timing,
     Traffic,
 )
 
 
-def exchanged_values(rank: PipelineRank) -> tuple[float, float]:
+def exchanged_values(sizes: Sizes) -> tuple[float, float]:
     """Return the numbers of values per token in (q, k and v, attention's output). If cp does not
     divide the number of key/value heads, each of these heads is sent several times."""
-    size = rank.size
+    size = sizes.size
     width = size.attention_width
     kv_heads = size.num_kv_heads or size.num_heads
-    kv_width = width / size.num_heads * math.lcm(kv_heads, rank.cp)
+    kv_width = width / size.num_heads * math.lcm(kv_heads, sizes.cp)
     return width + 2 * kv_width, width
 
 
@@ -60,18 +61,19 @@ def exchanged_bytes(rank: PipelineRank) -> float:
     return rank.value_bytes * (output + qkv - rank.size.block_matrices[0][0])
 
 
-def kept_bytes(rank: PipelineRank) -> float:
+def kept_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return by how many bytes cp changes what a block keeps. Selective checkpointing does not keep
     the product with attention's output."""
-    is_selective = rank.config.activation_checkpointing == "selective"
-    kept = (1 - rank.recomputed_share) * exchanged_bytes(rank)
-    return kept - is_selective * rank.recomputed_share * rank.hidden_bytes
+    num_bytes = (1 - recomputed) * exchanged_bytes(rank)
+    if rank.config.activation_checkpointing == "selective":
+        num_bytes -= recomputed * rank.hidden_bytes
+    return num_bytes
 
 
 CP = Mechanism(
     is_used=lambda plan: plan.mesh["cp"] > 1,
     activation_bytes=kept_bytes,
-    backward_bytes=lambda rank: exchanged_bytes(rank) if rank.recomputes else 0,
+    backward_bytes=lambda rank, recomputed: exchanged_bytes(rank) if recomputed == 1 else 0,
     layer_traffic=cp_traffic,
     block_costs=lambda timing: np.outer((1, 1, 0), exchange_cost(timing)),
     recomputed_costs=recomputed_costs,

@@ -18,9 +18,8 @@ def gradient_traffic(rank: PipelineRank) -> Traffic:
     every few steps, return the mean traffic per step."""
     bytes_by_operation = {"all_reduce": 2 * rank.trained_parameters}
     if rank.config.gradient_compression == "none" and not rank.config.has_bf16_weights:
-        matrices = (
-            _matrix_shapes(rank) * rank.trained_share
-        )  # adapters are as small as compressed matrices
+        # Adapters are as small as compressed matrices.
+        matrices = _matrix_shapes(rank) if rank.trained_share else []
         values = rank.plan.engine_options
         options = rank.strategy.options(values) if values else Options()
         bytes_by_operation = options.sent_bytes(
@@ -47,15 +46,16 @@ def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:
 def gradient_sum_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the size in bytes of the sum of gradients over micro-batches. Until the last
     micro-batch, this sum exists in addition to the buckets."""
-    is_kept = rank.has_buckets and rank.num_microbatches > 1
-    return {"buffers": is_kept * rank.weight_bytes * rank.trained_parameters}
+    if not rank.has_buckets or rank.num_microbatches == 1:
+        return {}
+    return {"buffers": rank.weight_bytes * rank.trained_parameters}
 
 
 # Scaled gradients are copied into the buckets once per step.
 DP = Mechanism(
     is_used=lambda plan: plan.only_copies and not plan.strategy.traits.takes_json,
     additional_bytes=gradient_sum_bytes,
-    gradient_share=lambda rank, point: rank.has_buckets,
+    gradient_share=lambda rank, point: 1 if rank.has_buckets else 0,
     data_parallel_traffic=gradient_traffic,
     moved_bytes=lambda rank: 8 / rank.num_microbatches if rank.has_buckets else 0,
 )

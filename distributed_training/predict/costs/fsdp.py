@@ -8,6 +8,7 @@ from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
     PipelineRank,
+    Sizes,
     StepPoint,
     Traffic,
 )
@@ -58,11 +59,11 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     }
 
 
-def _moved_bytes(rank: PipelineRank) -> float:
+def _moved_bytes(sizes: Sizes) -> float:
     """Return the number of bytes per parameter that are read and written when values are copied to
     and from buffers. Parameters are copied out of a buffer twice, and gradients are copied once in
     the dtype of the weights."""
-    return 5 * rank.dtype_bytes + rank.weight_bytes if rank.pp == 1 else 0
+    return 5 * sizes.dtype_bytes + sizes.weight_bytes if sizes.pp == 1 else 0
 
 
 FSDP = Mechanism(

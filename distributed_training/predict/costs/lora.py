@@ -10,6 +10,7 @@ from distributed_training.predict.mechanism import (
     Mechanism,
     PassCosts,
     PipelineRank,
+    Sizes,
     Timing,
     page_locked_bytes,
 )
@@ -32,7 +33,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     return np.outer(times, costs) * sum(outputs.values()) + np.outer((0, 2.5, 0), costs) * in_fused
 
 
-def unsaved_bytes(rank: PipelineRank) -> float:
+def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the size in bytes, as a negative number, of the activations of a block that are
     computed again although it has no activation checkpointing: the outputs of two norms, if no
     block has any (parallel/blocks.py), and the input of the MLP's second matrix, if it is an
@@ -41,21 +42,21 @@ def unsaved_bytes(rank: PipelineRank) -> float:
     config = rank.config
     if rank.tp > 1 or rank.strategy.traits.takes_json or not rank.size.splits:
         return 0
-    values = 2 * rank.size.hidden_size if config.compile and not rank.recomputed_share else 0
+    values = 2 * rank.size.hidden_size if config.compile and recomputed == 0 else 0
     first_outputs, second_inputs = mlp_values(rank)
     if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
         values += second_inputs
-    return -(1 - rank.recomputed_share) * rank.value_bytes * values
+    return -(1 - recomputed) * rank.value_bytes * values
 
 
-def _fuses_mlp(rank: PipelineRank) -> bool:
+def _fuses_mlp(sizes: Sizes) -> bool:
     """Return whether parallel/lora_mlp.py computes the MLPs of a model."""
-    config = rank.config
-    parts = rank.size.adapted_parts(config.lora_targets)
+    config = sizes.config
+    parts = sizes.size.adapted_parts(config.lora_targets)
     has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
-    on_gpu = rank.plan.machine.num_gpus > 0 and rank.dtype_bytes == 2
-    is_supported = on_gpu and rank.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
-    return has_all and is_supported and not rank.strategy.traits.takes_json
+    on_gpu = sizes.plan.machine.num_gpus > 0 and sizes.dtype_bytes == 2
+    is_supported = on_gpu and sizes.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
+    return has_all and is_supported and not sizes.strategy.traits.takes_json
 
 
 def base_bytes(rank: PipelineRank) -> int:
@@ -80,25 +81,26 @@ def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
     return {OFFLOADED.get(rank.strategy.offload["param"], "parameters"): copies * base_bytes(rank)}
 
 
-def adapter_backward_bytes(rank: PipelineRank) -> float:
+def adapter_backward_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of bytes that adapters add to the peak memory of a block's backward pass.
     The peak occurs in the MLP. Two gradients of the second matrix's input exist there at the same
     time, one through the adapter and one through the base weights. With recomputation, the output
     of the first matrix is also in memory. A fused MLP adds neither to a recomputed block."""
     first_outputs, second_inputs = mlp_values(rank)
-    values = second_inputs + rank.recomputes * first_outputs
-    if rank.recomputes and _fuses_mlp(rank):
-        values = 0
+    values = second_inputs
+    if recomputed == 1:
+        values = 0 if _fuses_mlp(rank) else second_inputs + first_outputs
     return rank.value_bytes * values / rank.tp
 
 
-def dequantized_matrix_bytes(rank: PipelineRank) -> float:
+def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of bytes by which a block's largest dequantized matrix exceeds the
     gradients in the block's MLP, or 0 if the matrix is smaller. If the matrix is larger, memory
     peaks at the end of the backward pass, when the matrix is in memory. Otherwise, memory peaks in
     the MLP."""
     largest = max(rows * columns for rows, columns in matrix_shapes(rank))
-    return max(0, rank.dtype_bytes * largest - backward_bytes(rank) - adapter_backward_bytes(rank))
+    mlp_bytes = backward_bytes(rank, recomputed) + adapter_backward_bytes(rank, recomputed)
+    return max(0, rank.dtype_bytes * largest - mlp_bytes)
 
 
 def dequantize_costs(timing: Timing) -> PassCosts:
@@ -120,14 +122,14 @@ def fp8_costs(timing: Timing) -> PassCosts:
     return costs
 
 
-def fp8_bytes(rank: PipelineRank) -> float:
+def fp8_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of bytes that fp8 adds to the peak memory of a block's backward pass: the
     quantized gradient and the transposed copy of the largest matrix."""
     return max(rows * columns + rank.tokens * rows for rows, columns in matrix_shapes(rank))
 
 
-def _num_block_values(rank: PipelineRank) -> float:
-    return sum(rows * columns for rows, columns in matrix_shapes(rank))
+def _num_block_values(sizes: Sizes) -> float:
+    return sum(rows * columns for rows, columns in matrix_shapes(sizes))
 
 
 LORA = Mechanism(

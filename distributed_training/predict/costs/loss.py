@@ -53,18 +53,18 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
         # gradient is kept in fp32, and each chunk's share of it exists in fp16 and in fp32.
         output_parameters = rank.trained_share * rank.embedding_parameters
         is_fp16 = rank.config.precision == "fp16"
-        kept = rank.hidden_bytes + (4 if is_fp16 else rank.dtype_bytes) * output_parameters
+        gradient_bytes = 4 if is_fp16 else rank.dtype_bytes
+        kept = rank.hidden_bytes + gradient_bytes * output_parameters
         share = min(chunk, rank.tokens) / rank.tokens
         eager_bytes = 0 if rank.config.compile else EAGER_BYTES_PER_LOGIT
         chunk_bytes = share * num_logits * (rank.dtype_bytes + eager_bytes)
-        chunk_bytes += 6 * is_fp16 * output_parameters
+        if is_fp16:
+            chunk_bytes += 6 * output_parameters
         if rank.dtype_bytes < rank.weight_bytes and not rounds_or_shards:
             chunk_bytes = max(chunk_bytes, 4 * output_parameters)
         return LossBytes(kept, kept + chunk_bytes, outer_bytes, output_gradient_bytes)
     outer_bytes += rank.trained_share * rank.dtype_bytes * rank.embedding_parameters
-    kept, peak = {"compiled": (rank.dtype_bytes, rank.dtype_bytes), "eager": (4, 12)}[
-        rank.compile_mode
-    ]
+    kept, peak = (rank.dtype_bytes, rank.dtype_bytes) if rank.config.compile else (4, 12)
     return LossBytes(kept * num_logits, peak * num_logits, outer_bytes, output_gradient_bytes)
 
 

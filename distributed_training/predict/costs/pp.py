@@ -11,6 +11,7 @@ from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
     PipelineRank,
+    Sizes,
     StepPoint,
     Timing,
     Traffic,
@@ -49,7 +50,8 @@ def stage_state(rank: PipelineRank) -> ComponentBytes:
     if rank.strategy.traits.takes_json:
         return {}
     keeps_copy = rank.mesh["dp_replicate"] * rank.shards > 1 or rank.dtype_bytes < 4
-    return {"parameters": keeps_copy * rank.dtype_bytes, "gradients": 4 - 4 / rank.shards}
+    copy_bytes = rank.dtype_bytes if keeps_copy else 0
+    return {"parameters": copy_bytes, "gradients": 4 - 4 / rank.shards}
 
 
 def stage_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
@@ -63,17 +65,17 @@ def stage_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     return {"copies": copies, "parameters": -copies, "activations": received_bytes}
 
 
-def embedding_gradient_bytes(rank: PipelineRank) -> tuple[float, float]:
+def embedding_gradient_bytes(sizes: Sizes) -> tuple[float, float]:
     """Return (bytes of memory, bytes read and written) for the embedding's gradient of one
     micro-batch. Compiled code sums this gradient in fp32 and rounds it. It is then added to the sum
     of earlier gradients. If the backward pass is split, only the rows of the micro-batch's tokens
     are added (parallel/zero_bubble.py)."""
-    if rank.pp == 1 or (rank.plan.schedule.splits_backward and rank.tp == 1):
+    if sizes.pp == 1 or (sizes.plan.schedule.splits_backward and sizes.tp == 1):
         return 0, 0
-    parameters = rank.trained_share * rank.embedding_parameters
-    if rank.config.compile and rank.tp == 1 and rank.dtype_bytes == 2:
+    parameters = sizes.trained_share * sizes.embedding_parameters
+    if sizes.config.compile and sizes.tp == 1 and sizes.dtype_bytes == 2:
         return 6 * parameters, (10 + GRADIENT_SUM_BYTES) * parameters
-    gradient_bytes = rank.dtype_bytes * parameters
+    gradient_bytes = sizes.dtype_bytes * parameters
     return gradient_bytes, gradient_bytes + GRADIENT_SUM_BYTES * parameters
 
 

@@ -65,5 +65,5 @@ FP32 = Mechanism(
     state=state_bytes,
     update_bytes=update_bytes,
     # If there are several ranks, Python code runs for each tensor once per step.
-    hook_costs=lambda rank, rates: (rank.plan.num_processes > 1, 0.0),
+    hook_costs=lambda rank, rates: (1 if rank.plan.num_processes > 1 else 0, 0.0),
 )

@@ -8,6 +8,7 @@ from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
     PipelineRank,
+    Sizes,
     StepPoint,
     Traffic,
 )
@@ -96,12 +97,12 @@ def update_bytes(rank: PipelineRank) -> float:
     return (UPDATE_BYTES + 2 * MOMENT_BYTES[rank.config.optimizer]) * num_updated
 
 
-def num_launches(rank: PipelineRank) -> float:
+def num_launches(sizes: Sizes) -> float:
     """Return the number of collectives that ZeRO stage 3 launches per block: an all-gather in each
     pass and, if there are several shards, a reduce-scatter. Return 0 for other ZeRO stages."""
-    if rank.zero.stage < 3:
+    if sizes.zero.stage < 3:
         return 0
-    return 2 if rank.shards == 1 else 3
+    return 2 if sizes.shards == 1 else 3
 
 
 def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
@@ -113,19 +114,19 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
     return 0, wait_s if rank.shards == 1 else 2 * wait_s
 
 
-def offload_s(rank: PipelineRank, most_parameters: float) -> dict[str, float]:
+def offload_s(sizes: Sizes, most_parameters: float) -> dict[str, float]:
     """Return the time in seconds that offloading adds to each step, keyed by bottleneck. The key is
     "disk" for file access, or "host RAM" for the optimizer step on the CPU. Return {} if offloading
     adds no time. `most_parameters` is the largest number of trained parameters on any rank."""
-    processes_here = rank.plan.processes_here
-    shard_parameters = most_parameters / rank.shards
-    if rank.strategy.swaps_to_disk:
+    processes_here = sizes.plan.processes_here
+    shard_parameters = most_parameters / sizes.shards
+    if sizes.strategy.swaps_to_disk:
         return {
             "disk": SWAPPED_BYTES * (shard_parameters * processes_here) / FITTED.disk_bytes_per_s
         }
-    if rank.strategy.steps_on_host:
+    if sizes.strategy.steps_on_host:
         return {
-            "host RAM": FITTED.host_adam_s * (shard_parameters * min(processes_here, rank.shards))
+            "host RAM": FITTED.host_adam_s * (shard_parameters * min(processes_here, sizes.shards))
         }
     return {}
 
@@ -135,7 +136,7 @@ ZERO = Mechanism(
     state=state_bytes,
     additional_bytes=additional_bytes,
     # During the passes, stage 3 has a flat buffer for all gradients.
-    gradient_share=lambda rank, point: rank.zero.stage == 3 and point == "passes",
+    gradient_share=lambda rank, point: 1 if rank.zero.stage == 3 and point == "passes" else 0,
     data_parallel_traffic=zero_traffic,
     num_launches=num_launches,
     hook_costs=hook_costs,

@@ -6,7 +6,7 @@ from typing import Any
 
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.rank import rank
+from distributed_training.planner.sort import sort_layouts
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import PipelineRank
 from distributed_training.predict.predict import parse_cluster
@@ -43,7 +43,7 @@ def recipes() -> str:
         for label in sizes:
             model = f"Qwen3-{label}"
             request = build_config({"model": model, "max_length": 1024, **settings})
-            firsts = [rank(request, cluster)[0] for cluster in clusters]
+            firsts = [sort_layouts(request, cluster)[0] for cluster in clusters]
             cells = [
                 f"{first.memory.needed_bytes / GIB:.1f}"
                 if first.memory_fit == "yes" and not first.plan.strategy.offloads
@@ -79,8 +79,10 @@ def activations() -> str:
                 activation_checkpointing=mode, **config,
             )  # fmt: skip
             tokens = plan.batch.micro_batch_size * plan.config.max_length
+            rank = PipelineRank(plan)
             saved_bytes = sum(
-                mechanism.activation_bytes(PipelineRank(plan)) for mechanism in used_by(plan)
+                mechanism.activation_bytes(rank, rank.recomputed_share)
+                for mechanism in used_by(plan)
             )
             cells.append(f"{saved_bytes / tokens / plan.size.hidden_size:.1f}")
         rows.append([name, *cells])

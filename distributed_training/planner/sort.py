@@ -1,11 +1,11 @@
-"""Rank the layouts of all strategies for one CONFIG, in the order of `order_key`. `strategy=auto`
-uses the first, and `plan` lists all. This module does not import torch."""
+"""Sort the layouts of all strategies for one CONFIG by preference. `strategy=auto` uses the first
+layout, and `plan` lists all. This module does not import torch."""
 
 import bisect
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
@@ -29,10 +29,10 @@ from distributed_training.settings.strategies import (
 )
 
 MIN_GAIN = 0.05  # fraction by which a setting must shorten a step to be worth typing
-# Values of activation_checkpointing, fastest first
-MODES = ("none", "selective", "full", "offload")
+# Modes of activation checkpointing, fastest first
+MODES = ("selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
-MAX_BATCH_POWER = 8  # the largest batch size to test is 2 to this power
+BATCH_SIZES = [2**power for power in range(9)]  # batch sizes to test
 SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits
 LORA_RANK = 16  # rank of the adapters that are suggested if training all weights does not fit
 MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
@@ -46,7 +46,7 @@ def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Ca
     if request.strategy != AUTO:
         strategy = load_strategy(request)
         return Candidate(config=request, strategy=strategy, model=model, mesh=strategy.mesh)
-    first = rank(request, cluster)[0]
+    first = sort_layouts(request, cluster)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
@@ -59,45 +59,70 @@ def _candidate(plan: Draft) -> Candidate:
     )
 
 
-def rank(
+class Fit(NamedTuple):
+    """How well a layout fits into memory. Smaller values are preferred, from the first field on."""
+
+    is_unlikely: bool
+    offloads: bool  # keeps state in host memory or on disk
+    memory_fit: int  # index in MEMORY_FITS
+
+
+class Preference(NamedTuple):
+    """How much a practitioner would like a layout. Smaller values are preferred, from the first
+    field on."""
+
+    fit: Fit
+    cost: float
+    is_complex: bool  # more complex than dp and fsdp
+    num_settings: int  # settings to type, besides the strategy
+    shards_under_dp: bool  # the layout is clearer as fsdp with dp_replicate
+
+
+def sort_layouts(
     request: Request, cluster: Cluster, names: Iterable[str] | None = None
 ) -> list[Prediction]:
-    """Return predictions for all valid layouts in the order of `order_key`, best first. If the user
-    did not set activation_checkpointing, layouts that would not fit use as much of it as necessary.
-    `request` must have a batch size. `names` restricts strategy=auto to these strategies. Raises
-    UserError if no layout is valid."""
-    choices: dict[tuple[Any, ...], Prediction] = {}
+    """Return predictions for all valid layouts in the order of `preference`, best first. If the
+    user did not set activation_checkpointing, layouts that would not fit use as much of it as
+    necessary. `request` must have a batch size. `names` restricts strategy=auto to these
+    strategies. Raises UserError if no layout is valid."""
+    choices: dict[tuple[object, ...], Prediction] = {}
     for plan in _useful_plans(request, cluster, names or list_strategies()):
-        # Two strategies that give the same layout have the same key.
-        strategy = plan.strategy
-        engine = strategy.name if strategy.traits.takes_json else strategy.engine
-        schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
-        key = (
-            engine, *plan.mesh.values(), plan.only_copies, schedule, plan.batch.num_microbatches,
-        )  # fmt: skip
+        key = _layout_key(plan)
         if key not in choices:
             choices[key] = predict(plan, cluster.rates)
         same_layout = replace(choices[key], plan=plan)
-        choices[key] = min(choices[key], same_layout, key=order_key)
+        choices[key] = min(choices[key], same_layout, key=preference)
     if not choices:
         raise _explain_no_layout(request, cluster)
-    ranked = list(choices.values())
+    layouts = list(choices.values())
     may_recompute = cluster.machine.num_gpus > 0 and not request.is_set("activation_checkpointing")
     if may_recompute:
-        ranked = [_with_checkpointing(choice, cluster) for choice in ranked]
-    ranked.sort(key=order_key)
+        layouts = [_with_checkpointing(choice, cluster) for choice in layouts]
+    layouts.sort(key=preference)
     if may_recompute and not request.is_set("checkpointed_blocks"):
-        ranked[0] = _with_some_blocks(ranked[0], cluster)
-    return ranked
+        layouts[0] = _with_some_blocks(layouts[0], cluster)
+    return layouts
 
 
-def fit_key(choice: Prediction) -> tuple[Any, ...]:
-    """Return a sort key for how well a layout fits. Layouts that fit without offload come first."""
-    memory_fit = MEMORY_FITS.index(choice.memory_fit)
-    return memory_fit > 1, choice.plan.strategy.offloads, memory_fit
+def _layout_key(plan: Draft) -> tuple[object, ...]:
+    """Return a key that is equal for two strategies that give the same layout."""
+    strategy = plan.strategy
+    engine = strategy.name if strategy.traits.takes_json else strategy.engine
+    schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
+    counts = (*plan.mesh.values(), plan.batch.num_microbatches)
+    return engine, plan.only_copies, schedule, counts
 
 
-def order_key(choice: Prediction) -> tuple[Any, ...]:
+def fit(choice: Prediction) -> Fit:
+    """Return how well a layout fits. Layouts that fit without offload come first."""
+    return Fit(
+        is_unlikely=choice.memory_fit in ("unlikely", "no"),
+        offloads=choice.plan.strategy.offloads,
+        memory_fit=MEMORY_FITS.index(choice.memory_fit),
+    )
+
+
+def preference(choice: Prediction) -> Preference:
     """Return the sort key that puts the layout first that a practitioner would choose.
 
     Layouts that fit equally well are sorted by their predicted time, which is increased for each
@@ -105,20 +130,26 @@ def order_key(choice: Prediction) -> tuple[Any, ...]:
     typical error of the prediction. Layouts that do not fit are sorted by the memory that they
     need."""
     plan = choice.plan
-    is_simple = _is_simple(plan)
+    mesh = plan.mesh
+    is_split = mesh["pp"] * mesh["cp"] * mesh["tp"] > 1
+    is_complex = is_split or not plan.strategy.traits.averages_with_torch
     num_settings = len(layout_settings(plan))
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
         cost = choice.memory.needed_bytes
     elif choice.step is not None:
         cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
-        if not is_simple:
+        if is_complex:
             low, high = choice.likely_shares
             cost *= high / low
-    # fsdp with dp_replicate comes before the same layout under dp, with dp_shard.
-    is_named_dp = plan.strategy.mesh["dp_shard"] == 1
-    shards_under_dp = is_simple and is_named_dp and plan.mesh["dp_shard"] > 1
-    return *fit_key(choice), cost, not is_simple, num_settings, shards_under_dp
+    names_dp = plan.strategy.mesh["dp_shard"] == 1
+    return Preference(
+        fit=fit(choice),
+        cost=cost,
+        is_complex=is_complex,
+        num_settings=num_settings,
+        shards_under_dp=names_dp and mesh["dp_shard"] > 1 and not is_complex,
+    )
 
 
 def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> Iterator[Draft]:
@@ -155,18 +186,22 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
+def _predict_with(plan: Draft, cluster: Cluster, **settings: Any) -> Prediction:
+    """Return the prediction for a plan's mesh with other settings."""
+    request = plan.requested.model_copy(update=settings)
+    candidate = replace(_candidate(plan), config=request)
+    return predict(lay_out(candidate, cluster), cluster.rates)
+
+
 def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
-    for mode in MODES[1:]:
+    for mode in MODES:
         if choice.memory_fit == "yes":
             break
         with contextlib.suppress(UserError):
-            request = plan.requested.model_copy(update={"activation_checkpointing": mode})
-            draft = lay_out(replace(_candidate(plan), config=request), cluster)
-            recomputed = predict(draft, cluster.rates)
-            if MEMORY_FITS.index(recomputed.memory_fit) < MEMORY_FITS.index(choice.memory_fit):
-                choice = recomputed
+            recomputed = _predict_with(plan, cluster, activation_checkpointing=mode)
+            choice = min(choice, recomputed, key=lambda each: MEMORY_FITS.index(each.memory_fit))
     return choice
 
 
@@ -179,10 +214,9 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
         return choice
 
     def predict_with(count: int) -> Prediction:
-        request = plan.requested.model_copy(update={"checkpointed_blocks": count})
-        return predict(lay_out(replace(_candidate(plan), config=request), cluster), choice.rates)
+        return _predict_with(plan, cluster, checkpointed_blocks=count)
 
-    counts = range(1, max(plan.layout.blocks_per_stage) + 1)
+    counts = range(1, plan.size.num_layers + 1)
     index = bisect.bisect_left(
         counts, True, key=lambda count: predict_with(count).memory_fit == choice.memory_fit
     )
@@ -196,34 +230,45 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
     """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and the number of
     micro-batches if CONFIG leaves them open."""
     candidate = choose_candidate(config, cluster, [])
-    config, strategy = candidate.config, candidate.strategy
-    microbatches_are_auto = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
-    for mesh in all_meshes(strategy, cluster.num_processes):
-        if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):
+    config = candidate.config
+    for mesh in all_meshes(candidate.strategy, cluster.num_processes):
+        requested_sizes = {axis: getattr(config, axis) for axis in mesh}
+        if any(requested_sizes[axis] not in (None, -1, size) for axis, size in mesh.items()):
             continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
             # Searching for an order takes 1 to 2 s, so a search runs only on request.
             schedules = [
-                name for name in strategy.traits.schedules if not SCHEDULES[name].is_searched
+                name
+                for name in candidate.strategy.traits.schedules
+                if not SCHEDULES[name].is_searched
             ]
         for schedule in schedules:
-            with contextlib.suppress(UserError):
-                scheduled = config.model_copy(update={"pipeline_schedule": schedule})
-                first_draft = lay_out(replace(candidate, config=scheduled, mesh=mesh), cluster)
-                yield first_draft
-                if first_draft.schedule.is_searched or not microbatches_are_auto:
-                    continue
-                # With fewer micro-batches, activations would need more memory than `batch_size`
-                # sequences under dp.
-                batch = first_draft.batch
-                sequences = batch.micro_batch_size * batch.num_microbatches
-                counts = first_draft.schedule.accepted_counts(mesh["pp"], sequences)
-                more = [count for count in counts if count > batch.num_microbatches]
-                for count in more[:MAX_MICROBATCH_COUNTS]:
-                    with contextlib.suppress(UserError):
-                        counted = scheduled.model_copy(update={"num_microbatches": count})
-                        yield lay_out(replace(candidate, config=counted, mesh=mesh), cluster)
+            scheduled = config.model_copy(update={"pipeline_schedule": schedule})
+            yield from _vary_microbatches(replace(candidate, config=scheduled, mesh=mesh), cluster)
+
+
+def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft]:
+    """Yield a candidate's draft, if it is valid. If CONFIG leaves the number of micro-batches open,
+    also yield drafts with more micro-batches. With fewer, activations would need more memory than
+    `batch_size` sequences under dp."""
+    try:
+        draft = lay_out(candidate, cluster)
+    except UserError:
+        return
+    yield draft
+    config = candidate.config
+    is_open = config.micro_batch_size == config.num_microbatches == AUTO
+    if draft.schedule.is_searched or not is_open:
+        return
+    num_microbatches = draft.batch.num_microbatches
+    sequences = draft.batch.micro_batch_size * num_microbatches
+    counts = draft.schedule.accepted_counts(draft.mesh["pp"], sequences)
+    more = [count for count in counts if count > num_microbatches]
+    for count in more[:MAX_MICROBATCH_COUNTS]:
+        with contextlib.suppress(UserError):
+            counted = config.model_copy(update={"num_microbatches": count})
+            yield lay_out(replace(candidate, config=counted), cluster)
 
 
 def layout_settings(plan: Draft) -> Settings:
@@ -270,17 +315,9 @@ def layout_name(plan: Draft) -> str:
 
 def find_fastest(choices: Iterable[Prediction]) -> Prediction:
     """Return the fastest of the layouts that fit best."""
-
-    def fit_and_seconds(choice: Prediction) -> tuple[Any, ...]:
-        return *fit_key(choice), choice.step.seconds if choice.step else 0.0
-
-    return min(choices, key=fit_and_seconds)
-
-
-def _is_simple(plan: Draft) -> bool:
-    """Return whether a plan has the layout of dp or fsdp."""
-    mesh = plan.mesh
-    return plan.strategy.traits.averages_with_torch and mesh["pp"] * mesh["cp"] * mesh["tp"] == 1
+    return min(
+        choices, key=lambda choice: (fit(choice), choice.step.seconds if choice.step else 0.0)
+    )
 
 
 def as_typed(request: Request, **values: Any) -> Request:
@@ -292,36 +329,44 @@ def as_typed(request: Request, **values: Any) -> Request:
 def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> Request:
     """Return CONFIG with a batch size. With batch_size=auto, choose the smallest power of two that
     reaches the fraction NEAR_BEST of the best predicted tokens/s among the sizes whose first choice
-    fits into memory. If the GPU's rates are unknown, choose the largest power of two that fits. If
-    none fits, choose 1."""
+    fits into memory. With strategy=auto, the first choice is a simple strategy if any fits. If the
+    GPU's rates are unknown, choose the largest power of two that fits. If none fits, choose 1."""
     if request.batch_size != AUTO:
         return request
-    speeds = {}
-    sizes = [2**power for power in range(MAX_BATCH_POWER + 1)]
-    for names in (SIMPLE, None) if request.strategy == AUTO else (None,):
-        for size in sizes:
-            with contextlib.suppress(UserError):
-                sized = as_typed(request, batch_size=size)
-                if request.strategy == AUTO:
-                    first = rank(sized, cluster, names)[0]
-                else:
-                    draft = lay_out(choose_candidate(sized, cluster, []), cluster)
-                    first = predict(draft, cluster.rates)
-                if first.memory_fit != "yes":
-                    break
-                speeds[size] = first.tokens_per_s or size
-        if speeds:
-            break
-    required_speed = NEAR_BEST * max(speeds.values(), default=0.0)
-    size = next((size for size, speed in speeds.items() if speed >= required_speed), 1)
-    if not speeds:
-        reason = "because no value is predicted to fit into memory"
-    elif cluster.rates is None:
-        reason = "the largest tested value that is predicted to fit into memory"
-    else:
+    speeds = _speeds_by_batch_size(request, cluster, SIMPLE)
+    if not speeds and request.strategy == AUTO:
+        speeds = _speeds_by_batch_size(request, cluster, None)
+    size = 1
+    reason = "because no value is predicted to fit into memory"
+    if speeds:
+        required_speed = NEAR_BEST * max(speeds.values())
+        size = min(size for size, speed in speeds.items() if speed >= required_speed)
         reason = f"the smallest value predicted to reach {NEAR_BEST:.0%} of the best tokens/s"
+        if cluster.rates is None:
+            reason = "the largest tested value that is predicted to fit into memory"
     notes.append(f"batch_size is {size}, {reason}")
     return as_typed(request, batch_size=size)
+
+
+def _speeds_by_batch_size(
+    request: Request, cluster: Cluster, names: Iterable[str] | None
+) -> dict[int, float]:
+    """Return the predicted tokens/s for each batch size whose first choice fits into memory. If the
+    GPU's rates are unknown, return the batch size instead of the speed. `names` restricts
+    strategy=auto to these strategies."""
+    speeds: dict[int, float] = {}
+    for size in BATCH_SIZES:
+        with contextlib.suppress(UserError):
+            sized = as_typed(request, batch_size=size)
+            if request.strategy == AUTO:
+                first = sort_layouts(sized, cluster, names)[0]
+            else:
+                draft = lay_out(choose_candidate(sized, cluster, []), cluster)
+                first = predict(draft, cluster.rates)
+            if first.memory_fit != "yes":
+                break
+            speeds[size] = first.tokens_per_s or size
+    return speeds
 
 
 def suggest(
@@ -333,42 +378,49 @@ def suggest(
     for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
     4-bit base, then offload. Settings that fit safely come before settings that may fit. Layouts of
     other strategies than `strategies` are not tried."""
-    request = plan.requested
-    changes = OPEN_SETTINGS | {
-        "pipeline_schedule": AUTO, "engine_options": {}, "strategy": AUTO,
-        "model": plan.config.model,
-    }  # fmt: skip
+    requested = plan.requested
+    # The user's number of blocks may be too small to fit, so the planner chooses another.
+    set_by = {key: by for key, by in requested.set_by.items() if key != "checkpointed_blocks"}
+    request = requested.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
+    changes: Settings = {"strategy": AUTO, "model": plan.config.model, "engine_options": {}}
     if request.batch_size != AUTO:
         changes["batch_size"] = plan.config.batch_size
-    # The user's number of blocks may be too small to fit, so the planner chooses another.
-    set_by = {key: by for key, by in request.set_by.items() if key != "checkpointed_blocks"}
-    request = request.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
-    request = as_typed(request, **changes)
+    request = as_typed(request, **OPEN_SETTINGS, pipeline_schedule=AUTO, **changes)
     suggestions = []
-    alternatives: list[Settings] = [{}]
-    if not request.lora_rank and not request.has_bf16_weights:
-        alternatives.append({"optimizer": "adamw-bf16-weights"})
-    if request.weights != "random":
-        adapters = {} if request.lora_rank else {"lora_rank": LORA_RANK}
-        nf4 = {"base_dtype": "nf4"} if request.base_dtype in (None, AUTO) else {}
-        alternatives += [settings for settings in (adapters, adapters | nf4) if settings]
-    for alternative in alternatives:
+    for alternative in _alternatives(request):
+        try:
+            sized = choose_batch_size(as_typed(request, **alternative), cluster, [])
+            first = sort_layouts(sized, cluster, strategies)[0]
+        except UserError:
+            continue
+        if not first.fits:
+            continue
         settings = dict(alternative)
-        with contextlib.suppress(UserError):
-            sized = choose_batch_size(as_typed(request, **settings), cluster, [])
-            first = rank(sized, cluster, strategies)[0]
-            if not first.fits:
-                continue
-            if not settings or plan.requested.strategy != AUTO:
-                if first.plan.strategy.name != plan.requested.strategy:
-                    settings["strategy"] = first.plan.strategy.name
-                settings |= layout_settings(first.plan)
-                if plan.requested.is_set("checkpointed_blocks"):
-                    settings.setdefault("checkpointed_blocks", None)
-            suggestions.append((settings, first))
-            if not alternative and not first.plan.strategy.offloads:
-                break
-    return sorted(suggestions, key=lambda suggestion: fit_key(suggestion[1]))
+        if not alternative or requested.strategy != AUTO:
+            if first.plan.strategy.name != requested.strategy:
+                settings["strategy"] = first.plan.strategy.name
+            settings |= layout_settings(first.plan)
+            if requested.is_set("checkpointed_blocks"):
+                settings.setdefault("checkpointed_blocks", None)
+        suggestions.append((settings, first))
+        if not alternative and not first.plan.strategy.offloads:
+            break
+    return sorted(suggestions, key=lambda suggestion: fit(suggestion[1]))
+
+
+def _alternatives(request: Request) -> Iterator[Settings]:
+    """Yield settings that need less memory, the smallest change of the training first."""
+    yield {}
+    if not request.lora_rank and not request.has_bf16_weights:
+        yield {"optimizer": "adamw-bf16-weights"}
+    if request.weights == "random":
+        return
+    adapters: Settings = {}
+    if not request.lora_rank:
+        adapters = {"lora_rank": LORA_RANK}
+        yield adapters
+    if request.base_dtype in (None, AUTO):
+        yield adapters | {"base_dtype": "nf4"}
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:
