@@ -65,7 +65,7 @@ class DeepSpeedEngine(base.Engine):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module.parameters(), config.weight_decay)
-        settings = {"lr": float(config.learning_rate), **base.ADAM}
+        settings = {"lr": config.learning_rate, **base.ADAM}
         if strategy.steps_on_host:
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
-from distributed_training.engines.optimizers import build_optimizer, quantized_part
+from distributed_training.engines.optimizers import build_optimizer
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
@@ -67,7 +67,7 @@ def parallelize(
             apply_fused_mlp(stage, config)
     if topology.cp > 1:
         apply_cp(stage, topology.cp)
-    mode, compiled = config.activation_checkpointing, bool(config.compile)
+    mode, compiled = config.activation_checkpointing, config.compile
     blocks.apply_checkpointing(stage, mode, config.checkpointed_blocks, compiled=compiled)
     stage.loss = blocks.build_loss(config)
     if tp_mesh is not None:
@@ -103,9 +103,9 @@ class NativeEngine(base.Engine):
         mesh = None if plan.only_copies else topology.build_mesh()
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.step_graph = StepGraph(
-            self._compute_and_update, topology.device, captures=bool(self.config.cuda_graphs)
+            self._compute_and_update, topology.device, captures=self.config.cuda_graphs
         )
-        self.uses_async_tp = bool(self.config.async_tp) and succeeds_on_all_ranks(
+        self.uses_async_tp = self.config.async_tp and succeeds_on_all_ranks(
             partial(enable_symmetric_memory, self.tp_group), "async_tp has no effect"
         )
         self._build_stages(model, weights, mesh)
@@ -163,7 +163,7 @@ class NativeEngine(base.Engine):
             self.local_params[parameter] = local
             origins[local] = (name, parameter)
         self.optimizer: Any = build_optimizer(self.config, device, origins)
-        lr = float(self.config.learning_rate)
+        lr = self.config.learning_rate
         self.lr_tensor = None
         # A CUDA graph and compiled code read the learning rate of each step from memory.
         if device.type == "cuda" or self.config.optimizer != "adamw":
@@ -379,12 +379,7 @@ class NativeEngine(base.Engine):
             tensors = {"weight": local, **self._adam_state(parameter)}
             tensors.pop("step", None)
             for key, tensor in tensors.items():
-                quantized = hasattr(tensor, "codes")
-                part = build_part(
-                    f"{key}/{name}", local if quantized else tensor, shape, start,
-                    written_here=written_here,
-                )  # fmt: skip
-                yield quantized_part(part, tensor) if quantized else part
+                yield build_part(f"{key}/{name}", tensor, shape, start, written_here=written_here)
 
     def counters(self) -> dict[str, float]:
         return {

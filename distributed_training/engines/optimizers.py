@@ -10,14 +10,13 @@ import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from distributed_training.engines.base import ADAM, MOMENTS
-from distributed_training.parallel.tensor_files import Part, locate_local
+from distributed_training.parallel.tensor_files import locate_local
 from distributed_training.settings.config import RunConfig
 
 # Maximum number of values per update. If the update is not compiled, the limit saves memory.
@@ -50,33 +49,11 @@ def build_optimizer(
     `origins` maps each parameter of the optimizer to the name and the DTensor of the parameter
     whose shard it is. The DTensor is the parameter itself if it is not sharded."""
     groups = parameter_groups(origins, config.weight_decay)
-    lr = float(config.learning_rate)
-    compiled = bool(config.compile)
-    if config.optimizer == "adamw-8bit":
-        from distributed_training.engines.adamw_8bit import AdamW8bit
-
-        return AdamW8bit(groups, lr, compiled=compiled)
+    lr = config.learning_rate
+    compiled = config.compile
     if config.optimizer != "adamw":
         return AdamWBf16(groups, lr, origins, config.seed, compiled=compiled)
     return AdamW(groups, lr, is_fused=device.type == "cuda")
-
-
-def quantized_part(part: Part, moment: Any) -> Part:
-    """Return a copy of `part`, a part of the weight, that reads and writes the quantized Adam
-    moment `moment` in fp32 instead."""
-    unpadded = tuple(map(slice, part.size))
-
-    def write(values: torch.Tensor) -> None:
-        from distributed_training.engines.adamw_8bit import requantize
-
-        padded = torch.zeros(moment.shape, device=moment.device)
-        padded[unpadded] = values.to(moment.device)
-        requantize(moment, padded)
-
-    def read() -> torch.Tensor:
-        return moment.dequantize()[unpadded]
-
-    return replace(part, get=read, write=write, dtype=torch.float32)
 
 
 class AdamW(torch.optim.AdamW):

@@ -125,7 +125,7 @@ def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
     tokens is computed separately."""
     if not config.loss_chunk_tokens:
         return summed_cross_entropy
-    return ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
+    return ChunkedCrossEntropy(config.loss_chunk_tokens, compiled=config.compile)
 
 
 def _compile(function: Any, backend: Any = "inductor") -> Any:
@@ -137,25 +137,21 @@ def _compile(function: Any, backend: Any = "inductor") -> Any:
 def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
     """Compile a model in place if `config.compile` is set.
 
-    Each block's forward is compiled, and all blocks share one graph. With `compile=whole`, all
-    layers before the final norm are instead compiled as one graph, so that operations can be
-    fused across blocks. The loss is also compiled. If the loss is chunked, it compiles
-    itself. If `compile_outer_layers` is set, the embedding and the final norm are also compiled.
-    These layers cannot be compiled with ZeRO stage 3, because it adds hooks to them."""
+    Each block's forward is compiled, and all blocks share one graph. The loss is also compiled. If
+    the loss is chunked, it compiles itself. If `compile_outer_layers` is set, the embedding and the
+    final norm are also compiled. These layers cannot be compiled with ZeRO stage 3, because it adds
+    hooks to them."""
     if not config.compile:
         return
     keep_headers_private()
     backend: Any = "inductor"
     if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
         backend = compile_with_less_memory
-    has_chunked_loss = bool(config.loss_chunk_tokens)
-    if config.compile == "whole":
-        model.run = _compile(model.run, backend)  # type: ignore[method-assign]
-    else:
-        for block in model.blocks.values():
-            block.forward = _compile(block.forward, backend)
-        if compile_outer_layers:
-            model.embed = _compile(model.embed)
+    has_chunked_loss = config.loss_chunk_tokens > 0
+    for block in model.blocks.values():
+        block.forward = _compile(block.forward, backend)
+    if compile_outer_layers:
+        model.embed = _compile(model.embed)
     if compile_outer_layers and not has_chunked_loss:
         model.apply_head = _compile(model.apply_head)
     elif compile_outer_layers and model.is_last:

@@ -130,11 +130,6 @@ class LayerStyle(ParallelStyle):
         return self.apply(module, device_mesh)  # type: ignore[attr-defined,no-any-return]
 
 
-def new_8bit_moment(optimizer: Any, parameter: torch.Tensor, *, signed: bool) -> Any:
-    """Return an Adam moment of zeros for one of torchao's 8-bit optimizers."""
-    return optimizer._new_buffer(parameter, signed)
-
-
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
     """Return the position of this rank's fp32 shard of a parameter in a ZeRO optimizer, or None if
     there is no shard. The position is (index of the flat tensor, offset in that tensor, index of

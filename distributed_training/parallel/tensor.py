@@ -47,7 +47,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
     split into `tp_parts[0]` parts and tokens split into `tp_parts[1]` parts. Return the names of
     parameters that each rank applies only to its own tokens or heads. The gradients of these
     parameters must be summed over `mesh` (gradients.all_reduce_sum)."""
-    sequence_parallel = max(tp_parts) > 1
     placement = _place_activations(tp_parts)
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=placement),
@@ -65,13 +64,11 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
-    own_roles = {"heads"}
-    if sequence_parallel:
-        own_roles |= {"whole", "positions"}
+    own_roles = ("heads", "whole", "positions")
     own_parameters = set()
     for name, role in roles.items():
         for parameter, _ in model.get_submodule(name).named_parameters():
-            is_own_bias = sequence_parallel and role == "row" and parameter == "bias"
+            is_own_bias = role == "row" and parameter == "bias"
             if role in own_roles or is_own_bias:
                 own_parameters.add(f"{name}.{parameter}")
     return own_parameters
@@ -113,8 +110,6 @@ def shard_output(
 
 def _place_activations(tp_parts: tuple[int, int]) -> Placement:
     """Return the placement of the activations between sharded layers."""
-    if max(tp_parts) == 1:
-        return Replicate()
     return Shard(0 if tp_parts[0] > 1 else 1)
 
 

@@ -23,7 +23,7 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
-FORMAT = 3  # version of plan.json
+FORMAT = 4  # version of plan.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,7 @@ class Draft:
 
         If the number of samples is divisible by tp, activations are divided by sample, otherwise by
         token. Samples are contiguous in memory, so whole samples need no copy after they are
-        gathered. Without sequence parallelism, the numbers are (1, 1)."""
-        if not self.config.sequence_parallel:
-            return 1, 1
+        gathered."""
         tp = self.mesh["tp"]
         return (tp, 1) if self.batch.micro_batch_size % tp == 0 else (1, tp)
 
@@ -137,7 +135,7 @@ class Draft:
             "num_processes": self.num_processes,
             "mesh": format_axes(self.mesh),
             "stages": [[blocks.start, blocks.stop] for blocks in self.layout.stages],
-            "sequence_parallel": self.config.sequence_parallel and self.mesh["tp"] > 1,
+            "sequence_parallel": self.mesh["tp"] > 1,
             "device": "cuda" if self.machine.num_gpus else "cpu",
         }
 

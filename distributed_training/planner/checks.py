@@ -43,8 +43,6 @@ def check_packages(plan: Draft) -> None:
         plan.strategy.traits.package: (strategy, "-r requirements.txt"),
         tracker: (f"log_to={tracker!r}", tracker),
     }
-    if plan.config.optimizer == "adamw-8bit":
-        requirements["torchao"] = ("optimizer='adamw-8bit'", "torchao")
     if plan.config.base_dtype == "nf4":
         requirements["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
     for package, (reason, source) in requirements.items():

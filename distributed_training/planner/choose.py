@@ -285,19 +285,9 @@ def _decide_switch(
 def _compile_obstacle(plan: Draft) -> str:
     """Return the reason why compiled blocks would fail or give wrong results, or "" if there is no
     such reason."""
-    config = plan.config
-    strategy = plan.strategy
-    strategy_setting = f"strategy={config.strategy!r}"
-    if strategy.fetches_parameters:
-        return f"{strategy_setting}, which fetches parameters while a block runs"
-    if plan.requested.compile != "whole":
-        return ""
-    if plan.num_processes > 1:
-        return f"{plan.num_processes} processes, which communicate before each block"
-    if strategy.traits.takes_json:
-        return f"{strategy_setting}, which runs hooks between blocks"
-    if config.activation_checkpointing != "none":
-        return f"activation_checkpointing={config.activation_checkpointing!r}"
+    if plan.strategy.fetches_parameters:
+        name = plan.config.strategy
+        return f"strategy={name!r}, which fetches parameters while a block runs"
     return ""
 
 
@@ -306,8 +296,6 @@ def _async_tp_obstacle(plan: Draft, compiled: Any) -> str:
     num_gpus = plan.machine.num_gpus
     if tp == 1:
         return "tp=1, which has no communication to overlap"
-    if not plan.config.sequence_parallel:
-        return "sequence_parallel=False, which has no reduce-scatter to overlap"
     if num_gpus == 0:
         return "a CPU"
     if not compiled:
@@ -324,11 +312,8 @@ def _graph_obstacle(plan: Draft) -> str:
     reason. For example, a step that waits for the host cannot be captured."""
     config = plan.config
     recomputes = config.activation_checkpointing != "none"
-    may_skip_update = config.on_nonfinite == "skip" or config.precision == "fp16"
     if not plan.strategy.traits.averages_with_torch:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
-    if config.optimizer == "adamw-8bit" and may_skip_update:
-        return "optimizer='adamw-8bit', which needs the host to skip an update"
     if config.gradient_compression != "none":
         return "gradient_compression, which runs hooks on the host"
     if max(config.dropout, config.lora_dropout) > 0 and (plan.mesh["tp"] > 1 or recomputes):

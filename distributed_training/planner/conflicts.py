@@ -65,11 +65,6 @@ CONDITIONS = (
         otherwise="there is no pipeline with pp=1",
     ),
     Condition(
-        keys=("sequence_parallel",),
-        is_met=lambda plan: plan.mesh["tp"] > 1,
-        otherwise="no layers are split with tp=1",
-    ),
-    Condition(
         keys=("checkpointed_blocks",),
         is_met=lambda plan: plan.config.activation_checkpointing != "none",
         otherwise="no blocks recompute activations",
@@ -118,19 +113,8 @@ def check_sequence_parallel(plan: Draft) -> None:
         samples = plan.batch.micro_batch_size
         why = f"{tp=} divides neither max_length nor the {samples} samples of a micro-batch, "
         why += "and sequence_parallel gives every rank the same number of them"
-        fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
+        fix = f"set max_length to {length // tp * tp or tp}"
         _refuse(plan, "max_length", f"{tp=}", why, fix)
-
-
-def check_dropout(plan: Draft) -> None:
-    tp = plan.mesh["tp"]
-    if tp == 1 or plan.config.sequence_parallel:
-        return
-    for key in ("dropout", "lora_dropout"):
-        if getattr(plan.config, key) > 0:
-            other = f"{tp=} and sequence_parallel=False"
-            why = "the ranks would need equal masks, except in attention"
-            _refuse(plan, key, other, why, f"set sequence_parallel to True or {key} to 0")
 
 
 def check_precision(plan: Draft) -> None:
@@ -288,7 +272,6 @@ def check_nf4(plan: Draft) -> None:
 CHECKS = (
     check_positions,
     check_sequence_parallel,
-    check_dropout,
     check_precision,
     check_swapping_on_cpu,
     check_push,

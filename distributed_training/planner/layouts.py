@@ -232,16 +232,11 @@ def split_batch(candidate: Candidate) -> Batch:
         why = f"with {candidate.schedule_name} over {pp=}, num_microbatches must be one of "
         why += f"{possible}, and micro_batch_size {sequences} divided by it"
         raise UserError(f"{what}step", why, "set micro_batch_size and num_microbatches to auto")
-    # A block keeps 16 values per hidden unit (predict/costs/block.py). Four of these values are
-    # between the layers that tp shards. Only sequence parallelism shards these four values.
     tp = candidate.mesh["tp"]
-    activation_share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
-        kept_sequences = (
-            size * candidate.schedule.kept_micro_batches(pp, count) / pp * activation_share
-        )
+        kept_sequences = size * candidate.schedule.kept_micro_batches(pp, count) / (pp * tp)
         # The loss is computed for one micro-batch at a time, with logits that are sharded over tp.
         return max(kept_sequences, size / tp) <= int(config.batch_size)
 

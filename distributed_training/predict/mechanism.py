@@ -85,7 +85,7 @@ class Sizes:
         # Size in bytes of one micro-batch's hidden states between two blocks, before sharding, and
         # the share of it on each rank along tp
         self.hidden_bytes = self.tokens * size.hidden_size * self.dtype_bytes
-        self.hidden_share = 1 / self.tp if config.sequence_parallel else 1.0
+        self.hidden_share = 1 / self.tp
         self.compile_mode = "compiled" if config.compile else "eager"
         self.embedding_parameters = size.padded_vocab_size * size.hidden_size // self.tp
         # Share of the blocks that recompute activations
@@ -134,7 +134,7 @@ class PipelineRank(Sizes):
             if len(ranks) > 1 or not size.tied:
                 self.parameters_outside_blocks += self.embedding_parameters
         self.parameters = self.parameters_in_blocks + self.parameters_outside_blocks
-        self.tp_partial_parameters = tp_partial_parameters if config.sequence_parallel else 0
+        self.tp_partial_parameters = tp_partial_parameters
         self.adapter_parameters = 0
         self.trained_parameters = self.parameters
         if not self.trained_share:

@@ -109,11 +109,9 @@ class Config(KeyModel):
     step."""
     warmup_steps: CountOrZero = training_key(10)
     """Optimizer steps over which the learning rate rises linearly from 0."""
-    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16-weights"] = training_key(
-        "adamw")
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-bf16-weights"] = training_key("adamw")
     """Optimizer. adamw: state in fp32. adamw-bf16: state in bf16 with stochastic rounding.
-    adamw-8bit: state in 8 bits (needs `pip install torchao`). adamw-bf16-weights: also weights and
-    gradients in bf16 with stochastic rounding."""
+    adamw-bf16-weights: also weights and gradients in bf16 with stochastic rounding."""
     weight_decay: Rate = training_key(0.01)
     """AdamW's weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Positive | None = training_key(1.0)
@@ -146,8 +144,6 @@ class Config(KeyModel):
     """Number of GPUs over which every layer is sharded (tensor parallelism)."""
     pp: Axis = layout_key(None)
     """Number of GPUs over which the layers are partitioned (pipeline parallelism)."""
-    sequence_parallel: bool = layout_key(True)
-    """With tp: also shard norms, dropout and residuals along the sequence."""
     micro_batch_size: Count | Auto = layout_key(AUTO)
     """Sequences per forward pass. auto: chosen for the layout."""
     num_microbatches: Count | Auto = layout_key(AUTO)
@@ -184,9 +180,9 @@ class Config(KeyModel):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed_key(AUTO, work=True)
     """Compute dtype. Master weights are fp32. auto: bf16 on GPUs that support it, fp16 on
     older GPUs, fp32 on CPUs."""
-    compile: bool | Literal["auto", "whole"] = speed_key(AUTO)
-    """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
-    (one process only). auto: True on GPUs with compute capability 7.0 or higher."""
+    compile: bool | Auto = speed_key(AUTO)
+    """Use torch.compile on the blocks, which share one compilation. auto: True on GPUs with compute
+    capability 7.0 or higher."""
     cuda_graphs: bool | Auto = speed_key(AUTO)
     """Launch each training step as one CUDA graph. auto: True if the graph gives correct
     results and fits in memory."""
@@ -288,7 +284,7 @@ class DraftConfig(Config):
     base_dtype: Literal["bf16", "fp8", "nf4"] | None
     loss_chunk_tokens: CountOrZero
     precision: Literal["bf16", "fp16", "fp32"]
-    compile: bool | Literal["whole"]
+    compile: bool
     cuda_graphs: bool
     async_tp: bool
 

@@ -39,7 +39,7 @@ IGNORE_SIGNALS_S = 10.0  # Signals within this time after the first one are igno
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     """Return the learning rate for step `step` (0-based) of a run with `num_steps` steps. A linear
     warm-up is followed by the schedule `lr_schedule`."""
-    peak = float(config.learning_rate)
+    peak = config.learning_rate
     warmup = config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

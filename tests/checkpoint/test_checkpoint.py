@@ -60,7 +60,7 @@ class FakeEngine(Engine):
 def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
     if run_dir is not None:  # the start of a run creates its folder
         run_dir.mkdir(parents=True, exist_ok=True)
-    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
+    config = SimpleNamespace(keep_checkpoints=keep, seed=42)
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
     return SimpleNamespace(
         config=config, requested=Request(), run_dir=run_dir, work=work, layout_fingerprint=spread,

@@ -1,4 +1,4 @@
-"""Test AdamW with bf16 and 8-bit Adam moments and with bf16 weights, and test gradient
+"""Test AdamW with bf16 Adam moments and with bf16 weights, and test gradient
 clipping."""
 
 from types import SimpleNamespace
@@ -68,13 +68,12 @@ def test_bf16_weights_follow_fp32_weights_on_average_despite_tiny_updates():
     assert float(errors.std()) < 0.03
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("adamw-bf16", 0.01), ("adamw-8bit", 0.1)])
-def test_first_steps_are_close_to_adamw(name, tolerance):
+def test_first_steps_are_close_to_adamw():
     gradients = [random_tensor(0).sign() * (0.5 + random_tensor(seed).abs()) for seed in range(3)]
     exact, _ = train("adamw", gradients)
-    approximate, moments = train(name, gradients)
+    approximate, moments = train("adamw-bf16", gradients)
     start = torch.linspace(-1, 1, 16 * 512).view(-1, 512)
-    assert (approximate - exact).norm() < tolerance * (exact - start).norm()
+    assert (approximate - exact).norm() < 0.01 * (exact - start).norm()
     assert float(moments["step"]) == 3
 
 

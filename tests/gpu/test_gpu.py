@@ -108,9 +108,7 @@ REPLAYED = {
         "dp": {"strategy": "dp", **micro_batches(1)},
         "dp accumulating": {"strategy": "dp", **micro_batches(4), **DROPPING},
         "dp fp16": {"strategy": "dp", **micro_batches(2), "precision": "fp16"},
-        "dp whole, chunked": {
-            "strategy": "dp", **micro_batches(1), "compile": "whole", "loss_chunk_tokens": 100,
-        },
+        "dp chunked": {"strategy": "dp", **micro_batches(1), "loss_chunk_tokens": 100},
         "dp records": {"strategy": "dp", **micro_batches(2), **PACKED},
     },
     2: {
@@ -128,9 +126,7 @@ REPLAYED = {
     4: {
         "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
         "shard2-tp2": {**mesh(dp_shard=2, tp=2), **micro_batches(2)},
-        "copies2-tp2-whole": {
-            **mesh(dp_replicate=2, tp=2), **micro_batches(1), "sequence_parallel": False,
-        },
+        "copies2-tp2": {**mesh(dp_replicate=2, tp=2), **micro_batches(1)},
         "pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), "pipeline_schedule": "zb-h1"},
         "shard2-pp2-interleaved": {
             **mesh(dp_shard=2, pp=2), **micro_batches(4), "pipeline_schedule": "interleaved",

@@ -27,7 +27,6 @@ LAYOUTS = {
     "fsdp": {"strategy": "fsdp", **micro_batches(1)},
     "selective": {**ONE, "activation_checkpointing": "selective", "compile": True},
     "pp": {**mesh(pp=2), **micro_batches(2)},
-    "tp-whole": {**mesh(tp=2), **micro_batches(1), "sequence_parallel": False},
 }
 E4M3 = torch.float8_e4m3fn
 

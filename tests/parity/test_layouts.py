@@ -47,7 +47,6 @@ FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 CHUNKED = {"loss_chunk_tokens": 50}
 COMPILED = {"compile": True}
-WHOLE_NORMS = {"sequence_parallel": False}
 ZB_H1 = {"pipeline_schedule": "zb-h1"}
 ZB_V = {"pipeline_schedule": "zb-v"}
 INTERLEAVED = {"pipeline_schedule": "interleaved"}
@@ -59,7 +58,7 @@ CASES = {
         "padded/zero3": {"strategy": "zero3", **micro_batches(2), **CHUNKED},
         "packed/tp2": {**mesh(tp=2), **micro_batches(1)},
         "padded/tp2": {**mesh(tp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
-        "packed/tp2-whole-norms": {**mesh(tp=2), **micro_batches(2), **WHOLE_NORMS, **FULL},
+        "packed/tp2-recomputed": {**mesh(tp=2), **micro_batches(2), **FULL},
         "padded/fsdp": {"strategy": "fsdp", **micro_batches(2), **SELECTIVE, **CHUNKED},
         "packed/pp2-gpipe-1": {**mesh(pp=2), **micro_batches(1), "pipeline_schedule": "gpipe"},
         "padded/pp2-1f1b-2": {**mesh(pp=2), **micro_batches(2), "pipeline_cut": "5,1"},
@@ -75,7 +74,6 @@ CASES = {
         "packed/hybrid-8": {**HYBRID, **micro_batches(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
         "tied/zero2": {"strategy": "zero2", **micro_batches(2)},
         "tied/tp2": {**mesh(tp=2), **micro_batches(2)},
-        "tied/tp2-whole-norms": {**mesh(tp=2), **micro_batches(1), **WHOLE_NORMS, **FULL},
         "tied/hybrid": {**HYBRID, **micro_batches(4)},
         "padded/cp2": {**mesh(cp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
         "tied/cp2": {"strategy": "cp", **micro_batches(4)},
@@ -100,7 +98,7 @@ CASES = {
         "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
         "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
         "eight/pp4-zb-auto": {**mesh(pp=4), **micro_batches(8), "pipeline_schedule": "zb-auto"},
-        "padded/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V, **WHOLE_NORMS},
+        "padded/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V},
         "packed/shard2-pp2-interleaved": {
             **mesh(dp_shard=2, pp=2), **micro_batches(4), **INTERLEAVED,
         },
@@ -129,7 +127,7 @@ if shutil.which("c++") is not None:  # these cases run Inductor's generated code
 # These cases test how compiled functions are called, with each kind of parameters and hooks in a
 # graph.
 TRACED = {
-    1: {"packed/whole": {"strategy": "dp", **micro_batches(1), "compile": "whole", **CHUNKED}},
+    1: {"packed/dp-traced": {"strategy": "dp", **micro_batches(1), **COMPILED, **CHUNKED}},
     2: {
         "packed/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
         "packed/pp2-recomputed": {**mesh(pp=2), **micro_batches(4), **SELECTIVE, **COMPILED},

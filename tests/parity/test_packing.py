@@ -24,8 +24,6 @@ from tests.parity.test_layouts import (
     SELECTIVE,
     TIED,
     UNTIED,
-    WHOLE_NORMS,
-    ZB_V,
 )
 from tests.support import small_records
 
@@ -38,16 +36,15 @@ MODELS = {
     "lora": {**BASE, **LORA, **PACKED},
 }
 CASES = {
-    1: {"gpt2/whole": {"strategy": "dp", **micro_batches(2), "compile": "whole"}},
+    1: {"gpt2/dp-traced": {"strategy": "dp", **micro_batches(2), **COMPILED}},
     2: {
         "gpt2/dp": {"strategy": "dp", **micro_batches(2), **FULL},
         "gpt2/fsdp": {"strategy": "fsdp", **micro_batches(1), **SELECTIVE},
         "gpt2/zero2": {"strategy": "zero2", **micro_batches(2)},
         "gpt2/zero3": {"strategy": "zero3", **micro_batches(2), **CHUNKED},
-        # Between the layers that tp shards, activations are sharded by tokens, by samples
-        # (tied/tp2), or not at all.
+        # Between the layers that tp shards, activations are sharded by tokens, or by samples
+        # (tied/tp2).
         "gpt2/tp2-by-tokens": {**mesh(tp=2), **micro_batches(8)},
-        "gpt2/tp2-whole-norms": {**mesh(tp=2), **micro_batches(2), **WHOLE_NORMS},
         "deep/pp2-1f1b": {**mesh(pp=2), **micro_batches(4), **FULL},
         "deep/pp2-interleaved": {**mesh(pp=2), **micro_batches(4), **INTERLEAVED},
         "deep/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},

@@ -23,9 +23,6 @@ def cut(mesh, name, **config):
         # cut: (micro-batches per replica, sequences per micro-batch)
         ("dp", 4, {"batch_size": 3, "grad_accum_steps": 5}, (5, 3)),
         ("tp", 4, {"batch_size": 4}, (1, 16)),
-        # Without sequence parallelism, tp does not shard a quarter of a block's activations. On two
-        # processes, eight sequences would therefore need as much memory as five unsharded ones.
-        ("tp", 2, {"batch_size": 4, "sequence_parallel": False}, (2, 4)),
         ("pp", 2, {"batch_size": 1}, (2, 1)),  # fewer than 4 sequences are available
         ("pp", 4, {"batch_size": 4}, (8, 2)),  # at least 2 x pp
         ("pp", 2, {"batch_size": 3}, (6, 1)),  # 4 and 5 do not divide 6

@@ -17,7 +17,6 @@ CASES = [
     ("bucket_cap_mb=25", {}, {"strategy": "zero3"}),
     ("gradient_compression=none", {}, {"strategy": "fsdp"}),
     ("pipeline_schedule=gpipe", {"strategy": "pp"}, {}),
-    ("sequence_parallel=False", {"strategy": "tp"}, {}),
     ("checkpointed_blocks=1", {"activation_checkpointing": "full"}, {}),
     ("offload_dir=/tmp/offload", {"strategy": "infinity"}, {}),
     ("lora_alpha=8", LORA, {}),

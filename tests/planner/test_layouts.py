@@ -93,7 +93,6 @@ def test_impossible_layouts_are_refused(num_processes, config, messages):
 
 def test_tokens_that_tp_does_not_divide_are_refused(tmp_path):
     config = {"strategy": "tp", "max_length": 255, "checked": False}
-    with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
+    with refused("max_length=255", "tp=2", "max_length to 254"):
         plan_for(tmp_path, micro_batch_size=1, **config)
     plan_for(tmp_path, micro_batch_size=2, **config)  # samples are not split
-    plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **config)

@@ -168,7 +168,7 @@ def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
     # These keys are a path, a prompt, and values that depend on the data (test_make.py).
     kept_auto = {"resume", "generate", "pack"}
     assert [key for key in values if values[key] == "auto" and key not in kept_auto] == []
-    assert plan.config.compile in (True, False, "whole")
+    assert plan.config.compile in (True, False)
     assert isinstance(plan.config.learning_rate, float)
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_key_values()

@@ -128,14 +128,6 @@ def test_unavailable_files_and_dtypes_are_refused(machine, values, messages):
         decide(machine, **{"model": "gpt2", **values})
 
 
-@pytest.mark.parametrize("values", [{"dropout": 0.1}, {"lora_rank": 2, "lora_dropout": 0.1}])
-def test_dropout_needs_sequence_parallelism_under_tp(values):
-    (key, _) = [*values.items()][-1]
-    assert getattr(decide(CPU_MACHINE, **values, **TINY, **TP)[0].config, key) == 0.1
-    with refused(f"{key}=0.1", "tp=2", "sequence_parallel=False"):
-        decide(CPU_MACHINE, **values, **TINY, **TP, sequence_parallel=False)
-
-
 def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
     for here, has_note in ((8, False), (2, True), (6, True)):
         plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
@@ -154,30 +146,25 @@ TWO = {"world_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("key", "requested", "values", "obstacle"),
+    ("key", "values", "obstacle"),
     [
-        ("compile", True, {"strategy": "infinity"}, "strategy='infinity'"),
-        ("compile", "whole", {"strategy": "dp", **TWO}, "2 processes, which communicate"),
-        ("compile", "whole", {"strategy": "zero1"}, "strategy='zero1', which runs hooks between"),
-        ("compile", "whole", {"strategy": "dp", "activation_checkpointing": "full"}, "activation_"),
-        ("cuda_graphs", True, {"strategy": "zero2", **TWO}, "strategy='zero2'"),
-        ("cuda_graphs", True, {"strategy": "dp", "gradient_compression": "bf16"}, "gradient_comp"),
-        ("cuda_graphs", True, {"dropout": 0.1, **TP}, "dropout under tp or activation"),
-        ("async_tp", True, {"compile": False, **TP}, "compile=False"),
-        ("async_tp", True, {"sequence_parallel": False, **TP}, "sequence_parallel=False"),
-        ("async_tp", True, {"strategy": "fsdp", **TWO}, "tp=1"),
+        ("compile", {"strategy": "infinity"}, "strategy='infinity'"),
+        ("cuda_graphs", {"strategy": "zero2", **TWO}, "strategy='zero2'"),
+        ("cuda_graphs", {"strategy": "dp", "gradient_compression": "bf16"}, "gradient_comp"),
+        ("cuda_graphs", {"dropout": 0.1, **TP}, "dropout under tp or activation"),
+        ("async_tp", {"compile": False, **TP}, "compile=False"),
+        ("async_tp", {"strategy": "fsdp", **TWO}, "tp=1"),
     ],
 )
-def test_unusable_auto_switches_are_turned_off_with_a_reason(key, requested, values, obstacle):
+def test_unusable_auto_switches_are_turned_off_with_a_reason(key, values, obstacle):
     """If a switch is "auto" and cannot be used, it is turned off. Except for async_tp, a note gives
-    the reason. An explicit True or "whole" is rejected with the reason."""
+    the reason. An explicit True is rejected with the reason."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     note = f"{key} is off, because it cannot be used with {obstacle}"
-    if requested is True:
-        assert getattr(resolved.config, key) is False
-        assert key == "async_tp" or any(text.startswith(note) for text in notes)
-    with refused(f"{key}={requested!r}", obstacle, "auto or False"):
-        decide(gpu(num_gpus=2), **{**values, key: requested})
+    assert getattr(resolved.config, key) is False
+    assert key == "async_tp" or any(text.startswith(note) for text in notes)
+    with refused(f"{key}=True", obstacle, "auto or False"):
+        decide(gpu(num_gpus=2), **{**values, key: True})
 
 
 def test_async_tp_is_on_for_compiled_tp_on_measured_gpus():

@@ -38,7 +38,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"local_steps": 8}, "local_steps"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"strategy": "zero2", "optimizer": "adamw-bf16"}, "optimizer='adamw-bf16'"),
-        ({"strategy": "local_sgd", "optimizer": "adamw-8bit"}, "optimizer='adamw-8bit'"),
+        ({"strategy": "local_sgd", "optimizer": "adamw-bf16"}, "optimizer='adamw-bf16'"),
         ({"strategy": "3d", "tp": 2, **BF16_WEIGHTS}, "used with strategy='3d'"),  # pp is 2
         ({"strategy": "cp", **BF16_WEIGHTS}, "used with strategy='cp'"),
         ({"strategy": "compressed", **BF16_WEIGHTS}, "used with strategy='compressed'"),

@@ -48,7 +48,6 @@ OPTIONS = {
     "pipeline_schedule": ["1f1b", "gpipe", "interleaved"],
     "micro_batch_size": ["1", "auto"],
     "num_microbatches": ["4"],
-    "sequence_parallel": ["no"],
     "lora_rank": ["8"],
     "loss_chunk_tokens": ["1024"],
     "max_length": ["256"],

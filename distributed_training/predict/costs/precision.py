@@ -9,13 +9,10 @@ from distributed_training.predict.mechanism import (
     StepPoint,
 )
 
-# Size of the Adam moments in bytes per parameter. torchao's 8-bit moments have one fp32 scale per
-# 256 values.
-MOMENT_BYTES = {
-    "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256), "adamw-bf16-weights": 4
-}  # fmt: skip
-# Size of a weight and both Adam moments in a checkpoint, which stores 8-bit moments in fp32
-SAVED_BYTES = {"adamw": 12, "adamw-bf16": 8, "adamw-8bit": 12, "adamw-bf16-weights": 6}
+# Size of both Adam moments in bytes per parameter
+MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-bf16-weights": 4}
+# Size of a weight and both Adam moments in a checkpoint
+SAVED_BYTES = {"adamw": 12, "adamw-bf16": 8, "adamw-bf16-weights": 6}
 # Number of times that AdamW and clipping read and write the weight or the gradient of a parameter
 NUM_UPDATE_ACCESSES = 3 + 3
 

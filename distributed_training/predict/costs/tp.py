@@ -51,11 +51,6 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
     # With "selective", the sum is kept, and compiled blocks do not repeat it.
     keeps_sum = rank.config.activation_checkpointing == "selective" and rank.config.compile
     recomputed_sum_bytes = 0 if keeps_sum else recomputed_bytes
-    if not rank.config.sequence_parallel:
-        all_reduced_bytes = exchanged_bytes + recomputed_sum_bytes + reduced_bytes
-        return Counter(
-            {("tp", "all_reduce"): all_reduced_bytes, ("tp", "all_gather"): gathered_bytes}
-        )
     return Counter(
         {
             ("tp", "all_reduce"): reduced_bytes,
@@ -66,13 +61,10 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
 
 
 def block_exchange_cost(timing: Timing) -> Cost:
-    """Return the cost of a block's collectives over tp in one pass, forward or backward. With
-    sequence parallelism, these are two all-gathers and two reduce-scatters. Otherwise, they are two
-    all-reduces."""
+    """Return the cost of a block's collectives over tp in one pass, forward or backward: two
+    all-gathers and two reduce-scatters."""
     if timing.tp == 1:
         return np.zeros(3)
-    if not timing.config.sequence_parallel:
-        return timing.collective_s("tp", "all_reduce", 2 * timing.hidden_bytes, 2) * NETWORK
     seconds = timing.collective_s("tp", "all_gather", 4 * timing.hidden_bytes, 4)
     if timing.config.async_tp:
         seconds *= 1 - FITTED.async_tp_share
