@@ -24,6 +24,7 @@ from tests.parity.test_layouts import (
     SELECTIVE,
     TIED,
     UNTIED,
+    ZB_V,
 )
 from tests.support import small_records
 

@@ -118,7 +118,7 @@ BAD = {
     "num_samples": ([0, -2], "1 or be -1"),
     "learning_rate": (["fast", math.nan, -1e-9], "'auto'"),
     "pack": ([1, "True"], "True or False or be 'auto'"),
-    "compile": ([3], "'whole'"),
+    "compile": ([3], "'auto'"),
     "precision": (["BF16", "bfloat16"], "'auto', 'bf16', 'fp16' or 'fp32'"),
     "dataset": ([" "], ""),
 }
