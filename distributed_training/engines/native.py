@@ -122,12 +122,12 @@ class NativeEngine(base.Engine):
         self, model: Decoder, weights: InitialWeights, mesh: DeviceMesh | None
     ) -> None:
         """Parallelize this rank's stages, or the whole model if there is no pipeline."""
-        layout = self.plan.layout
+        stages = self.plan.stages
         # Keys are stage indices. In V-shaped schedules (zb-v and zb-auto), rank 0 has the first and
         # the last stage, and both contain the embedding if it is tied.
         self.stages = nn.ModuleDict()
-        for index, stage_blocks in enumerate(layout.stages):
-            if layout.ranks[index] == self.topology.pp_rank:
+        for index, stage_blocks in enumerate(stages.block_ranges):
+            if stages.ranks[index] == self.topology.pp_rank:
                 self.stages[str(index)] = model.stage(stage_blocks)
         self.tp_partial_params = []  # parameters whose gradients must be summed over tp
         for stage in self.stages.values():

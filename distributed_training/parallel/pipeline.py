@@ -39,7 +39,7 @@ class Pipeline:
         the ranks of this pipeline. All ranks of the run must build their pipelines together."""
         config = plan.config
         self.stages = stages
-        self.stage_ranks = plan.layout.ranks  # pipeline rank of each stage
+        self.stage_ranks = plan.stages.ranks  # pipeline rank of each stage
         self.group = group
         self.device = device = topology.device
         self.tp_parts = plan.tp_parts

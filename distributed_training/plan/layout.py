@@ -11,14 +11,14 @@ from distributed_training.settings.files import plural
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Stages:
     """Stages of a pipeline. Without a pipeline, a single stage contains all blocks."""
 
     blocks_per_stage: tuple[int, ...]  # number of blocks per stage, in the model's order
     ranks: tuple[int, ...]  # pipeline rank that holds each stage
 
     @property
-    def stages(self) -> tuple[range, ...]:
+    def block_ranges(self) -> tuple[range, ...]:
         """Range of block indices in each stage."""
         ends = itertools.accumulate(self.blocks_per_stage, initial=0)
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))

@@ -14,7 +14,7 @@ from distributed_training.data.samples import Data, load_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
-from distributed_training.plan.layout import Batch, Layout, format_axes
+from distributed_training.plan.layout import Batch, Stages, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, DraftConfig, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
@@ -50,7 +50,7 @@ class Draft:
     processes_here: int  # processes on this machine
     mesh: dict[str, int]  # axis sizes, from the outermost to the innermost axis
     batch: Batch
-    layout: Layout
+    stages: Stages
     only_copies: bool  # whether each process holds the whole model
     uses_ddp: bool  # whether full replicas are averaged, by PyTorch's DDP or by the engine itself
     uses_fsdp: bool  # whether FSDP shards state over dp_shard or averages replicated parts
@@ -134,7 +134,7 @@ class Draft:
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
             "mesh": format_axes(self.mesh),
-            "stages": [[blocks.start, blocks.stop] for blocks in self.layout.stages],
+            "stages": [[blocks.start, blocks.stop] for blocks in self.stages.block_ranges],
             "sequence_parallel": self.mesh["tp"] > 1,
             "device": "cuda" if self.machine.num_gpus else "cpu",
         }

@@ -21,7 +21,7 @@ from distributed_training.planner.layouts import (
     OPEN_BATCH,
     Candidate,
     Settings,
-    build_layout,
+    build_stages,
     fill_mesh,
     split_batch,
 )
@@ -157,7 +157,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     options = strategy.options(request.engine_options)
     mesh = fill_mesh(candidate, num_processes)
     candidate = replace(candidate, mesh=mesh)
-    layout = build_layout(candidate)
+    stages = build_stages(candidate)
     batch = split_batch(candidate)
     resolved: Settings = batch.model_dump(include=set(OPEN_BATCH))
     if request.precision == AUTO:
@@ -193,7 +193,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         processes_here=processes_here,
         mesh=mesh,
         batch=batch,
-        layout=layout,
+        stages=stages,
         only_copies=only_copies,
         uses_ddp=averages_gradients and only_copies,
         uses_fsdp=averages_gradients and not only_copies,
@@ -328,7 +328,7 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     deadlock."""
     step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
-    blocks = plan.layout.blocks_per_stage
+    blocks = plan.stages.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
     if plan.schedule.is_searched:
         return search_orders(seconds, blocks, plan.batch.num_microbatches, message_s(step))

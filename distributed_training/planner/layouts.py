@@ -19,7 +19,7 @@ from typing import Any
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
-from distributed_training.plan.layout import Batch, Layout, format_axes
+from distributed_training.plan.layout import Batch, Stages, format_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError
@@ -103,7 +103,7 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
             yield axes
 
 
-def build_layout(candidate: Candidate) -> Layout:
+def build_stages(candidate: Candidate) -> Stages:
     """Partition the model into pipeline stages. Raises UserError if the model cannot be divided
     over the mesh, or if a setting in CONFIG is incompatible with the mesh."""
     _check_divisible(candidate)
@@ -123,7 +123,7 @@ def build_layout(candidate: Candidate) -> Layout:
             what = f"pipeline_cut={config.pipeline_cut!r} must be {len(ranks)} positive numbers "
             what += f"that add up to the {size.num_layers} blocks of {config.model}"
             raise UserError(what, fix=f"set pipeline_cut to {example}, for example, or to None")
-    return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
+    return Stages(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
 def _check_divisible(candidate: Candidate) -> None:

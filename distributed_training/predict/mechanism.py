@@ -108,14 +108,14 @@ class PipelineRank(Sizes):
         config = plan.config
         size = plan.size
         self.index = index
-        ranks = plan.layout.ranks
+        ranks = plan.stages.ranks
         self.has_first_stage = ranks[0] == index
         self.has_last_stage = ranks[-1] == index
         # Number of boundaries between a stage of this process and a stage of another process
         self.num_boundaries = sum(
             index in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1
         )
-        stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
+        stages = zip(ranks, plan.stages.blocks_per_stage, strict=True)
         self.num_blocks = sum(count for rank, count in stages if rank == index)
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         replicated_parameters = size.block_parameters - size.block_parameters_split

@@ -177,7 +177,7 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
     """Return (bytes of block activations, bytes of logits) during the operation in which their sum
     is largest. A block keeps `per_block` bytes, and its backward pass needs `backward` additional
     bytes."""
-    blocks = rank.plan.layout.blocks_per_stage
+    blocks = rank.plan.stages.blocks_per_stage
     loss = loss_bytes(rank)
     outer_loss_bytes = loss.outer_bytes if rank.has_last_stage else 0
     # Frozen blocks have no weight gradients, so I frees what B frees.

@@ -103,6 +103,6 @@ def predict_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
     assert plan.orders is not None
     durations = durations_by_step(plan.orders.stage_s)
     spans = simulate(
-        find_orders(plan), durations, map_consumers(plan.layout.ranks, plan.orders.message_s)
+        find_orders(plan), durations, map_consumers(plan.stages.ranks, plan.orders.message_s)
     )
     return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}

@@ -46,7 +46,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     costs = step.operation_costs()
     durations = {key: float(cost.sum()) for key, cost in costs.items()}
     orders = find_orders(plan)
-    consumers = map_consumers(plan.layout.ranks, message_s(step))
+    consumers = map_consumers(plan.stages.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
     busy_s = [sum(durations[kind, stage] for kind, stage, _ in order) for order in orders]
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
@@ -96,7 +96,7 @@ class StepCosts(Timing):
     def operation_costs(self) -> dict[Step, Cost]:
         """Return the cost of each kind of operation on each stage, for one micro-batch."""
         forward, inputs, weights = self.block_costs()
-        blocks = self.plan.layout.blocks_per_stage
+        blocks = self.plan.stages.blocks_per_stage
         costs = {}
         for stage, number in enumerate(blocks):
             costs["F", stage] = number * forward
@@ -157,7 +157,7 @@ class StepCosts(Timing):
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
             (kind, stage): self.host_block_s() * number * share + self.rates.host.exchange
-            for stage, number in enumerate(self.plan.layout.blocks_per_stage)
+            for stage, number in enumerate(self.plan.stages.blocks_per_stage)
             for kind, share in shares.items()
         }
 

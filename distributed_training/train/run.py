@@ -273,7 +273,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     pipeline = {
         "schedule": config.pipeline_schedule,
         "num_microbatches": plan.batch.num_microbatches,
-        "blocks_per_stage": list(plan.layout.blocks_per_stage),
+        "blocks_per_stage": list(plan.stages.blocks_per_stage),
         "ideal_bubble": plan.ideal_bubble,
     }
     return {

@@ -244,7 +244,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
         command = shlex.join(["python", *sys.argv])
         start = describe_run(replace(run.plan, command=command), run.sampler, run.data)
         measured["start"] = {**start, "num_steps": NUM_STEPS}
-        measured["order"] = find_orders(run.plan), run.plan.layout.ranks
+        measured["order"] = find_orders(run.plan), run.plan.stages.ranks
         # Count full steps, as in training. The last step of an epoch has fewer samples.
         measured["performance"] = summarize_performance(
             timer.durations_s(),

@@ -111,7 +111,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         # PipelineModule creates process groups before deepspeed.initialize is called.
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(backend, dist_init_required=False)
-        return PipelinedDecoder(model, self.plan.layout.stages, self.topology)
+        return PipelinedDecoder(model, self.plan.stages.block_ranges, self.topology)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         device = self.topology.device

@@ -37,7 +37,7 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
 
     model = f"{HUB_PREFIX}{folder}"
     for name in UNSPLIT:
-        assert lay_out(2, f"strategy={name}", f"model={model}", "max_length=64").layout
+        assert lay_out(2, f"strategy={name}", f"model={model}", "max_length=64").stages
     for name in SPLIT:
         with refused(f"strategy='{name}' cannot split", "transformers", "llama"):
             lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")

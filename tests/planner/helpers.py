@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed_training.models import find_model
-from distributed_training.plan.layout import Batch, Layout
+from distributed_training.plan.layout import Batch, Stages
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.layouts import Candidate, build_layout, fill_mesh, split_batch
+from distributed_training.planner.layouts import Candidate, build_stages, fill_mesh, split_batch
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.settings.config import Config
@@ -26,7 +26,7 @@ class LayoutResult(NamedTuple):
     """The mesh, layout and batch of a plan."""
 
     mesh: Mapping[str, int]
-    layout: Layout
+    stages: Stages
     batch: Batch
 
 
@@ -35,7 +35,7 @@ def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
     `overrides`. Raises UserError if there is no valid layout."""
     requested = candidate(*overrides, **config)
     requested = replace(requested, mesh=fill_mesh(requested, world_size))
-    return LayoutResult(requested.mesh, build_layout(requested), split_batch(requested))
+    return LayoutResult(requested.mesh, build_stages(requested), split_batch(requested))
 
 
 def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:

@@ -16,7 +16,7 @@ DEEP = gpt2_size(vocab_size=2048, num_positions=64, num_layers=7, num_heads=4, h
 
 
 def layout_for(world_size, **config):
-    return lay_out(world_size, **{"max_length": 1024, **config}).layout
+    return lay_out(world_size, **{"max_length": 1024, **config}).stages
 
 
 def all_cuts(num_layers, num_stages):

@@ -182,7 +182,7 @@ def test_any_config_on_any_machine_gives_a_plan_or_a_clear_error(
     else:
         assert plan.offload_dir is None
     check_identities(plan, num_processes)
-    blocks = [block for stage in plan.layout.stages for block in stage]
+    blocks = [block for stage in plan.stages.block_ranges for block in stage]
     assert blocks == list(range(plan.size.num_layers))
     assert num_processes <= (machine.num_gpus or num_processes)
     assert '"auto"' not in json.dumps(plan.deepspeed_json)

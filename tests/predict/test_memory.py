@@ -77,9 +77,9 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 
 def test_tensor_parallelism_saves_gathered_activations(tmp_path):
-    """Without tp, a block keeps 16 values per token. With tp, 2 of these values are not sharded. The
-    batch grows with the number of processes, so each quarter of the model processes four times as
-    many tokens."""
+    """Without tp, a block keeps 16 values per token. With tp, 2 of these values are not sharded.
+    The batch grows with the number of processes, so each quarter of the model processes four times
+    as many tokens."""
     split = peak(tmp_path, 4, strategy="tp", num_microbatches=1).peak_by_component["activations"]
     alone = peak(tmp_path, 1, strategy="dp").peak_by_component["activations"]
     assert split / alone == pytest.approx(4 * (2 + 14 / 4) / 16, rel=0.05)

@@ -144,7 +144,7 @@ def lowered(plan):
         )
         for rank, order in enumerate(orders.find_orders(plan))
     }
-    ranks = plan.layout.ranks
+    ranks = plan.stages.ranks
     return schedules._add_send_recv(computing, lambda stage: ranks[stage], len(ranks))
 
 
@@ -199,7 +199,7 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(tmp_path, mor
     ready when a message is produced."""
     config = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **config)
-    ranks, spans = plan.layout.ranks, predict_spans(plan)
+    ranks, spans = plan.stages.ranks, predict_spans(plan)
     before = lowered(plan)
     end_s = {operation: end for operation, (_, end) in spans.items()}
     found = {rank: private._sort_messages(actions, end_s) for rank, actions in before.items()}

@@ -88,9 +88,9 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
 
 def _parameters_per_rank(plan: Draft) -> list[int]:
     """Return the number of parameters on each pipeline rank before tp and dp_shard shard them."""
-    blocks_per_stage = plan.layout.blocks_per_stage
+    blocks_per_stage = plan.stages.blocks_per_stage
     parameters = [0] * plan.mesh["pp"]
-    for stage, rank in enumerate(plan.layout.ranks):
+    for stage, rank in enumerate(plan.stages.ranks):
         parameters[rank] += stage_parameters(plan.size, blocks_per_stage, stage)
     return parameters
 
@@ -122,7 +122,7 @@ def _bar(plan: Draft, topology: Topology, is_sharded: bool) -> str:
 
 
 def _blocks(plan: Draft, topology: Topology) -> str:
-    cut = plan.layout.blocks_per_stage
-    ranks = plan.layout.ranks
+    cut = plan.stages.blocks_per_stage
+    ranks = plan.stages.ranks
     count = sum(cut[stage] for stage, rank in enumerate(ranks) if rank == topology.pp_rank)
     return f"{count}" if topology.tp == 1 else f"{count}/{topology.tp}"
