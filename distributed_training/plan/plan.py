@@ -85,7 +85,7 @@ class Draft:
         """Return whether the frozen embedding stays in host memory, so that a GPU reads only the
         rows that it needs (parallel/lora.py). A tied embedding is needed as a whole."""
         is_frozen = self.config.lora_rank > 0 and not self.size.tied
-        on_gpu = self.machine.num_gpus > 0 and not self.strategy.traits.takes_json
+        on_gpu = self.machine.num_gpus > 0 and not self.strategy.traits.has_parameter_hooks
         return is_frozen and on_gpu and self.only_copies
 
     @property

@@ -182,7 +182,7 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
     if "dp_shard" not in strategy.named_axes:
         num_copies *= mesh["cp"]
     only_copies = num_copies == num_processes
-    averages_gradients = not strategy.traits.takes_json and batch.num_replicas * mesh["cp"] > 1
+    averages_gradients = not strategy.traits.uses_zero and batch.num_replicas * mesh["cp"] > 1
     draft = Draft(
         requested=request,
         config=config,

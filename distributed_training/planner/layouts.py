@@ -150,7 +150,7 @@ def _check_divisible(candidate: Candidate) -> None:
             what = f"cp={mesh['cp']} cannot be used with {axis}={mesh[axis]}"
             raise UserError(what, fix=f"set {axis} to 1, or cp to 1")
     traits = candidate.strategy.traits
-    is_pipeline = traits.takes_json and "pp" in traits.axes
+    is_pipeline = traits.uses_zero and "pp" in traits.axes
     is_split = is_pipeline or max(pp, mesh["cp"], mesh["tp"]) > 1
     if is_split and not size.splits:
         what = f"strategy={candidate.strategy.name!r} cannot split {label}"

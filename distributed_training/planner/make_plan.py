@@ -92,7 +92,7 @@ def make_plan(
 
 def _deepspeed_fields(draft: Draft, notes: list[str]) -> JsonObject:
     """Return the plan's fields for DeepSpeed."""
-    if not draft.strategy.traits.takes_json:
+    if not draft.strategy.traits.uses_zero:
         return {}
     deepspeed_json = fill_deepspeed_json(draft)
     changes = other_settings(deepspeed_json)

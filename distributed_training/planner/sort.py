@@ -107,7 +107,7 @@ def sort_layouts(
 def _layout_key(plan: Draft) -> tuple[object, ...]:
     """Return a key that is equal for two strategies that give the same layout."""
     strategy = plan.strategy
-    engine = strategy.name if strategy.traits.takes_json else strategy.engine
+    engine = strategy.name if strategy.traits.uses_zero else strategy.engine
     schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
     counts = (*plan.mesh.values(), plan.batch.num_microbatches)
     return engine, plan.only_copies, schedule, counts
@@ -169,7 +169,7 @@ def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> I
                 is_requested = name == request.strategy or plan.config.deepspeed_config
                 offloads = strategy.steps_on_host and cluster.machine.num_gpus > 0
                 is_useful = offloads or (cluster.num_processes > 1 and not strategy.steps_on_host)
-                if is_useful or is_requested or not strategy.traits.takes_json:
+                if is_useful or is_requested or not strategy.traits.uses_zero:
                     yield plan
 
 

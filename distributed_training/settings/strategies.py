@@ -46,11 +46,13 @@ class Traits:
     # Whether the model's parameters may already be on the device, and Adam moments may have fewer
     # bits
     builds_on_device: bool = False
-    # Whether DeepSpeed trains the model. A DeepSpeed configuration then replaces the mesh, and each
-    # parameter of a block runs Python hooks. Weights and gradients are in the compute dtype, master
-    # weights and Adam moments in fp32 (2 + 2 + 12 bytes per parameter). With other engines,
-    # everything is in fp32 (4 + 4 + 8).
-    takes_json: bool = False
+    # Whether ZeRO shards the state and averages the gradients, as a DeepSpeed configuration says
+    uses_zero: bool = False
+    # Whether weights and gradients are in the compute dtype, and master weights and Adam moments in
+    # fp32 (2 + 2 + 12 bytes per parameter). Otherwise, everything is in fp32 (4 + 4 + 8).
+    has_master_weights: bool = False
+    # Whether each parameter of a block runs Python hooks and must be on the device
+    has_parameter_hooks: bool = False
 
 
 ENGINES = {
@@ -64,7 +66,9 @@ ENGINES = {
         build="distributed_training.engines.deepspeed:DeepSpeedEngine",
         axes=("dp_shard",),
         package="deepspeed",
-        takes_json=True,
+        uses_zero=True,
+        has_master_weights=True,
+        has_parameter_hooks=True,
     ),
 }
 

@@ -17,7 +17,7 @@ from distributed_training.settings.strategies import load_strategy
 from tests.planner.helpers import NAMES, plan_for
 from tests.support import deepspeed_json, named_strategy, refused
 
-DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
+DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.uses_zero]
 # CONFIG values and the batch for the tests below. DECIDED maps each filled-in path of the DeepSpeed
 # configuration to its CONFIG key and its required value.
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}

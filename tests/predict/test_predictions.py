@@ -112,7 +112,7 @@ def test_every_layout_that_can_start_is_ranked(count, tmp_path):
 def layout_of(plan):
     """Return a key that is equal for equal layouts. For example, hybrid without a pipeline has the
     same key as zero1."""
-    name = plan.strategy.name if plan.strategy.traits.takes_json else "native"
+    name = plan.strategy.name if plan.strategy.traits.uses_zero else "native"
     name = "zero1" if name == "hybrid" and plan.mesh["pp"] == 1 else name
     return name, tuple(plan.mesh.values())
 

@@ -53,7 +53,7 @@ def gradient_sum_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
 
 # Scaled gradients are copied into the buckets once per step.
 DP = Mechanism(
-    is_used=lambda plan: plan.only_copies and not plan.strategy.traits.takes_json,
+    is_used=lambda plan: plan.only_copies and not plan.strategy.traits.uses_zero,
     additional_bytes=gradient_sum_bytes,
     gradient_share=lambda rank, point: 1 if rank.has_buckets else 0,
     data_parallel_traffic=gradient_traffic,

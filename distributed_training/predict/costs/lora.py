@@ -40,7 +40,7 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     element-wise function of the first matrix's output or if the MLP is fused
     (parallel/lora_mlp.py)."""
     config = rank.config
-    if rank.tp > 1 or rank.strategy.traits.takes_json or not rank.size.splits:
+    if rank.tp > 1 or rank.strategy.traits.has_parameter_hooks or not rank.size.splits:
         return 0
     values = 2 * rank.size.hidden_size if config.compile and recomputed == 0 else 0
     first_outputs, second_inputs = mlp_values(rank)
@@ -56,7 +56,7 @@ def _fuses_mlp(sizes: Sizes) -> bool:
     has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
     on_gpu = sizes.plan.machine.num_gpus > 0 and sizes.dtype_bytes == 2
     is_supported = on_gpu and sizes.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
-    return has_all and is_supported and not sizes.strategy.traits.takes_json
+    return has_all and is_supported and not sizes.strategy.traits.has_parameter_hooks
 
 
 def base_bytes(rank: PipelineRank) -> int:

@@ -35,7 +35,7 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
 
     The compiled loss keeps the logits and overwrites them with their gradient. Without compilation,
     log_softmax keeps its fp32 result, and its backward pass holds two more tensors of that size."""
-    rounds_or_shards = rank.strategy.traits.takes_json or rank.plan.uses_fsdp
+    rounds_or_shards = rank.strategy.traits.has_master_weights or rank.plan.uses_fsdp
     output_gradient_bytes = 0.0
     if rank.trained_share and not rank.has_buckets and rank.num_microbatches == 1:
         output_gradient_bytes = (
@@ -103,6 +103,6 @@ def head_costs(timing: Timing) -> PassCosts:
 
 
 TIED = Mechanism(
-    is_used=lambda plan: plan.size.tied and not plan.strategy.traits.takes_json,
+    is_used=lambda plan: plan.size.tied and not plan.strategy.traits.uses_zero,
     additional_bytes=_second_gradient_bytes,
 )

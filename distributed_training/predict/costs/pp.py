@@ -25,7 +25,7 @@ def stage_traffic(rank: PipelineRank) -> Traffic:
     values = rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes
     traffic = Counter({("pp", "send"): int(values * rank.hidden_share)})
     if rank.has_first_stage != rank.has_last_stage and rank.size.tied and rank.trained_share:
-        if rank.strategy.traits.takes_json:
+        if rank.strategy.traits.has_master_weights:
             traffic["pp", "all_reduce"] = rank.dtype_bytes * rank.embedding_parameters
         else:
             traffic["pp", "send"] += 4 * rank.embedding_parameters // rank.shards
@@ -47,7 +47,7 @@ def message_s(timing: Timing) -> float:
 def stage_state(rank: PipelineRank) -> ComponentBytes:
     """Return the number of additional bytes per parameter that stages with fp32 weights keep
     throughout a step. These bytes hold gathered or rounded parameters, and unsharded gradients."""
-    if rank.strategy.traits.takes_json:
+    if rank.strategy.traits.has_master_weights:
         return {}
     keeps_copy = rank.mesh["dp_replicate"] * rank.shards > 1 or rank.dtype_bytes < 4
     copy_bytes = rank.dtype_bytes if keeps_copy else 0

@@ -50,7 +50,7 @@ def uses_autocast(plan: Draft) -> bool:
     config = plan.config
     is_unsharded = plan.mesh["pp"] == 1 and not plan.uses_fsdp
     rounds = config.precision != "fp32" and not config.has_bf16_weights
-    return is_unsharded and rounds and not plan.strategy.traits.takes_json
+    return is_unsharded and rounds and not plan.strategy.traits.has_master_weights
 
 
 # Weights are rounded and gradients are widened in every micro-batch.
@@ -58,7 +58,7 @@ AUTOCAST = Mechanism(
     is_used=uses_autocast, additional_bytes=rounded_weight_bytes, moved_bytes=lambda rank: 12
 )
 FP32 = Mechanism(
-    is_used=lambda plan: not plan.strategy.traits.takes_json,
+    is_used=lambda plan: not plan.strategy.traits.has_master_weights,
     state=state_bytes,
     update_bytes=update_bytes,
     # If there are several ranks, Python code runs for each tensor once per step.

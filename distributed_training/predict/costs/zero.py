@@ -132,7 +132,7 @@ def offload_s(sizes: Sizes, most_parameters: float) -> dict[str, float]:
 
 
 ZERO = Mechanism(
-    is_used=lambda plan: plan.strategy.traits.takes_json,
+    is_used=lambda plan: plan.strategy.traits.uses_zero,
     state=state_bytes,
     additional_bytes=additional_bytes,
     # During the passes, stage 3 has a flat buffer for all gradients.
