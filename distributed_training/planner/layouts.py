@@ -45,6 +45,12 @@ class Candidate:
     mesh: Mapping[str, int]
 
     @property
+    def batch_size(self) -> int:
+        """CONFIG's batch size, which has been chosen."""
+        assert isinstance(self.config.batch_size, int)
+        return self.config.batch_size
+
+    @property
     def schedule_name(self) -> str:
         """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
         default schedule."""
@@ -215,7 +221,7 @@ def split_batch(candidate: Candidate) -> Batch:
     config = candidate.config
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
-    per_process = int(config.batch_size) * config.grad_accum_steps
+    per_process = candidate.batch_size * config.grad_accum_steps
     global_batch_size = per_process * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # exact, because num_replicas divides the batch
     possible_counts = candidate.schedule.accepted_counts(pp, sequences)
@@ -238,7 +244,7 @@ def split_batch(candidate: Candidate) -> Batch:
         size = sequences // count
         kept_sequences = size * candidate.schedule.kept_micro_batches(pp, count) / (pp * tp)
         # The loss is computed for one micro-batch at a time, with logits that are sharded over tp.
-        return max(kept_sequences, size / tp) <= int(config.batch_size)
+        return max(kept_sequences, size / tp) <= candidate.batch_size
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
     num_microbatches = next((count for count in counts if pp == 1 or count >= 2 * pp), counts[-1])

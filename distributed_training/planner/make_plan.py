@@ -256,7 +256,7 @@ def keep_global_batch(
             f"batch on {earlier.num_processes} processes"
         )
         raise UserError(what, why, f"use a number of processes that divides {size}")
-    max_batch_size = int(config.batch_size)  # as in the earlier run
+    max_batch_size = earlier.config.batch_size
     if max_batch_size * config.grad_accum_steps == per_process:
         return config
     batch_size = max(n for n in range(1, max_batch_size + 1) if per_process % n == 0)
