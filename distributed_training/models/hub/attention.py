@@ -44,16 +44,15 @@ def attention(
     for name, value in options.items():
         if torch.is_tensor(value) and name not in _IGNORED_OPTIONS:
             extra[name] = value
-    window = sliding_window or 0
-    has_window = 0 < window < length
+    window = sliding_window or length
     mask = None if documents is None else documents.mask
-    if length > 1 and (has_window or extra):
+    if length > 1 and (window < length or extra):
         # The kernel that reads document ends supports neither windows nor caps.
         indices = torch.arange(length, device=q.device)
         positions = indices[None] if documents is None else documents.positions
         if mask is None:
             mask = mask_documents(positions, q.dtype)
-        if has_window:
+        if window < length:
             mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
         documents = Documents(positions, mask=mask)
     if extra:
