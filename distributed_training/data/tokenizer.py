@@ -180,6 +180,11 @@ class Tokenizer:
         file = self.folder / "tokenizer.json"
         if self.backend is None or not file.is_file():
             return
+        settings = self.folder / "tokenizer_config.json"
+        declared = load_model_json(settings).get("tokenizer_class") if settings.is_file() else ""
+        is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
+        if is_replaced and (self.folder / "config.json").is_file():
+            return  # For some types of models, transformers ignores the class in their folders.
         from tokenizers import Tokenizer as Backend
 
         if _split(Backend.from_file(str(file))) != _split(self.backend):

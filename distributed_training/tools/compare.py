@@ -121,10 +121,8 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
-    summary = (
-        f"The comparison has {plural(len(runs), 'run')} with "
-        f"{processes} each. Its folder is {short_path(out)}."
-    )
+    summary = f"The comparison has {plural(len(runs), 'run')} with {processes} each. "
+    summary += f"Its folder is {short_path(out)}."
     if num_finished:
         summary += f" {plural(num_finished, 'run')} already finished."
     print(summary, flush=True)
@@ -153,11 +151,10 @@ def build_runs(
 ) -> tuple[list[Run], Path]:
     """Return the requested runs and the folder for their records. Values from the plan and from the
     command line override `defaults`. Raises UserError if CONFIG rejects every run."""
-    has_plan, has_strategies = arguments.plan is not None, arguments.strategies is not None
-    if has_plan == has_strategies:
+    if bool(arguments.plan) == bool(arguments.strategies):
         what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
-    if has_plan:
+    if arguments.plan:
         file = Path(arguments.plan).expanduser()
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
         document = load_json(file, "plan")

@@ -286,17 +286,17 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     named, the run's newest checkpoint is used. With --merge, merge exported adapters instead.
     Return the exit code."""
     run = resolve_user_path(arguments.run).resolve()
-    to = arguments.to
     if arguments.merge:
-        best = run / (BEST if (run / BEST).is_dir() else LAST)
-        return merge_adapters(run if is_adapter(run) else best, to)
+        exported = run
+        if not is_adapter(run):
+            exported = run / BEST if (run / BEST).is_dir() else run / LAST
+        return merge_adapters(exported, arguments.to)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
         raise UserError(f"{arguments.run} is not a folder with a checkpoint", fix=fix)
     run_dir = checkpoint.parents[1]
-    folder = run_dir / LAST if to is None else Path(to).expanduser()
-    _require_new(folder)
+    folder = _new_folder(arguments.to, run_dir / LAST)
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     plan, record = load_plan(run_dir), load_record(run_dir)
@@ -323,8 +323,7 @@ def merge_adapters(exported: Path, to: str | None) -> int:
     if not is_adapter(exported):
         fix = f"to export an interrupted run's adapters, run: {EXPORT} {exported.parent}"
         raise UserError(f"{exported} has no adapters to merge", fix=fix)
-    folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
-    _require_new(folder)
+    folder = _new_folder(to, exported.with_name(MERGED))
     trained, tokenizer, chat = find_trained(str(exported), LAST)
     base = base_folder(exported)
     dtype = getattr(torch, weights.stored_dtype(base))
@@ -339,10 +338,12 @@ def merge_adapters(exported: Path, to: str | None) -> int:
     return 0
 
 
-def _require_new(folder: Path) -> None:
-    """Raise UserError if the folder exists."""
+def _new_folder(to: str | None, default: Path) -> Path:
+    """Return the folder `to` or, by default, `default`. Raises UserError if the folder exists."""
+    folder = default if to is None else Path(to).expanduser()
     if folder.exists():
         raise UserError(f"{folder} already exists", fix="name another folder with --to")
+    return folder
 
 
 def push(arguments: argparse.Namespace) -> int:

@@ -284,6 +284,10 @@ def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, kind, folder, t
     if kind is None:
         with refused(str(source), model_type, "tokenizer.json"):
             tokenizer.check_splits()
+        # In a model's own folder, transformers ignores the class that the folder names.
+        (source / "config.json").write_text(json.dumps({"model_type": model_type}))
+        if cls != "GPT2Tokenizer":
+            tokenizer.check_splits()
         return
     tokenizer.check_splits()
     assert tokenizer.facts.kind == kind
