@@ -233,11 +233,10 @@ def _choose_loss_chunk(plan: Draft) -> int:
         return 0
     size = plan.size
     head_parameters = size.padded_vocab_size * size.hidden_size
-    head_share = (
-        0.0
-        if config.lora_rank
-        else head_parameters / (head_parameters + size.num_layers * size.block_parameters)
-    )
+    head_share = 0.0
+    if not config.lora_rank:
+        block_parameters = size.num_layers * size.block_parameters
+        head_share = head_parameters / (head_parameters + block_parameters)
     chunk = MIN_LOSS_CHUNK
     while chunk < head_share * 150 / LOSS_CHUNK_COST:
         chunk *= 2
@@ -316,7 +315,8 @@ def _graph_obstacle(plan: Draft) -> str:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
     if config.gradient_compression != "none":
         return "gradient_compression, which runs hooks on the host"
-    if max(config.dropout, config.lora_dropout) > 0 and (plan.mesh["tp"] > 1 or recomputes):
+    has_dropout = config.dropout > 0 or config.lora_dropout > 0
+    if has_dropout and (plan.mesh["tp"] > 1 or recomputes):
         return "dropout under tp or activation checkpointing, which sets random generators"
     return "a CPU" if plan.machine.num_gpus == 0 else ""
 
@@ -327,9 +327,14 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     the rates of an H200. The plan stores the orders, because ranks with different orders would
     deadlock."""
     step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
-    costs = {key: float(cost.sum()) for key, cost in step.operation_costs().items()}
+    costs = step.operation_costs()
     blocks = plan.stages.blocks_per_stage
-    seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
+
+    def stage_s(stage: int) -> tuple[float, float, float]:
+        forward, inputs, weights = (float(costs[kind, stage].sum()) for kind in "FIW")
+        return forward, inputs, weights
+
+    seconds = tuple(map(stage_s, range(len(blocks))))
     if plan.schedule.is_searched:
         return search_orders(seconds, blocks, plan.batch.num_microbatches, message_s(step))
     return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))

@@ -67,16 +67,17 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     """Return the mesh after replacing an axis size of -1 with the actual size. Raises UserError if
     the mesh does not fit the number of processes."""
     axes = dict(candidate.mesh)
-    open_axis = next((axis for axis, size in axes.items() if size == -1), None)
-    fixed_size = math.prod(size for size in axes.values() if size != -1)
-    if any(n < 1 and axis != open_axis for axis, n in axes.items()):
+    open_axes = [axis for axis, size in axes.items() if size == -1]
+    fixed_sizes = [size for size in axes.values() if size != -1]
+    fixed_size = math.prod(fixed_sizes)
+    if len(open_axes) > 1 or min(fixed_sizes) < 1:
         what = f"mesh {format_axes(axes)} is not accepted"
         fix = "use whole numbers of 1 or more; at most one axis may be -1"
         raise UserError(what, fix=fix)
-    if open_axis and world_size % fixed_size == 0:
-        axes[open_axis] = world_size // fixed_size
+    if open_axes and world_size % fixed_size == 0:
+        axes[open_axes[0]] = world_size // fixed_size
     if math.prod(axes.values()) != world_size:
-        number = f"a multiple of {fixed_size}" if open_axis else fixed_size
+        number = f"a multiple of {fixed_size}" if open_axes else fixed_size
         what = f"mesh {format_axes(axes)} of strategy {candidate.strategy.name} needs {number} "
         raise UserError(f"{what}processes, but the run has {world_size}", fix=LAYOUT_ADVICE)
     return axes
@@ -124,8 +125,10 @@ def build_stages(candidate: Candidate) -> Stages:
             raise UserError(what, fix="set pipeline_cut to None")
         example = ",".join(map(str, counts))
         words = config.pipeline_cut.split(",")
-        counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
-        if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
+        are_numbers = all(word.strip().isdecimal() for word in words)
+        counts = list(map(int, words)) if are_numbers else [0]
+        is_cut = sum(counts) == size.num_layers and min(counts) > 0
+        if len(counts) != len(ranks) or not is_cut:
             what = f"pipeline_cut={config.pipeline_cut!r} must be {len(ranks)} positive numbers "
             what += f"that add up to the {size.num_layers} blocks of {config.model}"
             raise UserError(what, fix=f"set pipeline_cut to {example}, for example, or to None")
@@ -247,7 +250,8 @@ def split_batch(candidate: Candidate) -> Batch:
         return max(kept_sequences, size / tp) <= candidate.batch_size
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
-    num_microbatches = next((count for count in counts if pp == 1 or count >= 2 * pp), counts[-1])
+    min_count = 1 if pp == 1 else 2 * pp
+    num_microbatches = next((count for count in counts if count >= min_count), counts[-1])
     return Batch(
         global_batch_size=global_batch_size,
         micro_batch_size=sequences // num_microbatches,

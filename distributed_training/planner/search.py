@@ -4,6 +4,7 @@ This module does not import torch."""
 
 import functools
 import random
+from collections.abc import Callable
 
 from distributed_training.plan.orders import Step, build_orders, number_micro_batches
 from distributed_training.plan.schedules import SCHEDULES, TimedOrders
@@ -50,71 +51,97 @@ def search_orders(
     durations["F", last_stage] += durations[fused_step]
     consumers = map_consumers(SCHEDULES["zb-v"].ranks(p), message_s)
     consumers["F", last_stage] = consumers.pop(fused_step)
-    best = [
+    orders = [
         [step[:2] for step in order if step[:2] != fused_step]
         for order in build_orders("zb-auto", p, m)
     ]
-
-    def max_held_blocks(steps: list[Step]) -> int | None:
-        """Return the largest number of blocks whose activations a rank holds at once. Return None
-        if an operation comes before the operation that produces its input."""
-        num_runs = dict.fromkeys(steps, 0)  # number of times that each step has run
-        held_blocks = max_held = 0
-        for step in steps:
-            kind, stage = step
-            num_runs[step] += 1
-            if kind == "F":
-                held_blocks += blocks[stage]
-                max_held = max(max_held, held_blocks)
-                continue
-            if kind == "W":
-                held_blocks -= blocks[stage]
-            source = "I" if kind == "W" and stage != last_stage else "F"
-            if num_runs[step] > num_runs[source, stage]:
-                return None
-        return max_held
-
     kept_micro_batches = SCHEDULES["zb-auto"].kept_micro_batches(p, m)
-    max_blocks = [
-        max(max_held_blocks(steps) or 0, kept_micro_batches * (blocks[rank] + blocks[-1 - rank]))
-        for rank, steps in enumerate(best)
-    ]
+    max_blocks = []
+    for rank, steps in enumerate(orders):
+        kept_blocks = kept_micro_batches * (blocks[rank] + blocks[-1 - rank])
+        max_blocks.append(max(_max_held_blocks(steps, blocks) or 0, kept_blocks))
+
+    def is_valid(steps: list[Step], rank: int) -> bool:
+        held_blocks = _max_held_blocks(steps, blocks)
+        return held_blocks is not None and held_blocks <= max_blocks[rank]
+
+    by_place = []
+    for order in _improve(orders, m, durations, consumers, is_valid):
+        steps = []
+        for step in order:
+            steps.append(step)
+            if step == ("F", last_stage):
+                steps.append(fused_step)
+        by_place.append(number_micro_batches(steps))
+    return TimedOrders(by_place=tuple(by_place), stage_s=seconds, message_s=message_s)
+
+
+def _max_held_blocks(steps: list[Step], blocks: tuple[int, ...]) -> int | None:
+    """Return the largest number of blocks whose activations a rank holds at once. Return None if an
+    operation comes before the operation that produces its input."""
+    last_stage = len(blocks) - 1
+    num_runs = dict.fromkeys(steps, 0)  # number of times that each step has run
+    held_blocks = max_held = 0
+    for step in steps:
+        kind, stage = step
+        num_runs[step] += 1
+        if kind == "F":
+            held_blocks += blocks[stage]
+            max_held = max(max_held, held_blocks)
+            continue
+        if kind == "W":
+            held_blocks -= blocks[stage]
+        source = "I" if kind == "W" and stage != last_stage else "F"
+        if num_runs[step] > num_runs[source, stage]:
+            return None
+    return max_held
+
+
+def _improve(
+    orders: list[list[Step]],
+    m: int,
+    durations: dict[Step, float],
+    consumers: dict[Step, tuple[Step, float]],
+    is_valid: Callable[[list[Step], int], bool],
+) -> list[list[Step]]:
+    """Return the fastest orders that threshold accepting finds from `orders`. `is_valid` returns
+    whether a rank can run an order."""
     draw = random.Random(0).random
-    orders = list(best)
+    best = list(orders)
     current_duration = best_duration = total_duration(simulate(orders, durations, consumers))
     initial_threshold = INITIAL_THRESHOLD * sum(durations.values()) / len(durations)
     count = sum(map(len, orders))
     num_iterations = min(CHANGES_PER_OPERATION * count, MAX_SIMULATED // count)
     for iteration in range(num_iterations):
-        rank = int(draw() * p)
+        rank = int(draw() * len(orders))
         old = orders[rank]
-        period = len(old) // m
-        position = int(draw() * len(old))
-        offset = int((2 * draw() - 1) * (MAX_OFFSET + 1))
-        num_moves = 1 if draw() < SINGLE_MOVE_SHARE else 1 + int(draw() * m)
-        new = old.copy()
-        for index in range(position, len(old), period)[:num_moves]:
-            if 0 <= index + offset < len(new):
-                new.insert(index + offset, new.pop(index))
-        held_blocks = None if new == old else max_held_blocks(new)
-        if held_blocks is None or held_blocks > max_blocks[rank]:
+        new = _move_operations(old, m, draw)
+        if new == old or not is_valid(new, rank):
             continue
         orders[rank] = new
-        max_duration = (
-            current_duration + initial_threshold * (1 - iteration / num_iterations) * draw()
-        )
+        threshold = initial_threshold * (1 - iteration / num_iterations) * draw()
         duration = total_duration(simulate(orders, durations, consumers))
-        if duration > max_duration:
+        if duration > current_duration + threshold:
             orders[rank] = old
             continue
         current_duration = duration
         if current_duration < best_duration:
             best_duration = current_duration
             best = list(orders)
-    by_place = []
-    for order in best:
-        steps = []
-        for step in order:
-            steps += [step, fused_step] if step == ("F", last_stage) else [step]
-        by_place.append(number_micro_batches(steps))
-    return TimedOrders(by_place=tuple(by_place), stage_s=seconds, message_s=message_s)
+    return best
+
+
+def _move_operations(order: list[Step], m: int, draw: Callable[[], float]) -> list[Step]:
+    """Return a copy of a rank's order in which one operation, or one per period, is moved by the
+    same number of positions."""
+    period = len(order) // m
+    position = int(draw() * len(order))
+    offset = int((2 * draw() - 1) * (MAX_OFFSET + 1))
+    num_moves = 1
+    if draw() >= SINGLE_MOVE_SHARE:
+        num_moves += int(draw() * m)
+    new = order.copy()
+    for index in range(position, len(order), period)[:num_moves]:
+        if 0 <= index + offset < len(new):
+            new.insert(index + offset, new.pop(index))
+    return new

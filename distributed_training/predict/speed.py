@@ -10,11 +10,13 @@ Durations are estimated as follows:
 The host launches kernels while the GPU computes, so the slower of the host and the GPU determines
 the time of the step. With a CUDA graph, the host's time does not count."""
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from distributed_training.plan.orders import Step, find_orders
+from distributed_training.plan.orders import Operation, Step, find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
@@ -43,35 +45,32 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     step = StepCosts(plan, rates)
     is_graph = step.config.cuda_graphs is True  # one launch per step
     ranks = pipeline_ranks(plan)
+    orders = find_orders(plan)
     costs = step.operation_costs()
     durations = {key: float(cost.sum()) for key, cost in costs.items()}
-    orders = find_orders(plan)
+    busy_s = [_busy_s(order, durations) for order in orders]
+    # If several ranks are equally busy, the rank with the most parameters is the slowest.
+    slowest = max(ranks, key=lambda rank: (busy_s[rank.index], rank.trained_parameters))
+    operations = [costs[kind, stage] for kind, stage, _ in orders[slowest.index]]
+    arithmetic_s, memory_s, network_s = np.sum(operations, axis=0).tolist()
+    computing_s = arithmetic_s + memory_s + network_s
     consumers = map_consumers(plan.stages.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
-    busy_s = [sum(durations[kind, stage] for kind, stage, _ in order) for order in orders]
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
-        gpu_passes_s = max(
-            sum(busy_s) / len(busy_s),
-            gpu_passes_s * min(1.0, plan.machine.num_cpus / plan.processes_here),
-        )
+        share_of_cores = min(1.0, plan.machine.num_cpus / plan.processes_here)
+        gpu_passes_s = max(sum(busy_s) / len(busy_s), gpu_passes_s * share_of_cores)
     passes_s = gpu_passes_s
     if step.pp > 1 and not (is_graph or rates.on_host):  # each stage's host launches its operations
         passes_s = total_duration(simulate(orders, durations, consumers, step.launch_s()))
-    slowest = busy_s.index(max(busy_s))
-    slowest_rank = ranks[slowest]
-    operations = [costs[kind, stage] for kind, stage, _ in orders[slowest]]
-    arithmetic_s, memory_s, network_s = np.sum(operations, axis=0).tolist()
-    computing_s = arithmetic_s + memory_s + network_s
-    data_parallel_s = step.data_parallel_s(slowest_rank, computing_s)
-    update_s = step.update_s(slowest_rank)
-    host_step_s, hook_wait_s = step.host_step_s(slowest_rank)
+    data_parallel_s = step.data_parallel_s(slowest, computing_s)
+    update_s = step.update_s(slowest)
+    host_step_s, hook_wait_s = step.host_step_s(slowest)
     launch_s = 0.0
     if not is_graph:
-        max_blocks = max(other.num_blocks for other in ranks)
+        max_blocks = max(rank.num_blocks for rank in ranks)
         launch_s = step.host_block_s() * max_blocks * step.num_microbatches + host_step_s
     gpu_s = passes_s + data_parallel_s + update_s
-    most_parameters = max(other.trained_parameters for other in ranks)
-    offload_seconds = offload_s(step, most_parameters)
+    offload_seconds = offload_s(step, max(rank.trained_parameters for rank in ranks))
     total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
     total_s += hook_wait_s
     total_s += sum(offload_seconds.values())
@@ -84,6 +83,12 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     }
     bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))
     return StepTime(total_s, max(bottlenecks, key=lambda name: bottlenecks[name]))
+
+
+def _busy_s(order: Sequence[Operation], durations: Mapping[Step, float]) -> float:
+    """Return the total duration of a rank's operations. The sum is exact, so that ranks whose
+    operations differ only in their order are equally busy in every version of Python."""
+    return math.fsum(durations[kind, stage] for kind, stage, _ in order)
 
 
 class StepCosts(Timing):

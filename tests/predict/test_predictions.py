@@ -4,12 +4,14 @@ predictions."""
 import contextlib
 import itertools
 import json
+import math
 import shutil
 
 import pytest
 
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.sort import enumerate_plans, find_fastest, sort_layouts
+from distributed_training.predict import speed
 from distributed_training.predict.predict import local_cluster, parse_cluster, predict
 from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
 from distributed_training.settings.config import AUTO
@@ -47,6 +49,25 @@ def test_results_of_calibrate_are_used_in_later_plans(tmp_path, monkeypatch):
     assert found == pytest.approx(measured, rel=1e-3)
     assert rates.host.block == pytest.approx(1.359e-3, rel=1e-3)
     assert rates.attention_flops / rates.gemm_flops == H200.attention_flops / H200.gemm_flops
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_times_are_the_same_in_every_version_of_python(schedule, monkeypatch):
+    # Since Python 3.12, sum() rounds less, so other ranks may be the first of several equal ones.
+    def exact_sum(values, start=0):
+        values = list(values)
+        if all(isinstance(value, float) for value in values):
+            return math.fsum(values)
+        return sum(values, start)
+
+    cluster = parse_cluster("4xT4")
+    request = build("pp", pp=4, batch_size=2, pipeline_schedule=schedule)
+    for plan in enumerate_plans(request, cluster):
+        old = speed.estimate_step(plan, cluster.rates)
+        with monkeypatch.context() as patch:
+            patch.setattr(speed, "sum", exact_sum, raising=False)
+            new = speed.estimate_step(plan, cluster.rates)
+        assert new == (pytest.approx(old.seconds, rel=1e-9), old.bound_by)
 
 
 def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):

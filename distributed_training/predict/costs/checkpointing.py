@@ -23,11 +23,11 @@ def full_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     adapters' computation."""
     rows, columns = block.matrix_shapes(timing)[-1]
     last_gemm = timing.gemm_cost(timing.tokens, columns, rows)
+    if timing.trained_share:
+        return forward, -last_gemm
     if timing.config.compile:
-        return forward, -(
-            last_gemm + (0 if timing.trained_share else lora.adapter_costs(timing)[0] / 2)
-        )
-    return (forward, -last_gemm) if timing.trained_share else (forward,)
+        return forward, -(last_gemm + lora.adapter_costs(timing)[0] / 2)
+    return (forward,)
 
 
 def selective_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
@@ -47,7 +47,8 @@ def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     pcie = FITTED.host_copy_bytes_per_s
     is_new = timing.plan.machine.compute_capability >= (9, 0)
     rate = min(timing.rates.link_bytes_per_s, pcie.pcie5 if is_new else pcie.pcie4)
-    copy_s, forward_s = sum(waiting_bytes(timing)) / rate, forward.sum()
+    copy_s = sum(waiting_bytes(timing)) / rate
+    forward_s = forward.sum()
     wait_s = max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)
     return cheap, max(values) / sum(values) * products, wait_s * NETWORK
 

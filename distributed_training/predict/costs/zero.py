@@ -111,7 +111,9 @@ def hook_costs(rank: PipelineRank, rates: Rates) -> tuple[float, float]:
     wait_s = rates.host.wait * rank.num_blocks
     if rank.zero.stage < 3:
         return rank.num_microbatches, wait_s / rank.shards
-    return 0, wait_s if rank.shards == 1 else 2 * wait_s
+    if rank.shards > 1:
+        wait_s *= 2
+    return 0, wait_s
 
 
 def offload_s(sizes: Sizes, most_parameters: float) -> dict[str, float]:
