@@ -337,18 +337,11 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("tools.models").push(a)
 
 
-def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Measure this machine. `plan --calibrate` starts processes that run this command."""
-    add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help="JSON file to write the measurements to")
-    return lambda a: _load("tools.calibrate").main(a.file)
-
-
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
     "report": report, "doctor": doctor, "generate": generate, "eval": eval_, "export": export,
-    "push": push, "calibrate": calibrate,
+    "push": push,
 }  # fmt: skip
 
 

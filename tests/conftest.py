@@ -25,8 +25,7 @@ from tests.support import small_text
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Use a cache that contains no `plan --calibrate` measurements, and no costs of models that other
-# versions of the code have computed.
+# Use a cache that contains no costs of models that other versions of the code have computed.
 CACHE = Path(tempfile.gettempdir(), f"distributed-training-{os.geteuid()}")
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = str(CACHE)
 shutil.rmtree(CACHE / "configs", ignore_errors=True)

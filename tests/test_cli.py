@@ -103,7 +103,7 @@ def test_the_first_help_is_one_page_with_all_commands():
     lines = light_pool().script(["--help"]).stdout.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[4:16]] == list(cli.COMMANDS)
+    assert [line.split()[0] for line in lines[4 : 4 + len(cli.COMMANDS)]] == list(cli.COMMANDS)
     assert "--help all" in lines[-1]
 
 

@@ -332,11 +332,7 @@ class Tokenizer:
             raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
         encoding = self.backend.encode(piece.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        lasts = np.maximum.accumulate(offsets[:, 1])
-        # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
-        # previous token ends.
-        firsts = np.minimum(offsets[:, 0], np.append(0, lasts[:-1]))
+        firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
             tokens = np.flatnonzero((lasts > first) & (firsts < last)).tolist()
@@ -349,6 +345,31 @@ class Tokenizer:
                     del tokens[edge]
             mask[tokens] = True
         return ids, mask
+
+    def _read_offsets(
+        self, text: str, pairs: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (index of the first character, index after the last character) for each token,
+        based on the offsets from the `tokenizers` library. Raises UserError if they are wrong.
+
+        If a character has no token, the library shifts the offsets of the following tokens in the
+        same word. No token then covers the end of the word."""
+        offsets = np.array(pairs, np.int64).reshape(-1, 2)
+        lasts = np.maximum.accumulate(offsets[:, 1])
+        previous_ends = np.concatenate([[0], lasts])
+        next_starts = np.concatenate([offsets[:, 0], [len(text)]])
+        normalizer = self.backend.normalizer
+        for index in np.flatnonzero(next_starts > previous_ends):
+            gap = text[previous_ends[index] : next_starts[index]].strip()
+            if gap and normalizer is not None:
+                gap = normalizer.normalize_str(gap)  # The normalizer may remove characters.
+            if gap.strip(" \u2581"):
+                what = f"tokenizer {self.folder} cannot be used for these answers"
+                why = f"some characters have no token, so the positions near {shown(gap)} are wrong"
+                raise UserError(what, why, "remove these characters, or use another tokenizer")
+        # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
+        # previous token ends.
+        return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `ids` to a string. If `skip_special_tokens` is set, special tokens are

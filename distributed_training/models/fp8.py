@@ -12,8 +12,6 @@ backward pass transposes the codes of one matrix at a time.
 
 Scales are rounded to the compute dtype before the codes are computed."""
 
-from collections.abc import Callable
-
 import torch
 
 from distributed_training.models import quantized
@@ -21,23 +19,19 @@ from distributed_training.models.private import scaled_mm
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
-ReduceMax = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiply x [.., columns] by a matrix. Under tp, `reduce_x` or `reduce_dy` returns the maximum
-    of a tensor over the ranks that have the other columns of x or dy."""
+    """Multiply x [.., columns] by a matrix."""
 
     @staticmethod
-    def forward(ctx, x, codes, scales, reduce_x=None, reduce_dy=None):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, codes, scales):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(codes, scales)
-        ctx.reduce_dy = reduce_dy
-        return product(x, codes, scales, reduce_x)
+        return product(x, codes, scales)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        dx = input_gradient(dy, *ctx.saved_tensors, ctx.reduce_dy)
-        return dx, None, None, None, None
+        return input_gradient(dy, *ctx.saved_tensors), None, None
 
 
 multiply = _Multiply.apply
@@ -49,31 +43,25 @@ class QuantizedLinear(quantized.QuantizedLinear):
     multiply = staticmethod(multiply)
 
 
-def product(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, reduce: ReduceMax = None
-) -> torch.Tensor:
+def product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `x W^T`, [.., columns] -> [.., rows], without autograd."""
-    y = fp8_matmul(*quantize(x.flatten(0, -2), reduce=reduce), codes, scales)
+    y = fp8_matmul(*quantize(x.flatten(0, -2)), codes, scales)
     return y.view(*x.shape[:-1], -1)
 
 
-def input_gradient(
-    dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, reduce: ReduceMax = None
-) -> torch.Tensor:
+def input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `dy W`, [.., rows] -> [.., columns]."""
     scaled = dy.flatten(0, -2).float() * scales.float()
-    dx = fp8_matmul(*quantize(scaled, reduce=reduce), codes)
+    dx = fp8_matmul(*quantize(scaled), codes)
     return dx.view(*dy.shape[:-1], -1)
 
 
 def quantize(
-    x: torch.Tensor, dtype: torch.dtype = torch.float32, reduce: ReduceMax = None
+    x: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix in e4m3, and its scales [rows, 1] in `dtype`. torch.compile fuses this
     function with the operation before it."""
     largest = x.abs().amax(-1, keepdim=True).float()
-    if reduce is not None:
-        largest = reduce(largest)
     scales = (largest / LARGEST).to(dtype).clamp(min=torch.finfo(dtype).tiny)
     return (x.float() / scales.float()).to(E4M3), scales
 

@@ -30,7 +30,6 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models import fp8
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
 from distributed_training.parallel.private import (
@@ -57,9 +56,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
         "vocabulary": _LayerParallel(Replicate(), placement, dim=0),
     }
     roles = model.find_roles()
-    for layer in model.modules():
-        if isinstance(layer, fp8.QuantizedLinear):
-            layer.matmul_override = _fp8_matmul
     for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
@@ -72,26 +68,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
             if role in own_roles or is_own_bias:
                 own_parameters.add(f"{name}.{parameter}")
     return own_parameters
-
-
-def _fp8_matmul(layer: Any, x: DTensor) -> DTensor:
-    """Multiply by a shard of a matrix in fp8. If this rank has some of the columns of x, or of the
-    gradient of the result, the scales are computed from all columns, as without tp."""
-    weight = layer.weight
-    mesh = weight.device_mesh
-    reduce = partial(all_reduce_functional, reduceOp="max", group=mesh.get_group())
-    by_columns = weight.placements[0].is_shard(1)
-    codes = weight.to_local()
-    scales = layer.scales.to_local()
-    if by_columns:
-        y = fp8.multiply(x.to_local(grad_placements=x.placements), codes, scales, reduce, None)
-        placement = Partial()
-    else:
-        y = fp8.multiply(x.to_local(grad_placements=[Partial()]), codes, scales, None, reduce)
-        placement = Shard(x.dim() - 1)
-    y = DTensor.from_local(y, mesh, [placement], run_check=False)
-    bias = layer.cast_bias(x.dtype)
-    return y if bias is None else y + bias
 
 
 def shard_output(

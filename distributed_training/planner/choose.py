@@ -299,8 +299,6 @@ def _async_tp_obstacle(plan: Draft, compiled: Any) -> str:
         return "a CPU"
     if not compiled:
         return "compile=False"
-    if plan.config.base_dtype == "fp8":
-        return "base_dtype='fp8', whose products cannot be split"
     if num_gpus % tp:
         return f"tp={tp} across machines with {plural(num_gpus, 'GPU')} each"
     return ""

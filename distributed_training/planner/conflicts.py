@@ -248,11 +248,14 @@ def check_fp8(plan: Draft) -> None:
     if not plan.strategy.traits.builds_on_device:
         why = "the strategy's engine does not compute in fp8"
         _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
-    divisor = 16 * plan.mesh["tp"]
+    tp = plan.mesh["tp"]
+    if tp > 1:
+        why = "a row's scale is computed from all of its columns"
+        _refuse(plan, "base_dtype", f"{tp=}", why, "set strategy to dp, fsdp or pp")
     sizes = itertools.chain.from_iterable(plan.size.block_matrices)
-    odd_sizes = [size for size in sizes if size % divisor]
+    odd_sizes = [size for size in sizes if size % 16]
     if odd_sizes:
-        why = f"fp8 needs numbers of rows and columns that {divisor} divides, unlike {odd_sizes}"
+        why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
         _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
 
 

@@ -1,20 +1,12 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
-from distributed_training.predict.rates import (
-    FITTED,
-    Rates,
-    calibration_file,
-    cpu_rates,
-    from_calibration,
-    gpu_rates,
-)
+from distributed_training.predict.rates import FITTED, Rates, cpu_rates, gpu_rates
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.errors import UserError
@@ -92,8 +84,6 @@ def local_cluster(machine: Machine, num_processes: int, processes_here: int) -> 
         rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
     elif (gpu_spec := find_gpu(machine.gpu_name)) is not None:
         rates = gpu_rates(with_power_limit(gpu_spec, machine.power_w))
-        if (file := calibration_file(str(machine.gpu_name))).is_file():
-            rates = from_calibration(json.loads(file.read_text()), rates)
     return Cluster(
         num_processes=num_processes,
         processes_per_node=processes_here,
@@ -149,7 +139,7 @@ class Prediction:
             return "unknown"
         if rates.on_host:
             return "cpu"
-        if rates.measured_at or self.step.bound_by in ("disk", "host RAM"):
+        if self.step.bound_by in ("disk", "host RAM"):
             return "other"
         if self.step.bound_by == "host":
             return "host"

@@ -1,16 +1,12 @@
-"""Provide the rates of a machine, either measured by `plan --calibrate` or estimated from
-datasheets."""
+"""Estimate the rates of a machine from datasheets and fitted values."""
 
 import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.machine import NIC_BYTES_PER_S, Gpu
 
 _ENTRIES = json.loads(
@@ -49,7 +45,6 @@ class Rates:
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # whether Python and the computation share the CPU
     peak_flops: float | None = None  # FLOP/s according to the datasheet, for MFU
-    measured_at: str = ""  # time of calibration; "" if the rates were not measured
 
 
 def gpu_rates(gpu: Gpu) -> Rates:
@@ -109,20 +104,3 @@ def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
         multiplications = waves * num_sms * rows * columns * k / split_k
         costs.append(multiplications if split_k == 1 else FITTED.split_cost * multiplications)
     return min(costs)
-
-
-def calibration_file(device: str) -> Path:
-    """Return the file in which `plan --calibrate` stores the rates for a kind of device."""
-    return cache_folder() / f"rates-{device.replace(' ', '-')}.json"
-
-
-def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
-    """Return `base`, updated with the rates in `document`, which `plan --calibrate` wrote."""
-    measured = document["rates"]
-    return replace(
-        base,
-        **measured,
-        attention_flops=base.attention_flops * measured["gemm_flops"] / base.gemm_flops,
-        host=scale_launch_costs(base.host, document["block_s"] / FITTED.launching_s.block),
-        measured_at=document["made_at"],
-    )

@@ -1,5 +1,5 @@
-"""Check that the nodes of a job reach each other, for `doctor --nodes`. `plan --calibrate` and the
-programs in results/lab/ open their process group with this module."""
+"""Check that the nodes of a job reach each other, for `doctor --nodes`. The programs in results/lab
+open their process group with this module."""
 
 import contextlib
 import platform

@@ -30,7 +30,6 @@ from distributed_training.planner.sort import (
     suggest,
 )
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import (
     bottleneck_name,
     describe_work,
@@ -45,7 +44,6 @@ from distributed_training.settings.files import check_replaced, shown, write_own
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import parse_overrides
 from distributed_training.start.launch import requested_cluster
-from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command, planned_cluster
 from distributed_training.tools.jobs import build_batch_script, build_options, job_template
 
@@ -61,8 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a job: job.slurm, job.sky.yaml (SkyPilot) or job.yaml (Kubeflow TrainJob)",
     )
-    calibrate = "measure this machine's GPUs for about a minute first. Later plans use the result"
-    add("--calibrate", action="store_true", help=calibrate)
     add(
         "--tokens",
         metavar="N",
@@ -89,9 +85,6 @@ def run(
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
-    if arguments.calibrate:
-        _calibrate(cluster, script)
-        cluster = _cluster(arguments, request)
     notes = list[str]()
     # CONFIG's strategy restricts the layouts only if it is typed or has keys of its own.
     if "strategy" not in parse_overrides(arguments.overrides) and not request.engine_options:
@@ -153,20 +146,6 @@ def run(
     else:
         _write_job(job_file, first, amount, arguments, script)
     return 0
-
-
-def _calibrate(cluster: Cluster, script: Path) -> None:
-    """Measure this machine's GPUs, in as many processes as the plan has, because measuring imports
-    torch."""
-    if not cluster.is_local or cluster.machine.gpu_name is None:
-        what = "--calibrate measures this machine's GPUs"
-        raise UserError(what, fix="run it on a machine with GPUs, without --cluster")
-    file = calibration_file(cluster.machine.gpu_name)
-    outcome = run_ranks([str(script), "calibrate", str(file)], cluster.num_processes)
-    if outcome.signum:
-        raise KeyboardInterrupt
-    if outcome.exit_code != 0:
-        raise UserError("measuring this machine failed", fix="see the messages above")
 
 
 def _find_layouts(
@@ -321,8 +300,6 @@ def legend(cluster: Cluster) -> str:
     rates = cluster.rates
     if rates is None:
         source = "This GPU is not in the planner's table. Describe it with --gpu."
-    elif rates.measured_at:
-        source = f"Times use measurements of this machine from {rates.measured_at[:10]}."
     elif cluster.machine.num_gpus == 0:
         source = "Times are rough estimates for a CPU."
     else:

@@ -21,6 +21,7 @@ from distributed_training.data.chats.prepare import (
     read_pieces,
 )
 from distributed_training.data.corpus import find_corpus, read_prose
+from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.files import load_model_json
@@ -328,3 +329,15 @@ def test_each_record_is_read_by_itself(folder, tmp_path):
     with refused("'critic'", NO_ANSWER):
         config = build_config({"dataset": "made"})
         tokenize(jsonl(tmp_path, rows[-1:]), tokenizer, config, tmp_path / "cache")
+
+
+def test_answers_near_characters_without_a_token_are_refused(tmp_path):
+    """The library shifts the offsets after a character that has no token, so the answer could not
+    be found."""
+    built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, built))
+    ((_, mask),) = tokenizer.encode_pieces([Piece("a:b|", [(2, 4)], templated=True)])
+    assert mask.tolist() == [False, False, True, True]
+    with refused(str(tmp_path)):
+        tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])

@@ -115,7 +115,7 @@ WALK = {
         ("{named_in_plan} a/b", False),
         ("{adapter} a/b", True),
     ],
-    "doctor": [], "calibrate": [],  # none of these commands reads such files
+    "doctor": [],  # none of these commands reads such files
 }  # fmt: skip
 
 

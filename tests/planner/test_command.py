@@ -125,7 +125,6 @@ def test_json_has_the_fields_that_programs_read(plan):
     ("arguments", "messages"),
     [
         (["--cluster", "4xH200", "--model", "nobody/nothing"], ["model='nobody/nothing'"]),
-        (["--calibrate"], ["--calibrate"]),  # on a CPU
         (["--cluster", "4xH201"], ["'H201'", "H200", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["NxMxGPU", "8xH200"]),
         (["--cluster", "8xH200", "--price", "-1"], ["--price", "'-1'"]),

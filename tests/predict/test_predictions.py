@@ -5,15 +5,14 @@ import contextlib
 import itertools
 import json
 import math
-import shutil
 
 import pytest
 
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.sort import enumerate_plans, find_fastest, sort_layouts
 from distributed_training.predict import speed
-from distributed_training.predict.predict import local_cluster, parse_cluster, predict
-from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, gpu_rates
+from distributed_training.predict.predict import parse_cluster, predict
+from distributed_training.predict.rates import FITTED, cpu_rates, gpu_rates
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -34,21 +33,6 @@ def test_every_fitted_value_says_where_it_comes_from():
     assert set(entries) == set(vars(FITTED))
     for name, entry in entries.items():
         assert set(entry) == {"value", "unit", "what", "record", "range"}, name
-
-
-def test_results_of_calibrate_are_used_in_later_plans(tmp_path, monkeypatch):
-    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
-    assert local_cluster(GPU_MACHINE, 4, 4).rates == H200
-    shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
-    rates = local_cluster(GPU_MACHINE, 4, 4).rates
-    assert rates.measured_at
-    measured = {
-        "gemm_flops": 6.918e14, "memory_bytes_per_s": 3.599e12, "link_bytes_per_s": 3.028e11,
-    }  # fmt: skip
-    found = {name: getattr(rates, name) for name in measured}
-    assert found == pytest.approx(measured, rel=1e-3)
-    assert rates.host.block == pytest.approx(1.359e-3, rel=1e-3)
-    assert rates.attention_flops / rates.gemm_flops == H200.attention_flops / H200.gemm_flops
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])

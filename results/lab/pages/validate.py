@@ -17,11 +17,11 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, local_cluster, predict
-from distributed_training.predict.rates import cpu_rates, from_calibration, gpu_rates
+from distributed_training.predict.rates import cpu_rates, gpu_rates
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.machine import GPUS, Machine, find_gpu
+from distributed_training.settings.machine import Machine, find_gpu
 from distributed_training.settings.request import build_config
 from results.lab.analysis import blind
 from results.lab.runs import to_current_keys
@@ -272,7 +272,6 @@ def distribution() -> str:
         ("step time, published by others", [error for _, error in _published_errors()]),
         ("peak memory, all pages", memory_errors(rows)),
         ("step time, all pages", [row.time_error for row in rows]),
-        ("step time, all pages, calibrated", calibrated_errors()),
     ):
         shares = [f"{share_within(errors, limit):.0%}" for limit in (0.02, 0.05, 0.10, 0.25)]
         low = min(errors)
@@ -301,14 +300,6 @@ def fitted_pages() -> set[str]:
 def memory_errors(rows: Iterable[Row]) -> list[float]:
     """Return the memory errors of all runs whose peaks can be compared with predictions."""
     return [row.memory_error for row in rows if row.is_memory_comparable]
-
-
-def calibrated_errors() -> list[float]:
-    """Return the relative errors of step times predicted with the rates that `plan --calibrate`
-    measured on four H200s."""
-    document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
-    rates = from_calibration(document, gpu_rates(GPUS["H200"]))
-    return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
 
 
 def choices() -> str:
