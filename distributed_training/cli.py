@@ -62,7 +62,13 @@ class AddOverride(argparse.Action):
     """Action that appends an option to the list `overrides` as `key=value`. The list keeps the
     order of the options on the command line. Several values are quoted as in a shell."""
 
-    def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+    def __call__(
+        self,
+        _: Any,
+        namespace: Any,
+        value: Any,
+        option: str | None = None,
+    ) -> None:
         assert option is not None
         if isinstance(value, list):
             value = shlex.join(value) if value[1:] else value[0]
@@ -79,7 +85,11 @@ def format_key_help(key: Key, *details: str) -> str:
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
-def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) -> None:
+def add_keys(
+    parser: argparse.ArgumentParser,
+    *,
+    has_arguments: bool = False,
+) -> None:
     """Add an option for each key of CONFIG and of the strategies' engines, and the options that
     control how a run is started. The option --dataset takes several values unless the command has
     positional arguments."""
@@ -88,8 +98,14 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
     add = parser.add_argument
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
     add("--preset", metavar="NAME", help=preset_help)
-    add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
-        help="set several keys")  # fmt: skip
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        dest="overrides",
+        help="set several keys",
+    )
     num_gpus_help = (
         f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
         "GPUs"
@@ -97,7 +113,13 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
     processes = parser.add_mutually_exclusive_group()  # both options set the number of GPUs
     processes.add_argument("--num_gpus", metavar="N", help=num_gpus_help)
     restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
-    add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts_help)
+    add(
+        "--max_restarts",
+        metavar="N",
+        type=at_least(0),
+        default=0,
+        help=restarts_help,
+    )
     add(
         "--dry-run",
         "--dry_run",
@@ -128,12 +150,19 @@ def add_keys(parser: argparse.ArgumentParser, *, has_arguments: bool = False) ->
         for key in members:
             text = format_key_help(key, f"default {key.default!r}").replace("%", "%%")
             group.add_argument(
-                f"--{key.name}", action=AddOverride, dest="overrides", metavar="",
-                nargs="+" if key.name == "dataset" and not has_arguments else None, help=text,
-            )  # fmt: skip
+                f"--{key.name}",
+                action=AddOverride,
+                dest="overrides",
+                metavar="",
+                nargs="+" if key.name == "dataset" and not has_arguments else None,
+                help=text,
+            )
 
 
-def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def read_options(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+) -> argparse.Namespace:
     """Parse the command line. If --model names a folder of model code, allow this code to run.
     `overrides` in the result contains the `key=value` strings in the order in which they were
     given. Raises UserError for an unknown option."""
@@ -158,14 +187,21 @@ def _advise_on_file(word: str) -> str | None:
     return f"use --dataset {shlex.quote(word)}" if Path(word).is_file() else None
 
 
-def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
+def configure(
+    arguments: argparse.Namespace,
+    program: Program,
+    overrides: Sequence[str],
+) -> Request:
     """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
     is not accepted. Also raises UserError if only the preset sets `model` to a folder of code,
     because code runs only if the user names its folder."""
     config = build_config(
-        program.config, preset=arguments.preset, overrides=overrides,
-        force=arguments.force, strict=arguments.strict,
-    )  # fmt: skip
+        program.config,
+        preset=arguments.preset,
+        overrides=overrides,
+        force=arguments.force,
+        strict=arguments.strict,
+    )
     require_allowed_family(config.model)
     return config
 
@@ -208,7 +244,11 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     return act
 
 
-def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
+def tool_command(
+    name: str,
+    parser: argparse.ArgumentParser,
+    program: Program,
+) -> Act:
     """Add the options of the command `name` in tools/, which accepts CONFIG's keys in addition to
     its own options."""
     tool = _load(f"tools.{name}")
@@ -219,7 +259,11 @@ def tool_command(name: str, parser: argparse.ArgumentParser, program: Program) -
     def act(arguments: argparse.Namespace) -> int:
         if name != "plan":
             refuse_planned_machines(arguments)
-        return tool.run(arguments, partial(configure, arguments, program), program.script)
+        return tool.run(
+            arguments,
+            partial(configure, arguments, program),
+            program.script,
+        )
 
     return act
 
@@ -280,8 +324,14 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--prompt", help="text to continue (default: read prompts from standard input)")
     add("--last", action="store_true", help=LAST_HELP)
     num_tokens_help = "maximum number of tokens to generate (default: 100)"
-    add("--num_tokens", "--max_new_tokens", metavar="N", type=at_least(1), default=100,
-        help=num_tokens_help)  # fmt: skip
+    add(
+        "--num_tokens",
+        "--max_new_tokens",
+        metavar="N",
+        type=at_least(1),
+        default=100,
+        help=num_tokens_help,
+    )
     temperature_help = "sampling temperature. 0: always choose the most likely token (default: 0.7)"
     add("--temperature", type=at_least(0.0), default=0.7, help=temperature_help)
     add(
@@ -340,9 +390,13 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
-    "report": report, "doctor": doctor, "generate": generate, "eval": eval_, "export": export,
+    "report": report,
+    "doctor": doctor,
+    "generate": generate,
+    "eval": eval_,
+    "export": export,
     "push": push,
-}  # fmt: skip
+}
 
 
 def describe_command(name: str) -> str:
@@ -376,7 +430,11 @@ def run_command(name: str, program: Program) -> int:
     return act(read_options(parser, program.argv))
 
 
-def main(config: Mapping[str, Any], description: str, script: str) -> int:
+def main(
+    config: Mapping[str, Any],
+    description: str,
+    script: str,
+) -> int:
     """Run the command given on the command line and return the exit code. `description` is
     the docstring of the user's script, and `script` is the path of the script."""
     file = Path(script).resolve()

@@ -75,7 +75,13 @@ class Saver:
         if self._keeps_memory and self.plan.config.checkpoint_every not in (0, "signal"):
             self._allocate_memory(self._parts_to_write(engine))
 
-    def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
+    def begin(
+        self,
+        engine: Engine,
+        *,
+        step: int,
+        data_fingerprint: str,
+    ) -> None:
         """Start writing the state to disk. The previous save must have finished. If all hosts have
         enough free memory, a copy is written while training continues. Otherwise, the state itself
         is written, and training must wait for `finish`. All ranks must call this method."""
@@ -145,7 +151,12 @@ class Saver:
         self._save_row["stall_s"] += time.monotonic() - start
         return folder, self._save_row
 
-    def _write(self, partial_folder: Path, parts: list[Part], meta: resume.Meta) -> Path:
+    def _write(
+        self,
+        partial_folder: Path,
+        parts: list[Part],
+        meta: resume.Meta,
+    ) -> Path:
         """Write this rank's file. When the files of all ranks are on disk, publish them with one
         rename per disk, and delete old checkpoints. Return the new checkpoint's folder. The writing
         threads of all ranks must call this method."""
@@ -179,7 +190,10 @@ class Saver:
             kept = older[-self.plan.config.keep_checkpoints :]
             for checkpoint in set(checkpoints) - set(kept):
                 shutil.rmtree(checkpoint)
-        self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
+        self._save_row |= {
+            "write_s": time.monotonic() - start,
+            "bytes": sum(meta.files.values()),
+        }
         return final_folder
 
 
@@ -221,7 +235,12 @@ def rank_local_parts(engine: Engine, topology: Topology) -> list[Part]:
     if topology.device_type == "cuda":
         tensors[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
     return [
-        build_part(name, tensor, tensor.shape, (0,) * tensor.dim())
+        build_part(
+            name,
+            tensor,
+            tensor.shape,
+            (0,) * tensor.dim(),
+        )
         for name, tensor in tensors.items()
     ]
 

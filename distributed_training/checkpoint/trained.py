@@ -29,7 +29,11 @@ class TrainedModel:
     adapters: peft.Adapters | None = None
     base: Path | None = None  # folder of the base weights, if the model was read from a folder
 
-    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
+    def load(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> Decoder:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
         computation use this dtype. The exception is a base model in NF4, which stays quantized and
         keeps its compute dtype. A base model in fp8 is dequantized, and computation is not in fp8.
@@ -61,7 +65,13 @@ class TrainedModel:
             apply_lora(model, self.spec, adapters.config, device, adapters.tensors)
         return model.eval().requires_grad_(False)
 
-    def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
+    def save(
+        self,
+        folder: Path,
+        *,
+        eos_token_id: int,
+        dtype: torch.dtype,
+    ) -> None:
         """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
         weights = self._checked_weights(self.spec.build_meta_model())
         if self.adapters:
@@ -83,13 +93,20 @@ def trained_model_of_run(
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
-        return TrainedModel(spec=spec, weights=lambda name, slices: read(name)[slices])
+        return TrainedModel(
+            spec=spec,
+            weights=lambda name, slices: read(name)[slices],
+        )
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
     else:  # draw the same initial values as at the start of training
         meta_model = spec.build_meta_model()
         hashed = plan.machine.num_gpus > 0
-        base = meta_model.random_source(config.seed, torch.device("cpu"), hashed=hashed)
+        base = meta_model.random_source(
+            config.seed,
+            torch.device("cpu"),
+            hashed=hashed,
+        )
     adapters = peft.Adapters(
         spec=spec,
         tensors={name: read(name).float() for name in names if ".adapter." in name},
@@ -104,4 +121,9 @@ def open_trained_folder(spec: ModelSpec, folder: Path, base: Path) -> TrainedMod
     """Return the weights in `folder`. If `base` is another folder, `folder` contains adapters for
     the model in `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
-    return TrainedModel(spec=spec, weights=spec.weights_source(base), adapters=adapters, base=base)
+    return TrainedModel(
+        spec=spec,
+        weights=spec.weights_source(base),
+        adapters=adapters,
+        base=base,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Record
-from distributed_training.data.files import (  # fmt: skip
+from distributed_training.data.files import (
     TEXT_SUFFIXES,
     encoding_of,
     open_file,
@@ -66,7 +66,12 @@ class Source:
         file_sizes = [file.stat().st_size for file in self.files]
         return sum(file_sizes) + sum(map(len, self.texts))
 
-    def read_texts(self, *, by_line: bool, can_cut: bool) -> Iterator[Piece]:
+    def read_texts(
+        self,
+        *,
+        by_line: bool,
+        can_cut: bool,
+    ) -> Iterator[Piece]:
         """Yield the running text in pieces, in order. If `by_line` is set, yield one piece per
         line."""
         documents: list[Iterable[str]] = [read_text(file, by_line=by_line) for file in self.files]
@@ -80,7 +85,10 @@ class Source:
     def read_records(self) -> Iterator[tuple[str, Any]]:
         """Yield (location of the record for error messages, record), in order."""
         assert self.columns is not None
-        return read_records(*self.files, columns={*COLUMNS, *self.columns.values()})
+        return read_records(
+            *self.files,
+            columns={*COLUMNS, *self.columns.values()},
+        )
 
     def digest(self) -> str:
         """Return the SHA-256 of the column names and the contents. This method reads all files.
@@ -137,7 +145,11 @@ def split_weights(dataset: str) -> dict[str, float]:
     return weights
 
 
-def find_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
+def find_corpus(
+    dataset: str,
+    validation: str | None = None,
+    columns: str | None = None,
+) -> Corpus:
     """Find the sources of the datasets in `dataset` (see `split_weights`). If `validation` names
     another dataset, the validation text comes from that dataset. Running text in files is not read
     until the sources are used.
@@ -193,7 +205,11 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return names
 
 
-def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> dict[str, Source]:
+def _find_sources(
+    dataset: str,
+    key: str,
+    columns: Mapping[str, str],
+) -> dict[str, Source]:
     """Find the source of each split of a dataset. `key` is the setting that names the dataset.
     Raises UserError if the dataset is not available, cannot be read or has nothing to train on."""
     what = f"{key}={dataset!r}"
@@ -242,7 +258,11 @@ def is_hub_name(dataset: str) -> bool:
     return is_hub_form and suffix_of(path) not in SUFFIXES and not path.exists()
 
 
-def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
+def _build_source(
+    files: Sequence[Path],
+    what: str,
+    columns: Mapping[str, str],
+) -> Source:
     """Return the running text or records in `files` as a source. Raises UserError if record files
     contain no records, or if the first record has no known form."""
     if suffix_of(files[0]) in TEXT_SUFFIXES:

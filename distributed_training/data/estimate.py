@@ -49,7 +49,10 @@ def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] |
     return dict.fromkeys(corpus, sources), sizes[0] / sizes[1], error
 
 
-def _write_chunks(files: Sequence[Path], folder: Path) -> list[tuple[Path, Path]]:
+def _write_chunks(
+    files: Sequence[Path],
+    folder: Path,
+) -> list[tuple[Path, Path]]:
     """Write whole lines from NUM_CHUNKS evenly spaced positions in the concatenated files to
     `folder`. Return (file, file of the chunk) for each chunk."""
     ends = np.cumsum([file.stat().st_size for file in files])

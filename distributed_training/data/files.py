@@ -38,7 +38,11 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
+def read_text(
+    path: Path,
+    *,
+    by_line: bool = False,
+) -> Iterator[str]:
     """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
     encoded in UTF-8, or in UTF-16 with a byte-order mark. Line ends are read as by Python's `open`:
     CRLF and CR become LF. Raises UserError if the file has another encoding or cannot be read."""
@@ -67,7 +71,10 @@ def encoding_of(path: Path) -> str:
     return "utf-16" if has_mark else "utf-8-sig"
 
 
-def read_records(*paths: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def read_records(
+    *paths: Path,
+    columns: Collection[str],
+) -> Iterator[tuple[str, Any]]:
     """Yield (location of the record for error messages, record) for each line or row of the files.
     Of Parquet and Arrow files, only `columns` are read, and the values of other columns are
     `...`. Raises UserError if a file cannot be parsed."""
@@ -140,7 +147,10 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{where} is not CSV", str(error)) from None
 
 
-def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _read_table(
+    path: Path,
+    columns: Collection[str],
+) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -167,7 +177,11 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                     for row in batch.slice(first, _BATCH_ROWS).to_pylist():
                         number += 1
                         for field in batch.schema:
-                            row[field.name] = _decode(row[field.name], field.type, field.name)
+                            row[field.name] = _decode(
+                                row[field.name],
+                                field.type,
+                                field.name,
+                            )
                         yield f"{path} row {number}", unread | row
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         why = first_line(error)
@@ -212,7 +226,10 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         if path.suffix in COMPRESSIONS:
             import pyarrow
 
-            file = pyarrow.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
+            file = pyarrow.input_stream(
+                str(path),
+                compression=COMPRESSIONS[path.suffix],
+            )
         else:
             file = path.open("rb")
         with file:

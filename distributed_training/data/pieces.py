@@ -34,7 +34,11 @@ class Piece(NamedTuple):
     eos: bool = True  # whether the document must end with an end-of-text token
 
 
-def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
+def cut_text(
+    blocks: Iterable[str],
+    *,
+    can_cut: bool = True,
+) -> Iterator[Piece]:
     """Cut a document, given as `blocks` of text, into pieces. A blank document yields no pieces.
 
     Concatenating the ids of the pieces gives the ids of the whole document. Raises UserError if the
@@ -49,7 +53,11 @@ def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
             boundary = _BREAK.search(pending, start + _MIN_CHARACTERS)
             if boundary is None:
                 break
-            yield Piece(pending[start : boundary.start()], begins=begins, ends=False)
+            yield Piece(
+                pending[start : boundary.start()],
+                begins=begins,
+                ends=False,
+            )
             start = boundary.start()
             begins = False
         if len(pending) - start > _MAX_UNCUT:

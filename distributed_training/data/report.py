@@ -30,7 +30,12 @@ class Amount:
     error: float = 0.0  # relative uncertainty of both numbers; 0 if the samples were counted
 
 
-def summarize(folder: Path, config: Config, *, can_pack: bool) -> dict[str, Any]:
+def summarize(
+    folder: Path,
+    config: Config,
+    *,
+    can_pack: bool,
+) -> dict[str, Any]:
     """Return the statistics of the training split in a cache folder, as a dictionary:
 
     - `form`: form of the text (data/pieces.py);
@@ -100,7 +105,11 @@ def summarize(folder: Path, config: Config, *, can_pack: bool) -> dict[str, Any]
     }
 
 
-def _count_cut(samples: Samples, split: dict[str, np.ndarray], max_length: int) -> tuple[int, int]:
+def _count_cut(
+    samples: Samples,
+    split: dict[str, np.ndarray],
+    max_length: int,
+) -> tuple[int, int]:
     """Return the number of samples that are cut at max_length, and the number of those that lose
     targets in the loss. Each sample must be one document of the split or the beginning of one."""
     samples = samples.select(np.argsort(samples.starts))
@@ -122,7 +131,10 @@ def describe_split(counts: dict[str, Any]) -> str:
     return f"{text}, {counts['held_out']:,} held out for validation"
 
 
-def describe(counts: dict[str, Any], max_length: int) -> list[str]:
+def describe(
+    counts: dict[str, Any],
+    max_length: int,
+) -> list[str]:
     """Return one line per note, preceded by lines about records that are left out, samples that are
     truncated, and files that are not read."""
     lines = [

@@ -119,10 +119,18 @@ class Samples:
         targets.flat[destination] = next_tokens
         if self.firsts is None:
             return inputs, targets
-        sizes = np.bincount(rows, weights=lengths, minlength=len(indices)).astype(np.int64)
+        sizes = np.bincount(
+            rows,
+            weights=lengths,
+            minlength=len(indices),
+        ).astype(np.int64)
         positions = np.arange(self.seq_len) - sizes[:, None]  # positions within the padding
         positions.flat[destination] = offsets
-        document_ends = np.full((len(indices), self.max_documents), self.seq_len, dtype=np.int64)
+        document_ends = np.full(
+            (len(indices), self.max_documents),
+            self.seq_len,
+            dtype=np.int64,
+        )
         document_ends[rows, _running_sum(np.ones_like(rows), rows) - 1] = ends
         return inputs, targets, positions, document_ends
 
@@ -263,7 +271,10 @@ def cut_samples(
     )
 
 
-def divide(splits: list[Samples], config: Config) -> tuple[Samples, Samples]:
+def divide(
+    splits: list[Samples],
+    config: Config,
+) -> tuple[Samples, Samples]:
     """Return the training samples of an epoch and the validation samples. If there is only one
     split, the last samples are kept for validation."""
     train, validation = splits[0], splits[-1]
@@ -277,7 +288,12 @@ def divide(splits: list[Samples], config: Config) -> tuple[Samples, Samples]:
     return train, validation
 
 
-def will_pack(form: str, config: Config, *, can_pack: bool) -> bool:
+def will_pack(
+    form: str,
+    config: Config,
+    *,
+    can_pack: bool,
+) -> bool:
     """Return whether a sample may contain text from several documents. If so, running text is cut
     into full blocks, and records are packed. `can_pack` has the same meaning as in `cut_samples`.
     Raises UserError if `pack` is True but records cannot be packed."""
@@ -350,7 +366,11 @@ def _find_records(
     return starts[is_nonempty], lengths[is_nonempty]
 
 
-def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def count_targets(
+    mask: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+) -> np.ndarray:
     """Return, for each part, the number of targets that are in the loss, int64 [num_parts].
 
     The targets of part i are the tokens `starts[i] + 1` to `starts[i] + lengths[i]`, and `mask` is
@@ -358,7 +378,10 @@ def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
     ascending order."""
     if len(starts) == 0:
         return np.zeros(0, np.int64)
-    edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
+    edges = np.stack(
+        [starts + 1, starts + lengths + 1],
+        axis=1,
+    ).ravel()
     if edges[-1] == len(mask):
         edges = edges[:-1]
     return np.add.reduceat(mask, edges, dtype=np.int64)[::2]
@@ -370,7 +393,10 @@ def _concatenate_ranges(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _running_sum(
+    values: np.ndarray,
+    rows: np.ndarray,
+) -> np.ndarray:
     """Return the cumulative sum of `values` within each row. `rows` must be in ascending order."""
     sums = np.cumsum(values)
     row_starts = np.searchsorted(rows, rows)  # first index with the same row
@@ -441,10 +467,21 @@ class Sampler:
 
 
 @functools.lru_cache(maxsize=1)  # With millions of samples, a permutation takes longer than a step.
-def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+def _order(
+    seed: int,
+    epoch: int,
+    num_samples: int,
+) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
-def _pad_to_shape(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _pad_to_shape(
+    indices: np.ndarray,
+    shape: tuple[int, ...],
+) -> np.ndarray:
     num_missing = math.prod(shape) - len(indices)
-    return np.pad(indices, (0, num_missing), constant_values=NO_SAMPLE).reshape(shape)
+    return np.pad(
+        indices,
+        (0, num_missing),
+        constant_values=NO_SAMPLE,
+    ).reshape(shape)

@@ -31,9 +31,15 @@ _PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-_LLAMA_3_SPLIT = {**_SPLIT, "pattern": {"Regex": _PATTERN.replace("DIGITS", "{1,3}")}}
+_LLAMA_3_SPLIT = {
+    **_SPLIT,
+    "pattern": {"Regex": _PATTERN.replace("DIGITS", "{1,3}")},
+}
 _NFC = {"type": "NFC"}
-_QWEN_2_SPLIT = {**_SPLIT, "pattern": {"Regex": _PATTERN.replace("DIGITS", "")}}
+_QWEN_2_SPLIT = {
+    **_SPLIT,
+    "pattern": {"Regex": _PATTERN.replace("DIGITS", "")},
+}
 CLASS_KEYS = ("model_type", "tokenizer_class")  # keys of a config.json
 _PROBE = (
     "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
@@ -371,7 +377,12 @@ class Tokenizer:
         # previous token ends.
         return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
         """Decode `ids` to a string. If `skip_special_tokens` is set, special tokens are
         omitted."""
         options = {
@@ -410,7 +421,10 @@ class Tokenizer:
         """Ids of the tokens that end an answer and a tool call: the first special token after an
         answer and the last one of a call, or end-of-text if there is none. Under some templates,
         the mark of the next turn ends both, such as GLM-4.5's <|user|> and <|observation|>."""
-        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        call = {
+            "type": "function",
+            "function": {"name": "f", "arguments": {}},
+        }
         answer = {"role": ASSISTANT, "content": "answered"}
         end_ids = self._find_marks(answer)[:1]
         end_ids += self._find_marks({**answer, "tool_calls": [call]})[-1:]
@@ -453,7 +467,12 @@ class Tokenizer:
             return self.encode_texts([text])[0].tolist()
         return self.encode_prompt(text)
 
-    def save(self, folder: Path, *, chat: bool = False) -> None:
+    def save(
+        self,
+        folder: Path,
+        *,
+        chat: bool = False,
+    ) -> None:
         """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can load it. If
         `chat` is set and the tokenizer has no chat template of its own, include the built-in
         template."""

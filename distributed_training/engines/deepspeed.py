@@ -69,7 +69,11 @@ class DeepSpeedEngine(base.Engine):
         if strategy.steps_on_host:
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
-            optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
+            optimizer = torch.optim.AdamW(
+                groups,
+                fused=topology.device_type == "cuda",
+                **settings,
+            )
         discard_stdout = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its arguments
         with contextlib.nullcontext() if config.verbose else discard_stdout:
             self.engine, self.optimizer, *_ = deepspeed.initialize(
@@ -112,9 +116,16 @@ class DeepSpeedEngine(base.Engine):
         with base.evaluation_mode(self.engine):
             return self.engine(*to_device(self.topology.device, *arrays))
 
-    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        past: KVCache | None = None,
+    ) -> torch.Tensor:
         with base.evaluation_mode(self.engine):
-            return self.engine(input_ids.to(self.topology.device), past=past)
+            return self.engine(
+                input_ids.to(self.topology.device),
+                past=past,
+            )
 
     def state_parts(self) -> Iterator[Part]:
         cache: dict[int, dict[str, Any]] = {}
@@ -175,7 +186,11 @@ class DeepSpeedEngine(base.Engine):
         }
 
     @torch.no_grad()
-    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
+    def load(
+        self,
+        files: TensorFiles,
+        counters: dict[str, float],
+    ) -> None:
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
         steps = int(counters["adam_steps"])
@@ -193,7 +208,11 @@ class DeepSpeedEngine(base.Engine):
                     state[moment] = torch.zeros_like(flat)
                 if steps:
                     tensors[moment] = state[moment].zero_()
-            for part in self._parts(group, tensors, lambda _, tensors=tensors: tensors):
+            for part in self._parts(
+                group,
+                tensors,
+                lambda _, tensors=tensors: tensors,
+            ):
                 part.get().copy_(files.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]

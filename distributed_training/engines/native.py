@@ -59,7 +59,13 @@ def parallelize(
     if tp_mesh is not None:
         tp_partial_names = apply_tp(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
-        tp_partial_names = apply_lora(stage, plan.model, config, topology.device, weights.adapters)
+        tp_partial_names = apply_lora(
+            stage,
+            plan.model,
+            config,
+            topology.device,
+            weights.adapters,
+        )
         if tp_mesh is None and topology.device.type == "cuda":
             # Imports Triton, which only GPUs have
             from distributed_training.parallel.lora_mlp import apply_fused_mlp
@@ -79,7 +85,12 @@ def parallelize(
         # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
         # needs whole models.
         axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
-        blocks.apply_fsdp(stage, mesh[axes], stage.compute_dtype, keep_gathered=topology.pp > 1)
+        blocks.apply_fsdp(
+            stage,
+            mesh[axes],
+            stage.compute_dtype,
+            keep_gathered=topology.pp > 1,
+        )
         blocks.apply_prefetch(stage, config.fsdp_prefetch)
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     blocks.reset_shards(stage)
@@ -131,7 +142,13 @@ class NativeEngine(base.Engine):
                 self.stages[str(index)] = model.stage(stage_blocks)
         self.tp_partial_params = []  # parameters whose gradients must be summed over tp
         for stage in self.stages.values():
-            self.tp_partial_params += parallelize(stage, weights, self.plan, self.topology, mesh)
+            self.tp_partial_params += parallelize(
+                stage,
+                weights,
+                self.plan,
+                self.topology,
+                mesh,
+            )
         # The whole model if there is no pipeline
         self.module: nn.Module = next(iter(self.stages.values()))
         if self.plan.uses_ddp:
@@ -190,9 +207,12 @@ class NativeEngine(base.Engine):
         # All ranks have the same initial weights. NCCL may not be able to send an embedding that is
         # in host memory.
         module = DistributedDataParallel(
-            stage, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib,
+            stage,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            bucket_cap_mb=bucket_mib,
             init_sync=not self.plan.embeds_from_host,
-        )  # fmt: skip
+        )
         self._arrange_buckets(module)
         return module
 
@@ -207,7 +227,11 @@ class NativeEngine(base.Engine):
         These buckets do not raise the peak memory of training, because optimizer state does not
         exist yet."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
-        ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
+        ids = torch.zeros(
+            shape,
+            dtype=torch.int64,
+            device=self.topology.device,
+        )
         documents = []
         if self.plan.packing:  # one document per sample
             ends = torch.full_like(ids[:, :1], shape[1])
@@ -228,7 +252,11 @@ class NativeEngine(base.Engine):
         # The backward pass averages gradients over dp and cp ranks, but the loss is divided by the
         # number of targets in the global batch.
         num_averaged = self.topology.dp_size * self.topology.cp
-        torch.mul(self.loss_scale, num_averaged / batch.num_targets, out=self.loss_factor)
+        torch.mul(
+            self.loss_scale,
+            num_averaged / batch.num_targets,
+            out=self.loss_factor,
+        )
         self.stages.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
         with overlap_matmuls(self.uses_async_tp):  # has an effect only when the first step compiles
@@ -337,7 +365,11 @@ class NativeEngine(base.Engine):
                 total += loss.sum()
         return total
 
-    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        past: KVCache | None = None,
+    ) -> torch.Tensor:
         batch, length = input_ids.shape
         samples, tokens = self.plan.tp_parts
         tokens *= self.topology.cp
@@ -351,7 +383,11 @@ class NativeEngine(base.Engine):
                 logits = self.pipeline.broadcast_logits(logits, ids)
         return logits[:batch, :length]
 
-    def _forward(self, *tensors: torch.Tensor, **options: KVCache) -> torch.Tensor | None:
+    def _forward(
+        self,
+        *tensors: torch.Tensor,
+        **options: KVCache,
+    ) -> torch.Tensor | None:
         """Run the forward pass and return its output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.forward
         output = run(*tensors, **options)
@@ -393,7 +429,11 @@ class NativeEngine(base.Engine):
         return self.optimizer.state.get(self.local_params[parameter], {})
 
     @torch.no_grad()
-    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
+    def load(
+        self,
+        files: TensorFiles,
+        counters: dict[str, float],
+    ) -> None:
         self.optimizer.state.clear()  # a checkpoint before the first step has no Adam state
         if counters["adam_steps"]:
             self.init_optimizer_state(counters["adam_steps"])

@@ -59,11 +59,27 @@ def build_optimizer(
 class AdamW(torch.optim.AdamW):
     """AdamW from torch.optim, with a method that creates its state before the first step."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, *, is_fused: bool) -> None:
-        super().__init__(groups, lr, fused=is_fused, capturable=is_fused, **ADAM)
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        *,
+        is_fused: bool,
+    ) -> None:
+        super().__init__(
+            groups,
+            lr,
+            fused=is_fused,
+            capturable=is_fused,
+            **ADAM,
+        )
         self.is_fused = is_fused
 
-    def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+    def init_state(
+        self,
+        parameter: torch.Tensor,
+        step: torch.Tensor,
+    ) -> None:
         """Set a parameter's Adam moments to 0 and its step counter to `step`."""
         moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
         self.state[parameter] = {"step": step.clone(), **moments}
@@ -98,14 +114,26 @@ class AdamWBf16(torch.optim.Optimizer):
         for local, (name, parameter) in origins.items():
             _, start = locate_local(parameter)
             keys.append(zlib.crc32(f"{seed} {name}".encode()))
-            firsts.append(sum(map(operator.mul, start, parameter.stride())))
+            firsts.append(
+                sum(
+                    map(
+                        operator.mul,
+                        start,
+                        parameter.stride(),
+                    )
+                )
+            )
             gap = parameter.stride(0) - local.stride(0)
             self.rows[local] = (local.stride(0), gap) if gap else None
         # Hash keys of the parameters and flat indices of the shards' first values
         self.keys = torch.tensor(keys, device=local.device)
         self.firsts = torch.tensor(firsts, device=local.device)
 
-    def init_state(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+    def init_state(
+        self,
+        parameter: torch.Tensor,
+        step: torch.Tensor,
+    ) -> None:
         """Set a parameter's Adam moments to 0. All parameters share the tensor `step`."""
         moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
         self.state[parameter] = {"step": step, **moments}
@@ -189,7 +217,11 @@ def _update(
     )
     # In Triton, an index is int64 even if it is int32 here (torch 2.11). Only values that depend on
     # loaded tensors are converted.
-    index = torch.arange(offset, offset + len(parameter), device=parameter.device)
+    index = torch.arange(
+        offset,
+        offset + len(parameter),
+        device=parameter.device,
+    )
     if rows is not None:
         row_size, gap = rows
         index = index + index // row_size * gap
@@ -215,7 +247,10 @@ def _hash_int32(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def _round_to_bf16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def _round_to_bf16(
+    values: torch.Tensor,
+    bits: torch.Tensor,
+) -> torch.Tensor:
     """Round fp32 values stochastically to bf16, which consists of the upper 16 bits of fp32. The
     probability of rounding up is proportional to the distance from the lower neighbor."""
     raised = values.view(torch.int32) + (bits & 0xFFFF)

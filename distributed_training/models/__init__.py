@@ -152,7 +152,11 @@ class ModelSpec:
 
         return read
 
-    def _hf_rows(self, our_name: str, num_rows: int) -> dict[str, torch.Tensor]:
+    def _hf_rows(
+        self,
+        our_name: str,
+        num_rows: int,
+    ) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face tensor: the row of this package's tensor `our_name` from
         which each of its rows comes}."""
         import torch
@@ -235,10 +239,17 @@ class ModelSpec:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "model.safetensors"
         write_tensors(file, header, iter_converted(), {"format": "pt"})
-        document = {**self.code.to_config(self.size, eos_token_id), "dtype": dtype_name(dtype)}
+        document = {
+            **self.code.to_config(self.size, eos_token_id),
+            "dtype": dtype_name(dtype),
+        }
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
-    def _stored_tensors(self, our_name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _stored_tensors(
+        self,
+        our_name: str,
+        values: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """Return {stored name: tensor} for each Hugging Face tensor that this package's tensor
         `our_name` contains."""
         stored = {}
@@ -249,7 +260,11 @@ class ModelSpec:
             stored[name] = rows.t() if self._is_transposed(our_name) else rows
         return stored
 
-    def hf_rows(self, matrix: str, targets: str | None) -> dict[str, torch.Tensor]:
+    def hf_rows(
+        self,
+        matrix: str,
+        targets: str | None,
+    ) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
         those parts of the matrix named `matrix` that `targets` selects (see
         `ModelSize.adapted_parts`)."""
@@ -320,7 +335,11 @@ def find_model(name: str) -> ModelSpec:
         sizes = _load(str(folder)).sizes()
         label = chosen_size or next(iter(sizes))
         if label in sizes:
-            return ModelSpec(label=label, family=str(folder), size=sizes[label])
+            return ModelSpec(
+                label=label,
+                family=str(folder),
+                size=sizes[label],
+            )
         names = [f"{folder}:{size}" for size in sizes]
     why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
@@ -336,7 +355,10 @@ def folder_label(folder: Path) -> str:
     return f"{run}-{folder.name}" if run else folder.name
 
 
-def _read_size(folder: Path, native_family: str | None) -> tuple[str, ModelSize]:
+def _read_size(
+    folder: Path,
+    native_family: str | None,
+) -> tuple[str, ModelSize]:
     """Return (family, size) of the model in `folder`. The family is `native_family` if that family
     supports the model and its options. Otherwise, it is the family that uses transformers' code.
     Raises UserError if neither family supports the model."""

@@ -16,9 +16,17 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FIX = "use plain LoRA adapters, or merge these adapters into their base model with PEFT first"
 # Keys that do not affect the computation of trained adapters
 _IGNORED_KEYS = {
-    "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
-    "target_modules", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
-}  # fmt: skip
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "fan_in_fan_out",
+    "target_modules",
+    "loftq_config",
+    "eva_config",
+    "megatron_core",
+    "qalora_group_size",
+}
 
 
 class AdapterConfig(BaseModel, strict=True):

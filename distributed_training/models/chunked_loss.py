@@ -38,7 +38,7 @@ class ChunkedCrossEntropy:
         if compiled:
             self.compute = torch.compile(loss_and_gradient, dynamic=False)
 
-    def __call__(
+    def __call__(  # type: ignore[no-untyped-def]
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -55,12 +55,31 @@ class ChunkedCrossEntropy:
         if not torch.is_grad_enabled():
             # Detach the tensors so that the forward pass does not compute their gradients.
             x, weight = x.detach(), weight.detach()
-        return _Chunked.apply(x, weight, targets, vocab_size, shard, cap, self.tokens, self.compute)
+        return _Chunked.apply(
+            x,
+            weight,
+            targets,
+            vocab_size,
+            shard,
+            cap,
+            self.tokens,
+            self.compute,
+        )
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, shard, cap, tokens, compute):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        x,
+        weight,
+        targets,
+        vocab_size,
+        shard,
+        cap,
+        tokens,
+        compute,
+    ):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         flat = x.flatten(0, -2)
         num_chunks = -(-len(flat) // tokens)
@@ -108,7 +127,10 @@ def loss_and_gradient(
     logits with their gradient. With a `shard`, all-gather two fp32 numbers per token over the
     group."""
     first = 0 if shard is None else shard.first
-    columns = first + torch.arange(logits.shape[1], device=logits.device)
+    columns = first + torch.arange(
+        logits.shape[1],
+        device=logits.device,
+    )
     z = softcap(logits.float(), cap)
     cap_gradient = 1 - (z / cap) ** 2 if cap else 1.0
     if first + logits.shape[1] > vocab_size:
@@ -123,6 +145,10 @@ def loss_and_gradient(
         normalizer = torch.logsumexp(normalizers, 0)
         target_logit = target_logits.sum(0)
     loss_mask = (targets != IGNORE_INDEX)[:, None]
-    gradient = torch.where(loss_mask, torch.exp(z - normalizer) - one_hot.float(), 0.0)
+    gradient = torch.where(
+        loss_mask,
+        torch.exp(z - normalizer) - one_hot.float(),
+        0.0,
+    )
     logits.copy_(gradient * cap_gradient)
     return torch.where(loss_mask, normalizer - target_logit, 0.0).sum()

@@ -76,7 +76,11 @@ class Linear(nn.Linear):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x W^T`, plus the bias if this layer adds it."""
-        return F.linear(x, self.weight.to(x.dtype), self.cast_bias(x.dtype))
+        return F.linear(
+            x,
+            self.weight.to(x.dtype),
+            self.cast_bias(x.dtype),
+        )
 
     def cast_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bias that this layer adds, in `dtype`. Return None if the layer adds no
@@ -95,7 +99,11 @@ class KVCache:
         self.cache: Any = None  # transformers' cache, for models that use its code
         self._by_block: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
-    def add(self, block: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def add(
+        self,
+        block: nn.Module,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         """Append a block's new keys and values to the cache. Return the block's keys and values of
         all tokens so far, concatenated along dimension 2."""
         if block in self._by_block:
@@ -143,7 +151,14 @@ class Block(nn.Module):
         if past is not None:
             k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, documents, is_causal=start == 0, dropout=rate)
+        y = self.attend(
+            q,
+            k,
+            v,
+            documents,
+            is_causal=start == 0,
+            dropout=rate,
+        )
         return self.attention_out(y.flatten(2))
 
 
@@ -237,11 +252,19 @@ class Decoder(nn.Module):
             max_documents=self.max_documents if self.training else None,
         )
 
-    def embed(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+    def embed(
+        self,
+        ids: torch.Tensor,
+        positions: Positions = 0,
+    ) -> torch.Tensor:
         """Return the embeddings of token ids at `positions`, [B, T] -> [B, T, D]."""
         return self.place(self.token_embedding(ids), positions)
 
-    def apply_head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_head(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Apply the final norm and the output layer, [B, T, D] -> logits [B, T, V]. With targets
         [B, T], return the summed loss instead."""
         x = self.norm_out(x)
@@ -250,10 +273,18 @@ class Decoder(nn.Module):
             return self.project(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
 
-    def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+    def place(
+        self,
+        x: torch.Tensor,
+        positions: Positions = 0,
+    ) -> torch.Tensor:
         """Cast token embeddings to the compute dtype and apply dropout, [B, T, D] -> [B, T, D].
         Families with learned position embeddings add them here."""
-        return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
+        return F.dropout(
+            x.to(self.compute_dtype or x.dtype),
+            self.dropout,
+            self.training,
+        )
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -296,7 +327,13 @@ class Decoder(nn.Module):
             if fnmatch.fnmatchcase(name, pattern)
         }
 
-    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
+    def random_source(
+        self,
+        seed: int,
+        device: torch.device,
+        *,
+        hashed: bool,
+    ) -> WeightSource:
         """Return a source of random weights that depend only on `seed` and `hashed`.
 
         Values of matrices are normally distributed with a standard deviation of 0.02. The standard
@@ -322,7 +359,11 @@ class Decoder(nn.Module):
                 values = hashed_normal(shape, slices, key, device).mul_(deviation)
             else:
                 values = torch.empty(shape, device="cpu")
-                values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(key))
+                values.normal_(
+                    0.0,
+                    deviation,
+                    generator=torch.Generator().manual_seed(key),
+                )
                 values = values[slices]
             if name in padded:
                 first = slices[0].start if slices else 0
@@ -365,7 +406,12 @@ def summed_cross_entropy(
         # Slicing off the padding would be slower, because the rows would no longer be aligned.
         columns = torch.arange(logits.shape[1], device=logits.device)
         logits.masked_fill_(columns >= vocab_size, -torch.inf)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits,
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:

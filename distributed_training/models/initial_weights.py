@@ -102,7 +102,11 @@ def hashed_normal(
     offset = (key * _KEY_FACTOR + 2**63) % 2**64 - 2**63  # as int64
     step = max(1, 2**22 // len(column_indices))  # number of rows processed at a time
     for begin in range(first, stop, step):
-        rows = torch.arange(begin, min(stop, begin + step), device=device)
+        rows = torch.arange(
+            begin,
+            min(stop, begin + step),
+            device=device,
+        )
         bits = rows[:, None] * shape[1] + column_indices
         bits.mul_(_STEP).add_(offset)
         for shift, factor in _ROUNDS:

@@ -22,7 +22,11 @@ BLOCK_SIZE = 64
 # matrix between the forward and backward passes, and thus keep all dequantized matrices in memory
 # until the backward pass.
 @torch.library.custom_op("distributed_training::nf4_matmul", mutates_args=())
-def nf4_matmul(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def nf4_matmul(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     """Return `x W^T`, [.., columns] -> [.., rows]. Only codes and scales are kept for the
     backward pass."""
     return F.linear(x, dequantize_matrix(codes, scales))
@@ -46,11 +50,18 @@ def _(gradient, codes, _scales):  # type: ignore[no-untyped-def]
     return gradient.new_empty(*gradient.shape[:-1], _num_columns(codes))
 
 
-def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep_codes(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: torch.Tensor,
+) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _backward(
+    ctx: Any,
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor, None, None]:
     return nf4_matmul_backward(gradient, *ctx.saved_tensors), None, None
 
 
@@ -67,7 +78,12 @@ def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a matrix [rows, columns], both viewed as tensors of the
     matrix's dtype."""
     operations: Any = torch.ops.bitsandbytes
-    codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK_SIZE, "nf4", torch.uint8)
+    codes, scales = operations.quantize_4bit(
+        values.contiguous(),
+        BLOCK_SIZE,
+        "nf4",
+        torch.uint8,
+    )
     rows = len(values)
     roots = scales.view(rows, -1).sqrt()
     steps = roots.amax(1, keepdim=True) / 255
@@ -77,7 +93,10 @@ def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(rows, -1).view(values.dtype), packed.view(values.dtype)
 
 
-def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_matrix(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
     """Return the matrix that `quantize_matrix` rounded, in its dtype."""
     operations: Any = torch.ops.bitsandbytes
     columns = _num_columns(codes)

@@ -56,7 +56,12 @@ class Adapters:
             if f"{matrix}.adapter.a" in self.tensors:
                 values = values.to(torch.float32, copy=True)
                 scale = self.config.lora_alpha / self.config.lora_rank
-                for _, rows, a, b in _split(self.tensors, matrix, self.spec, self.config):
+                for _, rows, a, b in _split(
+                    self.tensors,
+                    matrix,
+                    self.spec,
+                    self.config,
+                ):
                     values.index_add_(0, rows, (b @ a).mul_(scale))
             return values[slices]
 
@@ -119,14 +124,17 @@ def save_adapters(adapters: Adapters, folder: Path, base: str) -> None:
         metadata["base_rounding"] = f"{config.base_dtype} {config.precision}"
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, tensors.values(), metadata)
     document: dict[str, Any] = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "inference_mode": True,
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted({".".join(name.split(".")[-4:-2]) for name in tensors}),
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
-    }  # fmt: skip
+    }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -157,7 +165,13 @@ def _split(
     b[_sorted_order(rows)] = stacked_b
     a_parts = tensors[f"{matrix}.adapter.a"].split(config.lora_rank)
     b_parts = b.split([len(part_rows) for part_rows in rows.values()])
-    yield from zip(rows, rows.values(), a_parts, b_parts, strict=True)
+    yield from zip(
+        rows,
+        rows.values(),
+        a_parts,
+        b_parts,
+        strict=True,
+    )
 
 
 def _sorted_order(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -166,7 +180,11 @@ def _sorted_order(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(rows.values())).argsort()
 
 
-def keys_to_continue(config: Request, model: ModelSpec, folder: Path) -> tuple[dict[str, Any], str]:
+def keys_to_continue(
+    config: Request,
+    model: ModelSpec,
+    folder: Path,
+) -> tuple[dict[str, Any], str]:
     """Return (LoRA keys of CONFIG with their values, note for the user) for a run that continues
     training the adapters in `folder`. Raises UserError if CONFIG sets a different rank, alpha or
     targets, or if the adapters do not fit `model`."""

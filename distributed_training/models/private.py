@@ -56,7 +56,12 @@ def is_fused_attention(operation: Any) -> bool:
     return "_scaled_dot_product" in str(operation)
 
 
-def build_hub_model(model_class: Any, config: Any, dtype: torch.dtype, attention: str) -> Any:
+def build_hub_model(
+    model_class: Any,
+    config: Any,
+    dtype: torch.dtype,
+    attention: str,
+) -> Any:
     """Build a transformers model. It uses the registered function `attention` if its class accepts
     a replacement."""
     name = attention if model_class._supports_attention_backend else None

@@ -121,7 +121,12 @@ class ModelSize:
                 selected[our_name] = selected_parts
         return selected
 
-    def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
+    def count_adapters(
+        self,
+        rank: int,
+        targets: str | None,
+        tp: int = 1,
+    ) -> tuple[int, int]:
         """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
         adapted = self.adapted_parts(targets)
@@ -144,7 +149,12 @@ class ModelSize:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]
 
-    def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
+    def flops_per_token(
+        self,
+        seq_len: int,
+        *,
+        frozen: bool = False,
+    ) -> int:
         """Return the FLOPs per token of the forward and backward passes together, for samples of
         `seq_len` tokens.
 

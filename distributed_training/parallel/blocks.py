@@ -73,7 +73,13 @@ class _SelectivePolicy:
     saved. The matrix that follows is then also applied again, so that cp needs no more memory than
     tp although FSDP gathers whole blocks. This takes 1% to 2% of a step."""
 
-    def __init__(self, model: Decoder, *, saves_mlp: bool, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        saves_mlp: bool,
+        compiled: bool,
+    ) -> None:
         # PyTorch passes neither modules nor parameters to the policy, but only tensors, and in
         # compiled code these have only shapes. Matrices [out, in] are told apart by their sizes.
         self.unsaved_outputs: set[int] = set()
@@ -88,11 +94,21 @@ class _SelectivePolicy:
         self.latest_is_sum = False  # whether the latest collective computes a sum
         self.follows_exchange = False  # whether no product has followed the latest all-to-all
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(
+        self,
+        context: Any,
+        op: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> CheckpointPolicy:
         must_save = self._must_save(op, args)
         return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _must_save(self, op: Any, args: tuple[Any, ...]) -> bool:
+    def _must_save(
+        self,
+        op: Any,
+        args: tuple[Any, ...],
+    ) -> bool:
         name = str(op)
         if name == WAIT_OPERATION:
             return self.compiled and self.latest_is_sum
@@ -134,7 +150,12 @@ def _compile(function: Any, backend: Any = "inductor") -> Any:
     return torch.compile(function, dynamic=False, backend=backend)
 
 
-def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
+def apply_compile(
+    model: Decoder,
+    config: RunConfig,
+    *,
+    compile_outer_layers: bool,
+) -> None:
     """Compile a model in place if `config.compile` is set.
 
     Each block's forward is compiled, and all blocks share one graph. The loss is also compiled. If

@@ -48,7 +48,12 @@ def _forward_own_tokens(
     documents = Documents(first_position)
     if positions is not None and ends is not None:
         documents = model.describe_documents(positions, ends)._replace(positions=own(positions))
-    x = model.run(own(ids), documents.positions, documents, past=None)
+    x = model.run(
+        own(ids),
+        documents.positions,
+        documents,
+        past=None,
+    )
     if targets is None:
         return all_gather_functional(model.apply_head(x), 1, group)
     return model.apply_head(x, own(targets))
@@ -77,7 +82,10 @@ def _attend_to_all_tokens(
         parts.append(by_rank.movedim(2, 0))
     received = _all_to_all(torch.cat(parts, dim=3), group.group_name)
     whole = received.movedim(0, 1).flatten(1, 2).transpose(1, 2)  # [B, heads, T, K]
-    q, k, v = whole.split([part.shape[3] for part in parts], dim=1)
+    q, k, v = whole.split(
+        [part.shape[3] for part in parts],
+        dim=1,
+    )
     y = attend(q, k, v, documents, **options)  # [B, T, H / R, K]
     by_rank = y.unflatten(1, (num_ranks, -1)).movedim(1, 0)
     returned = _all_to_all(by_rank, group.group_name)
@@ -99,11 +107,18 @@ def _(x, _group):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
-def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+def _keep_group(
+    ctx: Any,
+    inputs: tuple[torch.Tensor, str],
+    output: torch.Tensor,
+) -> None:
     ctx.group = inputs[1]
 
 
-def _send_gradient_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _send_gradient_back(
+    ctx: Any,
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor, None]:
     return _all_to_all(gradient, ctx.group), None
 
 

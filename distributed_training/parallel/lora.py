@@ -91,13 +91,21 @@ def apply_lora(
     return tp_partial_names
 
 
-def _draw(hf_name: str, columns: int, config: Config) -> torch.Tensor:
+def _draw(
+    hf_name: str,
+    columns: int,
+    config: Config,
+) -> torch.Tensor:
     """Return the initial A [lora_rank, columns] of a Hugging Face matrix: Kaiming uniform, as in
     PEFT. The values depend only on the matrix's name and the seed."""
     key = config.seed * 100_003 + zlib.crc32(hf_name.encode())
     generator = torch.Generator().manual_seed(key)
     a = torch.empty(config.lora_rank, columns)
-    return a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+    return a.uniform_(
+        -(columns**-0.5),
+        columns**-0.5,
+        generator=generator,
+    )
 
 
 class Adapter(nn.Module):
@@ -108,7 +116,12 @@ class Adapter(nn.Module):
     positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
     num_blocks = 0  # out times k
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: Config) -> None:
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        config: Config,
+    ) -> None:
         """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
         [rows with adapters, lora_rank]."""
         super().__init__()
@@ -118,14 +131,24 @@ class Adapter(nn.Module):
         self.dropout = config.lora_dropout
         self.register_buffer("positions", None, persistent=False)
 
-    def forward(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the output of `linear` with these adapters, [.., in] -> [.., out]."""
         a, b = self.matrices(x.dtype)
         drops = self.dropout > 0 and self.training
         is_plain = type(linear) is Linear and linear.matmul_override is None
         if is_plain and not drops and not isinstance(linear.weight, DTensor):
             bias = linear.cast_bias(x.dtype)
-            return adapted_linear(x, linear.weight.to(x.dtype), bias, a, b)[0]
+            return adapted_linear(
+                x,
+                linear.weight.to(x.dtype),
+                bias,
+                a,
+                b,
+            )[0]
         y = linear.product(x)
         inputs = x
         if isinstance(x, DTensor):
@@ -137,7 +160,12 @@ class Adapter(nn.Module):
         dropped = F.dropout(inputs, self.dropout, self.training)
         delta = F.linear(F.linear(dropped, a), b)
         if isinstance(y, DTensor):
-            delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
+            delta = DTensor.from_local(
+                delta,
+                y.device_mesh,
+                y.placements,
+                run_check=False,
+            )
         return y + delta
 
     def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,21 +220,38 @@ def _(x, weight, _bias, a, _b):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], len(weight)), x.new_empty(*x.shape[:-1], len(a))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     x, weight, _, a, b = inputs
     ctx.save_for_backward(x, weight, a, b, output[1])
 
 
-def _backward(ctx: Any, d_y: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any,
+    d_y: torch.Tensor,
+    _: Any,
+) -> tuple[torch.Tensor | None, ...]:
     x, weight, a, b, hidden = ctx.saved_tensors
     d_hidden = d_y @ b
     d_x = None
     if ctx.needs_input_grad[0]:
-        d_x = sum_of_linears(d_y, weight.t(), d_hidden, a.t(), None)
+        d_x = sum_of_linears(
+            d_y,
+            weight.t(),
+            d_hidden,
+            a.t(),
+            None,
+        )
     return d_x, None, None, matrix_gradient(d_hidden, x), matrix_gradient(d_y, hidden)
 
 
-def matrix_gradient(d_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def matrix_gradient(
+    d_y: torch.Tensor,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Return the gradient of a matrix W from the gradient of `x W^T`."""
     return d_y.flatten(0, -2).t() @ x.flatten(0, -2)
 
@@ -218,7 +263,12 @@ adapted_linear.register_autograd(_backward, setup_context=_save)
 @register_flop_formula(  # type: ignore[untyped-decorator]
     [torch.ops.distributed_training.sum_of_linears, torch.ops.distributed_training.adapted_linear]
 )
-def _(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+def _(
+    x_shape: Any,
+    weight_shape: Any,
+    *_: Any,
+    **__: Any,
+) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]  # type: ignore[no-any-return]
 
 
@@ -229,7 +279,11 @@ def move_embedding_to_host(layer: nn.Embedding) -> None:
     In Qwen3-8B, the table takes 1.2 GiB, of which 4,096 tokens need 32 MiB."""
     weight = layer.weight.detach()
     pinned = torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)
-    array = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": (pinned.data_ptr(), False)}
+    array = {
+        "shape": (pinned.nbytes,),
+        "typestr": "|u1",
+        "data": (pinned.data_ptr(), False),
+    }
     # The new tensor has the same address on the GPU, and keeps this object, so also `pinned`.
     memory = SimpleNamespace(__cuda_array_interface__=array, pinned=pinned)
     values = torch.as_tensor(memory, device=weight.device)

@@ -82,7 +82,17 @@ class _GatedMLP(torch.autograd.Function):
     The activations are not saved. The backward pass computes them again, for the gradient of A."""
 
     @staticmethod
-    def forward(ctx, y, hidden, b, a, last_b, unit_size, is_fp8, *stored):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        y,
+        hidden,
+        b,
+        a,
+        last_b,
+        unit_size,
+        is_fp8,
+        *stored,
+    ):
         act = activate(y, hidden, b, unit_size)
         last_hidden = F.linear(act, a)
         ctx.save_for_backward(y, hidden, b, a, last_b, last_hidden, *stored)
@@ -107,7 +117,15 @@ class _GatedMLP(torch.autograd.Function):
             d_act = fp8.input_gradient(d_out, *stored)
         else:
             d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored)
-        d_y, d_b, d_a = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
+        d_y, d_b, d_a = activate_backward(
+            d_act,
+            d_last_hidden,
+            a,
+            y,
+            hidden,
+            b,
+            ctx.unit_size,
+        )
         return d_y, d_y @ b, d_b, d_a, d_last_b, None, None, *[None] * len(stored)
 
 
@@ -143,8 +161,16 @@ def activate_backward(
     `a` [R, F]."""
     grid, sizes = _launch(y, hidden, unit_size, *BACKWARD)
     d_y = torch.empty_like(y)
-    d_b = b.new_empty(grid[1], *b.shape, dtype=torch.float32)
-    d_a = b.new_empty(grid[1], *a.shape, dtype=torch.float32)
+    d_b = b.new_empty(
+        grid[1],
+        *b.shape,
+        dtype=torch.float32,
+    )
+    d_a = b.new_empty(
+        grid[1],
+        *a.shape,
+        dtype=torch.float32,
+    )
     _backward_kernel[grid](
         d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, d_b, d_a, **sizes
     )
@@ -189,70 +215,166 @@ def _launch(
 
 @triton.jit
 def _gate_and_up(  # type: ignore[no-untyped-def]
-    y, hidden_tile, b_tile, at, is_token, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    y,
+    hidden_tile,
+    b_tile,
+    at,
+    is_token,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Compute a tile of gate and up in fp32."""
-    both = tl.load(y + at, mask=is_token, other=0.0).to(tl.float32)
+    both = tl.load(
+        y + at,
+        mask=is_token,
+        other=0.0,
+    ).to(tl.float32)
     both = tl.dot(hidden_tile, b_tile, both).reshape(ROWS, TILE // UNIT, 2, UNIT)
     gate, up = both.permute(0, 1, 3, 2).split()
     return gate.reshape(ROWS, TILE), up.reshape(ROWS, TILE)
 
 
 @triton.jit
-def _load_factor(factor, rows, N, R: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_factor(  # type: ignore[no-untyped-def]
+    factor,
+    rows,
+    N,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Load rows of a matrix [N, R], padded with zeros to [rows, WIDTH]."""
     r = tl.arange(0, WIDTH)[None, :]
     is_loaded = (rows < N)[:, None]
     if R < WIDTH:  # A mask that depends on r makes loads slow.
         is_loaded = is_loaded & (r < R)
-    return tl.load(factor + rows[:, None] * R + r, mask=is_loaded, other=0.0)
+    return tl.load(
+        factor + rows[:, None] * R + r,
+        mask=is_loaded,
+        other=0.0,
+    )
 
 
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    y, hidden, b, act, N, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    y,
+    hidden,
+    b,
+    act,
+    N,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     units = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
-    b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
+    b_tile = _load_factor(
+        b,
+        columns,
+        2 * F,
+        2 * R,
+        2 * WIDTH,
+    ).trans()
     step = tl.num_programs(1) * ROWS
-    for start in tl.range(tl.program_id(1) * ROWS, N, step, num_stages=STAGES):
+    for start in tl.range(
+        tl.program_id(1) * ROWS,
+        N,
+        step,
+        num_stages=STAGES,
+    ):
         rows = start + tl.arange(0, ROWS)
         is_token = (rows < N)[:, None]
         at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
         hidden_tile = _load_factor(hidden, rows, N, 2 * R, 2 * WIDTH)
-        gate, up = _gate_and_up(y, hidden_tile, b_tile, at, is_token, UNIT, ROWS, TILE)
+        gate, up = _gate_and_up(
+            y,
+            hidden_tile,
+            b_tile,
+            at,
+            is_token,
+            UNIT,
+            ROWS,
+            TILE,
+        )
         values = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
-        tl.store(act + rows[:, None].to(tl.int64) * F + units[None, :], values, mask=is_token)
+        tl.store(
+            act + rows[:, None].to(tl.int64) * F + units[None, :],
+            values,
+            mask=is_token,
+        )
 
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    d_act, d_last_hidden, a, y, hidden, b, d_y, d_b, d_a, N, F: tl.constexpr, R: tl.constexpr,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    d_act,
+    d_last_hidden,
+    a,
+    y,
+    hidden,
+    b,
+    d_y,
+    d_b,
+    d_a,
+    N,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     units = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
-    b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
+    b_tile = _load_factor(
+        b,
+        columns,
+        2 * F,
+        2 * R,
+        2 * WIDTH,
+    ).trans()
     r = tl.arange(0, WIDTH)[:, None]
     a_at = r * F + units[None, :]
-    a_tile = tl.load(a + a_at, mask=r < R, other=0.0)
+    a_tile = tl.load(
+        a + a_at,
+        mask=r < R,
+        other=0.0,
+    )
     sum_a = tl.zeros((WIDTH, TILE), tl.float32)
     sum_b = tl.zeros((2 * TILE, 2 * WIDTH), tl.float32)
     dtype = d_y.dtype.element_ty
     step = tl.num_programs(1) * ROWS
-    for start in tl.range(tl.program_id(1) * ROWS, N, step, num_stages=STAGES):
+    for start in tl.range(
+        tl.program_id(1) * ROWS,
+        N,
+        step,
+        num_stages=STAGES,
+    ):
         rows = start + tl.arange(0, ROWS)
         is_token = (rows < N)[:, None]
         at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
         hidden_tile = _load_factor(hidden, rows, N, 2 * R, 2 * WIDTH)
-        gate, up = _gate_and_up(y, hidden_tile, b_tile, at, is_token, UNIT, ROWS, TILE)
+        gate, up = _gate_and_up(
+            y,
+            hidden_tile,
+            b_tile,
+            at,
+            is_token,
+            UNIT,
+            ROWS,
+            TILE,
+        )
         d_hidden_tile = _load_factor(d_last_hidden, rows, N, R, WIDTH)
         d_at = rows[:, None].to(tl.int64) * F + units[None, :]
-        d = tl.load(d_act + d_at, mask=is_token, other=0.0).to(tl.float32)
+        d = tl.load(
+            d_act + d_at,
+            mask=is_token,
+            other=0.0,
+        ).to(tl.float32)
         d = tl.dot(d_hidden_tile, a_tile, d)
         gate_sigmoid = tl.sigmoid(gate)
         silu = gate * gate_sigmoid
@@ -261,9 +383,17 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         both = both.reshape(ROWS, TILE // UNIT, UNIT, 2).permute(0, 1, 3, 2)
         both = both.reshape(ROWS, 2 * TILE)
         tl.store(d_y + at, both, mask=is_token)
-        sum_a = tl.dot(d_hidden_tile.trans(), (silu * up).to(dtype), sum_a)
+        sum_a = tl.dot(
+            d_hidden_tile.trans(),
+            (silu * up).to(dtype),
+            sum_a,
+        )
         sum_b = tl.dot(both.trans(), hidden_tile, sum_b)
-    tl.store(d_a + tl.program_id(1) * (R * F) + a_at, sum_a, mask=r < R)
+    tl.store(
+        d_a + tl.program_id(1) * (R * F) + a_at,
+        sum_a,
+        mask=r < R,
+    )
     r = tl.arange(0, 2 * WIDTH)[None, :]
     b_at = tl.program_id(1) * (4 * F * R) + columns[:, None] * (2 * R) + r
     tl.store(d_b + b_at, sum_b, mask=r < 2 * R)

@@ -129,21 +129,41 @@ class Pipeline:
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
                 out = self._empty_hidden(ids.shape, self.device)
-                dist.recv(out, group=self.group, group_src=self.stage_ranks[index - 1])
+                dist.recv(
+                    out,
+                    group=self.group,
+                    group_src=self.stage_ranks[index - 1],
+                )
             out = stage(out, targets, *documents)
             if not stage.is_last and index + 1 not in self.stages:
-                dist.send(out.contiguous(), group=self.group, group_dst=self.stage_ranks[index + 1])
+                dist.send(
+                    out.contiguous(),
+                    group=self.group,
+                    group_dst=self.stage_ranks[index + 1],
+                )
         return out if self.last_stage is not None else None
 
-    def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    def broadcast_logits(
+        self,
+        logits: torch.Tensor | None,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
         """Broadcast the logits [B, T, V] from the last stage to all ranks of the pipeline, and
         return them. On the last stage, `logits` is the output of `forward`. On other stages, it is
         None."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
-            logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+            logits = torch.empty(
+                shape,
+                dtype=self.dtype,
+                device=self.device,
+            )
         logits = logits.contiguous()
-        dist.broadcast(logits, group=self.group, group_src=self.stage_ranks[-1])
+        dist.broadcast(
+            logits,
+            group=self.group,
+            group_src=self.stage_ranks[-1],
+        )
         return logits
 
     def add_tied_gradients(self) -> None:
@@ -164,7 +184,11 @@ class Pipeline:
             # Both stages add the same two numbers, so their sums are equal.
             gradients[0] += peer_gradient
 
-    def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
+    def _empty_hidden(
+        self,
+        shape: tuple[int, ...],
+        device: Any,
+    ) -> torch.Tensor:
         """Return an uninitialized tensor for this rank's shard of the activations [B, T, D] that
         stages send each other. `shape` is the shape [B, T] of the token ids."""
         samples, tokens = self.tp_parts
@@ -179,8 +203,22 @@ def _exchange(
     tuple (rank of the peer in `group`, tensor to send, tensor to receive into)."""
     operations = []
     for peer, outgoing, incoming in messages:
-        operations.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer))
-        operations.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer))
+        operations.append(
+            dist.P2POp(
+                dist.isend,
+                outgoing,
+                group=group,
+                group_peer=peer,
+            )
+        )
+        operations.append(
+            dist.P2POp(
+                dist.irecv,
+                incoming,
+                group=group,
+                group_peer=peer,
+            )
+        )
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
@@ -191,7 +229,11 @@ class RoundedWeights:
     In the `with` block, the module uses the rounded copies. Each gradient of a copy is added to the
     gradient of its fp32 parameter. The copies stay allocated, at 2 bytes per parameter."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+    ) -> None:
         self.owners = [
             (owner, name)
             for owner in module.modules()

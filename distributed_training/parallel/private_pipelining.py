@@ -18,7 +18,11 @@ class TwoGroupStage(PipelineStage):
 
     second_group: dist.ProcessGroup
 
-    def _assign_group(self, pair: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _assign_group(
+        self,
+        pair: int,
+        ops: list[dist.P2POp],
+    ) -> list[dist.P2POp]:
         if pair % 2:
             for op in ops:
                 op.group = self.second_group
@@ -45,7 +49,12 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     By default, torch orders messages as if all operations took the same time. A receive that is
     posted too early would then block operations that are ready."""
 
-    def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
+    def __init__(
+        self,
+        stages: list[Any],
+        plan: Plan,
+        **options: Any,
+    ) -> None:
         super().__init__(stages, **options)
         self.pipeline_order = {
             rank: [
@@ -67,13 +76,20 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
 
 
 _Type = schedules._ComputationType
-_COMPUTATION_TYPES = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
+_COMPUTATION_TYPES = {
+    "F": _Type.FORWARD,
+    "I": _Type.BACKWARD_INPUT,
+    "W": _Type.BACKWARD_WEIGHT,
+}
 _OPERATION_NAMES = {action_type: name for name, action_type in _COMPUTATION_TYPES.items()}
 # Message type -> (kind of the operation that produces the message, stage of the message's action
 # minus stage of that operation)
 _PRODUCERS = {
-    _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
-}  # fmt: skip
+    _Type.SEND_F: ("F", 0),
+    _Type.RECV_F: ("F", 1),
+    _Type.SEND_B: ("I", 0),
+    _Type.RECV_B: ("I", -1),
+}
 
 
 def _sort_messages(

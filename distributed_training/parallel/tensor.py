@@ -39,7 +39,11 @@ from distributed_training.parallel.private import (
 )
 
 
-def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set[str]:
+def apply_tp(
+    model: Decoder,
+    mesh: DeviceMesh,
+    tp_parts: tuple[int, int],
+) -> set[str]:
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
     Parameters become DTensors. Between sharded layers, activations are local tensors, with samples
@@ -59,7 +63,11 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set
     for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
-    parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
+    parallel.parallelize_module(
+        model,
+        mesh,
+        {name: styles[role] for name, role in roles.items()},
+    )
     own_roles = ("heads", "whole", "positions")
     own_parameters = set()
     for name, role in roles.items():
@@ -109,19 +117,37 @@ class _LayerParallel(LayerStyle):
     # tokens.
     position_parts: tuple[int, int] = (1, 1)
 
-    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(
+        self,
+        module: nn.Module,
+        device_mesh: DeviceMesh,
+    ) -> nn.Module:
         def partition_fn(_name: str, layer: Any, mesh: DeviceMesh) -> None:
             if self.dim is not None:
                 layer.adds_bias = False
-                weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(self.dim)]))
+                weight = nn.Parameter(
+                    distribute_tensor(
+                        layer.weight,
+                        mesh,
+                        [Shard(self.dim)],
+                    )
+                )
                 layer.register_parameter("weight", weight)
 
-        def input_fn(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        def input_fn(
+            _module: nn.Module,
+            inputs: tuple[Any, ...],
+            mesh: DeviceMesh,
+        ) -> Any:
             (x,) = inputs
             x = _local_positions(x, self.position_parts, mesh.get_local_rank())
             return DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
 
-        def output_fn(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+        def output_fn(
+            layer: Any,
+            output: DTensor,
+            _mesh: DeviceMesh,
+        ) -> torch.Tensor:
             y = output.redistribute(placements=[self.output_layout]).to_local()
             bias = None if self.dim is None else getattr(layer, "bias", None)
             return y if bias is None else y + bias.to_local().to(y.dtype)
@@ -129,7 +155,11 @@ class _LayerParallel(LayerStyle):
         return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
 
 
-def _local_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
+def _local_positions(
+    x: torch.Tensor,
+    parts: tuple[int, int],
+    rank: int,
+) -> torch.Tensor:
     """Return the positions of this rank's tokens. Samples are split into `parts[0]` parts, and
     tokens are split into `parts[1]` parts. If `x` has the shape [B, T], it contains the positions
     of all tokens, so return this rank's part. If `x` has the shape [T / R], its positions are
@@ -150,7 +180,11 @@ def _pad_rows(table: Any, multiple: int) -> None:
         table.num_embeddings += num_missing
 
 
-def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
+def _gather_tokens(
+    x: torch.Tensor,
+    mesh: DeviceMesh,
+    placement: Placement,
+) -> torch.Tensor:
     """Gather all tokens on every rank. The backward pass sums the gradients over the ranks."""
     gathered = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
@@ -202,7 +236,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         max_logits = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
         max_logits = all_reduce_functional(max_logits, "max", group)
         is_target = vocab_start + columns == targets[:, None]
-        target_logits = torch.where(is_target, x - max_logits[:, None], 0.0).sum(dim=1)
+        target_logits = torch.where(
+            is_target,
+            x - max_logits[:, None],
+            0.0,
+        ).sum(dim=1)
         sums = torch.stack([(x - max_logits[:, None]).exp().sum(dim=1), target_logits])
         exp_sums, target_logits = all_reduce_functional(sums, "sum", group).unbind(0)
         loss_mask = targets != IGNORE_INDEX
@@ -213,7 +251,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         saved_dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
         ctx.save_for_backward(gradient.to(saved_dtype))
         ctx.dtype = logits.dtype
-        return torch.where(loss_mask, exp_sums.log() - target_logits, 0.0).sum()
+        return torch.where(
+            loss_mask,
+            exp_sums.log() - target_logits,
+            0.0,
+        ).sum()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]

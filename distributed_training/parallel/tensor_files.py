@@ -52,7 +52,12 @@ def build_part(
     limits = shape if len(start) == len(shape) else (math.prod(shape),)
     size = tuple(
         max(0, min(length, limit - first))
-        for length, limit, first in zip(tensor.shape, limits, start, strict=True)
+        for length, limit, first in zip(
+            tensor.shape,
+            limits,
+            start,
+            strict=True,
+        )
     )
     unpadded = tensor.detach()[tuple(map(slice, size))]
     return Part(
@@ -73,7 +78,12 @@ def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
     return local_part(parameter.detach()), start
 
 
-def choose_writer(parameter: torch.Tensor, number: int, topology: Topology, disk: range) -> int:
+def choose_writer(
+    parameter: torch.Tensor,
+    number: int,
+    topology: Topology,
+    disk: range,
+) -> int:
     """Return which of the ranks in `disk` writes this rank's shard of the stage's parameter
     `number`. The ranks that hold the same shard take turns."""
     fixed_axes = {"pp"}
@@ -85,14 +95,36 @@ def choose_writer(parameter: torch.Tensor, number: int, topology: Topology, disk
     return holders[number % len(holders)]
 
 
-def write_parts(path: Path, parts: Sequence[Part]) -> tuple[int, int]:
+def write_parts(
+    path: Path,
+    parts: Sequence[Part],
+) -> tuple[int, int]:
     """Write parts to a file, with only one part in memory at a time. Return the size of the file in
     bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if a part contains a
     non-finite value."""
-    meta = {part.name: torch.empty(part.size, dtype=part.dtype, device="meta") for part in parts}
-    positions = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
+    meta = {
+        part.name: torch.empty(
+            part.size,
+            dtype=part.dtype,
+            device="meta",
+        )
+        for part in parts
+    }
+    positions = {
+        part.name: {
+            "shape": part.shape,
+            "start": part.start,
+        }
+        for part in parts
+    }
     values = map(_finite_values, parts)
-    return write_tensors(path, meta, values, {"places": json.dumps(positions)}, sync=True)
+    return write_tensors(
+        path,
+        meta,
+        values,
+        {"places": json.dumps(positions)},
+        sync=True,
+    )
 
 
 def _finite_values(part: Part) -> torch.Tensor:
@@ -109,12 +141,20 @@ class HostMemory:
     Pinning the memory takes seconds and therefore runs in a thread. All saves use the same
     memory."""
 
-    def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        gpu: torch.device | None = None,
+    ) -> None:
         """Allocate `num_bytes` bytes. If `gpu` is given, a thread tries to pin the memory, so that
         copies run at the full speed of the link to the GPU."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.pinned = False
-        self.pinning = threading.Thread(target=self._pin, args=(gpu,), daemon=True)
+        self.pinning = threading.Thread(
+            target=self._pin,
+            args=(gpu,),
+            daemon=True,
+        )
         self.pinning.start()
 
     def _pin(self, gpu: torch.device | None) -> None:
@@ -167,7 +207,13 @@ def _copy_overlap(
     of the flattened tensor, in the flattened tensor."""
     target_slices = []
     part_slices = []
-    positions = zip(start, target.shape, stored_part.start, stored_part.size, strict=True)
+    positions = zip(
+        start,
+        target.shape,
+        stored_part.start,
+        stored_part.size,
+        strict=True,
+    )
     for a, n, b, m in positions:
         low = max(a, b)
         high = min(a + n, b + m)
@@ -222,25 +268,54 @@ class TensorFiles:
         row_size = math.prod(part.shape[1:])
         first_row = start[0] // row_size
         rows = self._read_rows(part, first_row, -(-stop // row_size))
-        return rows.flatten().narrow(0, start[0] - first_row * row_size, size[0])
+        return rows.flatten().narrow(
+            0,
+            start[0] - first_row * row_size,
+            size[0],
+        )
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
         shape = self.stored_parts[name][0].shape
         whole = torch.empty(shape, device="meta")
-        return self.read(build_part(name, whole, shape, (0,) * len(shape)))
+        return self.read(
+            build_part(
+                name,
+                whole,
+                shape,
+                (0,) * len(shape),
+            )
+        )
 
-    def _read_rows(self, part: Part, first: int, last: int) -> torch.Tensor:
+    def _read_rows(
+        self,
+        part: Part,
+        first: int,
+        last: int,
+    ) -> torch.Tensor:
         """Return the rows `first` to `last - 1` of the part's tensor."""
         row_shape = part.shape[1:]
-        rows = torch.empty((last - first, *row_shape), dtype=part.dtype)
+        rows = torch.empty(
+            (last - first, *row_shape),
+            dtype=part.dtype,
+        )
         is_filled = torch.zeros(rows.shape, dtype=torch.bool)  # parts of several nodes may overlap
         for stored_part in self.stored_parts.get(part.name, []):
             if len(stored_part.start) == len(part.shape):
-                _copy_overlap(stored_part, rows, is_filled, (first, *(0 for _ in row_shape)))
+                _copy_overlap(
+                    stored_part,
+                    rows,
+                    is_filled,
+                    (first, *(0 for _ in row_shape)),
+                )
             else:
                 start = (first * math.prod(row_shape),)
-                _copy_overlap(stored_part, rows.view(-1), is_filled.view(-1), start)
+                _copy_overlap(
+                    stored_part,
+                    rows.view(-1),
+                    is_filled.view(-1),
+                    start,
+                )
         if not is_filled.all():
             counts = f"{int(is_filled.sum())} of {rows.numel()}"
             raise ValueError(f"only {counts} values of {part.name} were found")

@@ -25,7 +25,11 @@ from distributed_training.parallel.gradients import local_part
 class WeightGradients:
     """Weight gradients of the matrices in one stage's blocks, computed outside autograd."""
 
-    def __init__(self, stage: Decoder, tp_parts: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        stage: Decoder,
+        tp_parts: tuple[int, int],
+    ) -> None:
         """Add taps to the stage's blocks. `tp_parts` contains the numbers of parts into which
         sequence parallelism splits a block's input (see Plan). Inside the block, the inputs of the
         Linears are not split."""
@@ -69,7 +73,11 @@ class WeightGradients:
         for linear in linears:
             rows = local_part(linear.weight).shape[0]
             # A number that is expanded to the shape of the output, and never read
-            tap = x.new_empty(()).expand(x.shape[0] * samples, x.shape[1] * tokens, rows)
+            tap = x.new_empty(()).expand(
+                x.shape[0] * samples,
+                x.shape[1] * tokens,
+                rows,
+            )
             linear.tap = tap.requires_grad_()
         out = forward(x, **options)
         for linear in linears:
@@ -86,7 +94,11 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
         return linear.matmul(x)
     assert linear.saved_input is None, "a block calls each of its Linears once"
     linear.saved_input = local_part(x.detach())
-    y = F.linear(x, linear.weight.detach().to(x.dtype), linear.cast_bias(x.dtype))
+    y = F.linear(
+        x,
+        linear.weight.detach().to(x.dtype),
+        linear.cast_bias(x.dtype),
+    )
     if not isinstance(y, DTensor):
         return _AttachTap.apply(y, linear.tap)
     # If y is a partial sum, the gradient of the sum is also the gradient of each rank's term, so

@@ -67,7 +67,11 @@ SWITCHES_OFF: Settings = {
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
-def choose_model(config: Request, machine: Machine, notes: list[str]) -> tuple[Request, ModelSpec]:
+def choose_model(
+    config: Request,
+    machine: Machine,
+    notes: list[str],
+) -> tuple[Request, ModelSpec]:
     """Return CONFIG with a model in place of "auto", and the model's specification.
 
     If `model` is "auto", the folder that `weights` names determines the model. If `weights` names
@@ -143,7 +147,11 @@ def _choose_for_cpu(config: Request, notes: list[str]) -> Settings:
     return settings
 
 
-def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
+def lay_out(
+    candidate: Candidate,
+    cluster: Cluster,
+    notes: list[str] | None = None,
+) -> Draft:
     """Return a draft plan for a candidate, whose CONFIG must have a batch size. An axis of size -1
     gets the remaining processes. Messages for the user are appended to `notes`. Raises UserError if
     the number of processes does not fit the mesh, or if settings are incompatible."""
@@ -253,7 +261,13 @@ def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
     can_compile = on_gpu and capability >= (7, 0)
     compiled = _decide_switch(request, "compile", can_compile, _compile_obstacle(plan), notes)
     obstacle = _async_tp_obstacle(plan, compiled)
-    async_tp = _decide_switch(request, "async_tp", capability == (9, 0), obstacle, [])
+    async_tp = _decide_switch(
+        request,
+        "async_tp",
+        capability == (9, 0),
+        obstacle,
+        [],
+    )
     graphs = _decide_switch(request, "cuda_graphs", on_gpu, _graph_obstacle(plan), notes)
     chunk = request.loss_chunk_tokens
     return {

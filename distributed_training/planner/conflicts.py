@@ -17,7 +17,11 @@ from distributed_training.settings.keys import Options
 MIN_SWAPPED_BYTES = 2**20
 
 
-def check_settings(plan: Draft, options: Options, notes: list[str]) -> None:
+def check_settings(
+    plan: Draft,
+    options: Options,
+    notes: list[str],
+) -> None:
     """Raise UserError if settings cannot be combined. For every setting that has no effect, add a
     note. Whether a setting has an effect depends on the layout and on the engine's `options`."""
     for check in CHECKS:
@@ -90,7 +94,13 @@ def _gpu(plan: Draft) -> str:
     return plan.machine.gpu_name or "a CPU"
 
 
-def _refuse(plan: Draft, key: str, other: str, why: str, fix: str) -> NoReturn:
+def _refuse(
+    plan: Draft,
+    key: str,
+    other: str,
+    why: str,
+    fix: str,
+) -> NoReturn:
     """Reject the value of `key`, which cannot be used with the setting or the device `other`."""
     raise UserError(f"{_setting(plan, key)} cannot be used with {other}", why, fix)
 

@@ -136,7 +136,11 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         return replace(data, counts=counts, scale=scale, error=error)
 
 
-def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) -> Data:
+def read_data(
+    draft: Draft,
+    tokenizer_dir: Path,
+    cache_dir: Path | None = None,
+) -> Data:
     """Return a run's samples with their statistics. Tokenize the text if its tokens are not in
     `cache_dir` or, by default, in the token cache."""
     config = draft.config
@@ -151,11 +155,22 @@ def read_data(draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None) 
         embedding_rows=draft.size.vocab_size,
     )
     counts = _summarize(data, draft, cache_dir)
-    return replace(data, counts={**counts, "unread": find_unread(config.dataset, corpus)})
+    return replace(
+        data,
+        counts={**counts, "unread": find_unread(config.dataset, corpus)},
+    )
 
 
-def _summarize(data: Data, draft: Draft, cache_dir: Path) -> dict[str, Any]:
-    return report.summarize(cache_dir / data.cache, draft.config, can_pack=draft.size.packs)
+def _summarize(
+    data: Data,
+    draft: Draft,
+    cache_dir: Path,
+) -> dict[str, Any]:
+    return report.summarize(
+        cache_dir / data.cache,
+        draft.config,
+        can_pack=draft.size.packs,
+    )
 
 
 def count_work(draft: Draft, notes: list[str]) -> Amount | str:
@@ -176,11 +191,20 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
     except (UserError, OSError) as error:
         reason = first_line(error)
     if draft.requested.is_set("max_steps"):
-        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=config.max_steps)
+        return Amount(
+            num_samples=0,
+            unit="",
+            epochs=0.0,
+            num_steps=config.max_steps,
+        )
     return f"the number of steps is unknown, because {reason}"
 
 
-def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, Amount]:
+def resolve_data_values(
+    draft: Draft,
+    data: Data,
+    notes: list[str],
+) -> tuple[Draft, Amount]:
     """Return the draft with the values that depend on the samples, and the amount of work. Shorten
     the warm-up if it is too long for the run."""
     config = draft.config
@@ -239,13 +263,21 @@ def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Dra
         )
     draft = draft.with_config(warmup_steps=warmup_steps, pack=data.packs)
     amount = Amount(
-        num_samples=num_samples, unit=data.counts["unit"], epochs=num_steps / steps_per_epoch,
-        num_steps=num_steps, error=error,
-    )  # fmt: skip
+        num_samples=num_samples,
+        unit=data.counts["unit"],
+        epochs=num_steps / steps_per_epoch,
+        num_steps=num_steps,
+        error=error,
+    )
     return replace(draft, packing=packing), amount
 
 
-def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
+def choose_dataset(
+    dataset: str,
+    notes: list[str],
+    *,
+    strict: bool = False,
+) -> str:
     """Return the dataset's name after resolving "auto", which is always WikiText-2 if `strict` is
     set."""
     if dataset != AUTO:

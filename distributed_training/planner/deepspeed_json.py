@@ -25,17 +25,37 @@ FP16_LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hyst
 # Sections and settings that CONFIG or the layout determines or that concern messages and buffers.
 # None of them changes the results beyond rounding.
 LAYOUT_SECTIONS = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "gradient_clipping", "aio", "timers", "steps_per_print", "wall_clock_breakdown",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "aio",
+    "timers",
+    "steps_per_print",
+    "wall_clock_breakdown",
     "zero_allow_untested_optimizer",
-}  # fmt: skip
+}
 LAYOUT_SETTINGS = {
-    "enabled", "stages", "stage", "overlap_comm", "contiguous_gradients", "reduce_scatter",
-    "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size", "round_robin_gradients",
-    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "memory_efficient_linear",
-    "stage3_gather_16bit_weights_on_model_save", "offload_optimizer", "offload_param",
-}  # fmt: skip
+    "enabled",
+    "stages",
+    "stage",
+    "overlap_comm",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "round_robin_gradients",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "memory_efficient_linear",
+    "stage3_gather_16bit_weights_on_model_save",
+    "offload_optimizer",
+    "offload_param",
+}
 
 
 def fill_deepspeed_json(plan: Draft) -> JsonObject:
@@ -62,7 +82,12 @@ def fill_deepspeed_json(plan: Draft) -> JsonObject:
             section = section.setdefault(name, {})
         if section.get(name_in_section, AUTO) not in (AUTO, value):
             what = f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives {key}="
-            what += repr({**dict(config), **dict(batch)}[key])
+            what += repr(
+                {
+                    **dict(config),
+                    **dict(batch),
+                }[key]
+            )
             raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[name_in_section] = value
     # Every engine uses the same optimizer settings.

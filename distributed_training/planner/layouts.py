@@ -104,7 +104,13 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     )
     for pp, replicas, cp, tp in itertools.product(*sizes):
         shards, remainder = divmod(world_size, pp * replicas * cp * tp)
-        axes = {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp}
+        axes = {
+            "pp": pp,
+            "dp_replicate": replicas,
+            "dp_shard": shards,
+            "cp": cp,
+            "tp": tp,
+        }
         is_possible = not remainder and (shards == 1 or "dp_shard" in supported_axes)
         if is_possible and all(axes[axis] > 1 for axis in required_axes):
             yield axes
@@ -145,12 +151,16 @@ def _check_divisible(candidate: Candidate) -> None:
     max_length = candidate.config.max_length
     for axis, count, description, why in (
         ("tp", size.num_heads, heads, "attention is split by heads"),
-        ("tp", size.num_kv_heads, f"the {size.num_kv_heads} key/value heads of {label}",
-         "attention is split by these heads"),
+        (
+            "tp",
+            size.num_kv_heads,
+            f"the {size.num_kv_heads} key/value heads of {label}",
+            "attention is split by these heads",
+        ),
         ("tp", size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
         ("cp", size.num_heads, heads, "attention is split by heads"),
         ("cp", max_length, f"max_length={max_length}", "each rank has the same number of tokens"),
-    ):  # fmt: skip
+    ):
         if (count or 0) % mesh[axis]:
             what = f"{axis}={mesh[axis]} does not divide {description}"
             raise UserError(what, why, LAYOUT_ADVICE)
@@ -160,7 +170,15 @@ def _check_divisible(candidate: Candidate) -> None:
             raise UserError(what, fix=f"set {axis} to 1, or cp to 1")
     traits = candidate.strategy.traits
     is_pipeline = traits.uses_zero and "pp" in traits.axes
-    is_split = is_pipeline or max(pp, mesh["cp"], mesh["tp"]) > 1
+    is_split = (
+        is_pipeline
+        or max(
+            pp,
+            mesh["cp"],
+            mesh["tp"],
+        )
+        > 1
+    )
     if is_split and not size.splits:
         what = f"strategy={candidate.strategy.name!r} cannot split {label}"
         why = "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "
@@ -175,7 +193,11 @@ def _check_divisible(candidate: Candidate) -> None:
         raise UserError(what, why, fix)
 
 
-def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
+def balanced_cut(
+    size: ModelSize,
+    seq_len: int,
+    ranks: tuple[int, ...],
+) -> list[int]:
     """Return the number of blocks in each stage, chosen to minimize the highest cost of any rank.
     Each stage has at least one block.
 

@@ -104,7 +104,11 @@ def _deepspeed_fields(draft: Draft, notes: list[str]) -> JsonObject:
     return {"deepspeed_json": deepspeed_json, "deepspeed_changes": changes}
 
 
-def _statements(prediction: Prediction, cluster: Cluster, amount: Amount | None) -> JsonObject:
+def _statements(
+    prediction: Prediction,
+    cluster: Cluster,
+    amount: Amount | None,
+) -> JsonObject:
     """Return the plan's fields for what a run says about its costs."""
     draft = prediction.plan
     record = prediction.as_record()
@@ -183,7 +187,11 @@ def _keeps_best(
     return share <= MAX_BEST_SHARE
 
 
-def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = None) -> Draft:
+def draft_plan(
+    request: Request,
+    cluster: Cluster,
+    notes: list[str] | None = None,
+) -> Draft:
     """Return a draft plan with the model, strategy, mesh, batch and switches that follow from
     CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
     checked later."""
@@ -193,7 +201,11 @@ def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = Non
     return replace(lay_out(candidate, cluster, notes), requested=request)
 
 
-def inherit_settings(config: Request, num_processes: int, notes: list[str]) -> Request:
+def inherit_settings(
+    config: Request,
+    num_processes: int,
+    notes: list[str],
+) -> Request:
     """Return CONFIG with the settings of the run that `resume` names. Keys that the user set are
     kept. If the layout changes, settings that depend on it are not inherited, and a note names
     them. If `resume` is None or "auto", return CONFIG unchanged. Raises UserError if the run is

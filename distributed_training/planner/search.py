@@ -76,7 +76,10 @@ def search_orders(
     return TimedOrders(by_place=tuple(by_place), stage_s=seconds, message_s=message_s)
 
 
-def _max_held_blocks(steps: list[Step], blocks: tuple[int, ...]) -> int | None:
+def _max_held_blocks(
+    steps: list[Step],
+    blocks: tuple[int, ...],
+) -> int | None:
     """Return the largest number of blocks whose activations a rank holds at once. Return None if an
     operation comes before the operation that produces its input."""
     last_stage = len(blocks) - 1
@@ -131,7 +134,11 @@ def _improve(
     return best
 
 
-def _move_operations(order: list[Step], m: int, draw: Callable[[], float]) -> list[Step]:
+def _move_operations(
+    order: list[Step],
+    m: int,
+    draw: Callable[[], float],
+) -> list[Step]:
     """Return a copy of a rank's order in which one operation, or one per period, is moved by the
     same number of positions."""
     period = len(order) // m

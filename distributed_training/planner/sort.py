@@ -38,16 +38,28 @@ LORA_RANK = 16  # rank of the adapters that are suggested if training all weight
 MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
 
 
-def choose_candidate(request: Request, cluster: Cluster, notes: list[str]) -> Candidate:
+def choose_candidate(
+    request: Request,
+    cluster: Cluster,
+    notes: list[str],
+) -> Candidate:
     """Return what `request`, which must have a batch size, asks for: a model, a strategy and its
     mesh. With strategy=auto, they are those of the first choice. Raises UserError if the model is
     unknown or no layout is valid."""
     request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
         strategy = load_strategy(request)
-        return Candidate(config=request, strategy=strategy, model=model, mesh=strategy.mesh)
+        return Candidate(
+            config=request,
+            strategy=strategy,
+            model=model,
+            mesh=strategy.mesh,
+        )
     first = sort_layouts(request, cluster)[0]
-    settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
+    settings = {
+        "strategy": first.plan.strategy.name,
+        **layout_settings(first.plan),
+    }
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
     return _candidate(first.plan)
@@ -152,7 +164,11 @@ def preference(choice: Prediction) -> Preference:
     )
 
 
-def _useful_plans(request: Request, cluster: Cluster, names: Iterable[str]) -> Iterator[Draft]:
+def _useful_plans(
+    request: Request,
+    cluster: Cluster,
+    names: Iterable[str],
+) -> Iterator[Draft]:
     """Yield drafts for the layouts of all strategies. With strategy=auto, strategies whose
     algorithm changes the training results are left out. On CPUs, strategies with CPU offload are
     left out, and with one process the other DeepSpeed strategies, unless CONFIG names a DeepSpeed
@@ -201,7 +217,11 @@ def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
             break
         with contextlib.suppress(UserError):
             recomputed = _predict_with(plan, cluster, activation_checkpointing=mode)
-            choice = min(choice, recomputed, key=lambda each: MEMORY_FITS.index(each.memory_fit))
+            choice = min(
+                choice,
+                recomputed,
+                key=lambda each: MEMORY_FITS.index(each.memory_fit),
+            )
     return choice
 
 
@@ -326,7 +346,11 @@ def as_typed(request: Request, **values: Any) -> Request:
     return request.model_copy(update={**values, "set_by": set_by})
 
 
-def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> Request:
+def choose_batch_size(
+    request: Request,
+    cluster: Cluster,
+    notes: list[str],
+) -> Request:
     """Return CONFIG with a batch size. With batch_size=auto, choose the smallest power of two that
     reaches the fraction NEAR_BEST of the best predicted tokens/s among the sizes whose first choice
     fits into memory. With strategy=auto, the first choice is a simple strategy if any fits. If the
@@ -382,7 +406,11 @@ def suggest(
     # The user's number of blocks may be too small to fit, so the planner chooses another.
     set_by = {key: by for key, by in requested.set_by.items() if key != "checkpointed_blocks"}
     request = requested.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
-    changes: Settings = {"strategy": AUTO, "model": plan.config.model, "engine_options": {}}
+    changes: Settings = {
+        "strategy": AUTO,
+        "model": plan.config.model,
+        "engine_options": {},
+    }
     if request.batch_size != AUTO:
         changes["batch_size"] = plan.config.batch_size
     request = as_typed(request, **OPEN_SETTINGS, pipeline_schedule=AUTO, **changes)

@@ -20,9 +20,13 @@ from distributed_training.predict.rates import Rates, tiled_multiplications
 
 # Collective -> number of times that its data travels around the ring of ranks. "send" uses no ring.
 RING_TURNS = {
-    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "broadcast": 1,
+    "all_to_all": 1,
     "send": 0,
-}  # fmt: skip
+}
 Traffic = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 # A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
@@ -64,7 +68,10 @@ class Sizes:
         self.cp = plan.mesh["cp"]
         # DDP averages over dp_replicate and cp together, and FSDP shards over dp_shard and cp.
         axis = "dp_replicate" if plan.only_copies else "dp_shard"
-        self.mesh = {**plan.mesh, axis: plan.mesh[axis] * self.cp}
+        self.mesh = {
+            **plan.mesh,
+            axis: plan.mesh[axis] * self.cp,
+        }
         self.shards = self.mesh["dp_shard"]
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
@@ -153,7 +160,12 @@ class Timing(Sizes):
         gbit = plan.config.network_gbit
         self.rates = rates if gbit is None else replace(rates, network_bytes_per_s=gbit * 1e9 / 8)
 
-    def gemm_cost(self, m: float, k: float, n: float) -> Cost:
+    def gemm_cost(
+        self,
+        m: float,
+        k: float,
+        n: float,
+    ) -> Cost:
         """Return the cost of multiplying an `m x k` matrix by a `k x n` matrix."""
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops

@@ -118,7 +118,10 @@ def _sum_bytes(parts: ComponentBytes) -> float:
     return sum(parts.values())
 
 
-def _estimate_state(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
+def _estimate_state(
+    rank: PipelineRank,
+    mechanisms: Sequence[Mechanism],
+) -> dict[str, int]:
     state = dict.fromkeys((*STATE, "host", "disk"), 0.0)
     for mechanism in mechanisms:
         for component, size in mechanism.state(rank).items():
@@ -131,7 +134,10 @@ def _estimate_state(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict
     return {component: round(size) for component, size in state.items()}
 
 
-def _find_peak(rank: PipelineRank, mechanisms: Sequence[Mechanism]) -> dict[str, int]:
+def _find_peak(
+    rank: PipelineRank,
+    mechanisms: Sequence[Mechanism],
+) -> dict[str, int]:
     """Return a process's memory by component, in bytes, at the point in a step where the process
     uses the most memory."""
     per_block, backward = _block_bytes(rank, mechanisms, rank.recomputed_share)
@@ -173,7 +179,11 @@ def _bytes_at(
     return sizes
 
 
-def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> tuple[float, float]:
+def _peak_activations(
+    rank: PipelineRank,
+    per_block: float,
+    backward: float,
+) -> tuple[float, float]:
     """Return (bytes of block activations, bytes of logits) during the operation in which their sum
     is largest. A block keeps `per_block` bytes, and its backward pass needs `backward` additional
     bytes."""
@@ -182,8 +192,18 @@ def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> 
     outer_loss_bytes = loss.outer_bytes if rank.has_last_stage else 0
     # Frozen blocks have no weight gradients, so I frees what B frees.
     pending = pending_bytes(rank) if rank.trained_share else -per_block
-    block_changes = {"F": per_block, "B": -per_block, "I": pending, "W": -per_block - pending}
-    logit_changes = {"F": loss.kept_bytes, "B": -loss.kept_bytes, "I": -loss.kept_bytes, "W": 0.0}
+    block_changes = {
+        "F": per_block,
+        "B": -per_block,
+        "I": pending,
+        "W": -per_block - pending,
+    }
+    logit_changes = {
+        "F": loss.kept_bytes,
+        "B": -loss.kept_bytes,
+        "I": -loss.kept_bytes,
+        "W": 0.0,
+    }
     output = boundary_bytes(rank) if rank.pp > 1 else 0
     embedding_gradient, _ = embedding_gradient_bytes(rank)
     block_bytes = logit_bytes = 0.0

@@ -197,7 +197,10 @@ class Prediction:
         plan = self.plan
         if self.rates is None or not self.rates.peak_flops or self.tokens_per_s is None:
             return None
-        flops = plan.size.flops_per_token(plan.attention_span, frozen=plan.config.lora_rank > 0)
+        flops = plan.size.flops_per_token(
+            plan.attention_span,
+            frozen=plan.config.lora_rank > 0,
+        )
         return self.tokens_per_s * flops / (self.rates.peak_flops * plan.num_processes)
 
     def as_record(self) -> dict[str, Any]:
@@ -231,4 +234,9 @@ def has_measured_size(plan: Draft) -> bool:
 def predict(plan: Draft, rates: Rates | None) -> Prediction:
     """Predict the memory and time of a plan's step."""
     step = None if rates is None else estimate_step(plan, rates)
-    return Prediction(plan=plan, rates=rates, memory=estimate_memory(plan), step=step)
+    return Prediction(
+        plan=plan,
+        rates=rates,
+        memory=estimate_memory(plan),
+        step=step,
+    )

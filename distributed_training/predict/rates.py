@@ -72,7 +72,12 @@ def gpu_rates(gpu: Gpu) -> Rates:
     )
 
 
-def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> Rates:
+def cpu_rates(
+    num_cpus: int,
+    num_processes: int,
+    *,
+    has_bf16: bool = False,
+) -> Rates:
     """Return the rates of a process that runs on an equal share of the CPU cores. `has_bf16` is
     True if the cores have bf16 instructions. Without these instructions, matrix multiplications are
     25 times slower in bf16 than in fp32."""
@@ -93,7 +98,12 @@ def cpu_rates(num_cpus: int, num_processes: int, *, has_bf16: bool = False) -> R
     )
 
 
-def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
+def tiled_multiplications(
+    m: float,
+    k: float,
+    n: float,
+    num_sms: int,
+) -> float:
     """Return the number of scalar multiplications for an `m x k` matrix times a `k x n` matrix,
     including tile and wave quantization. Each multiprocessor computes one whole tile of the result
     at a time, and all multiprocessors are assumed to compute the same number of tiles."""

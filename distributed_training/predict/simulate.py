@@ -21,7 +21,10 @@ def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
     }
 
 
-def map_consumers(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
+def map_consumers(
+    ranks: Sequence[int],
+    message_s: float,
+) -> dict[Step, tuple[Step, float]]:
     """Map each operation to (the operation that needs its result, the time in seconds to send the
     result). The time is 0 if both operations run on the same rank. `ranks` contains the rank of
     each stage."""
@@ -93,7 +96,13 @@ def ideal_bubble(schedule: str, p: int, m: int) -> float:
     durations = durations_by_step([(1.0, 1.0, 1.0)] * len(ranks))
     durations |= {("B", stage): 2.0 for stage in range(len(ranks))}
     consumers = map_consumers(ranks, 0.0)
-    duration = total_duration(simulate(build_orders(schedule, p, m), durations, consumers))
+    duration = total_duration(
+        simulate(
+            build_orders(schedule, p, m),
+            durations,
+            consumers,
+        )
+    )
     return 1 - 3 * m * len(ranks) / (p * duration)
 
 

@@ -82,10 +82,16 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         **offload_seconds,
     }
     bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))
-    return StepTime(total_s, max(bottlenecks, key=lambda name: bottlenecks[name]))
+    return StepTime(
+        total_s,
+        max(bottlenecks, key=lambda name: bottlenecks[name]),
+    )
 
 
-def _busy_s(order: Sequence[Operation], durations: Mapping[Step, float]) -> float:
+def _busy_s(
+    order: Sequence[Operation],
+    durations: Mapping[Step, float],
+) -> float:
     """Return the total duration of a rank's operations. The sum is exact, so that ranks whose
     operations differ only in their order are equally busy in every version of Python."""
     return math.fsum(durations[kind, stage] for kind, stage, _ in order)
@@ -159,7 +165,12 @@ class StepCosts(Timing):
 
     def launch_s(self) -> dict[Step, float]:
         """Return the time in seconds that the host needs to launch each operation on each stage."""
-        shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+        shares = {
+            "F": 1 / 3,
+            "B": 2 / 3,
+            "I": 1 / 3,
+            "W": 1 / 3,
+        }
         return {
             (kind, stage): self.host_block_s() * number * share + self.rates.host.exchange
             for stage, number in enumerate(self.plan.stages.blocks_per_stage)

@@ -109,13 +109,21 @@ class Display:
             self._bar = None
 
 
-def fold(text: str, indent: int = 0, first: str = "") -> str:
+def fold(
+    text: str,
+    indent: int = 0,
+    first: str = "",
+) -> str:
     """Wrap text to WIDTH with indented continuation lines. The first line begins with `first`. URLs
     and paths are not broken."""
     return textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=indent * " ", break_long_words=False,
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=indent * " ",
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -182,16 +190,23 @@ def fill_template(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
 
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("pages")), autoescape=".html" in template,
-        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).with_name("pages")),
+        autoescape=".html" in template,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
     return templates.get_template(template).render(values)
 
 
 def verdict(
-    amount: Amount | str, machine: Mapping[str, Any], num_processes: int, layout: str,
-    prediction: Mapping[str, Any] | None, price: str | None = None,
-) -> str:  # fmt: skip
+    amount: Amount | str,
+    machine: Mapping[str, Any],
+    num_processes: int,
+    layout: str,
+    prediction: Mapping[str, Any] | None,
+    price: str | None = None,
+) -> str:
     """Return one sentence with a run's work, machine, layout, time, cost and memory. `amount` is a
     sentence if the amount of work is unknown. `price` is the price of a GPU-hour, as typed."""
     num_gpus = machine["num_gpus"]
@@ -250,9 +265,10 @@ def amount_of(r: Record) -> Amount:
     data = r.data
     return Amount(
         num_samples=data.get("num_train_records") or data["num_train_samples"],
-        unit=data.get("unit", "samples"), epochs=r.num_steps / data["steps_per_epoch"],
+        unit=data.get("unit", "samples"),
+        epochs=r.num_steps / data["steps_per_epoch"],
         num_steps=r.num_steps,
-    )  # fmt: skip
+    )
 
 
 def header_rows(r: Record) -> dict[str, str]:
@@ -291,9 +307,9 @@ def header_rows(r: Record) -> dict[str, str]:
         "data": f"{short_name(config['dataset'])}: {samples}",
         "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
         "rate": f"{config['learning_rate']:g} ({config['lr_schedule']}, "
-                f"{plural(config['warmup_steps'], 'warm-up step')})",
+        f"{plural(config['warmup_steps'], 'warm-up step')})",
         "run": short_path(r.run_dir),
-    }  # fmt: skip
+    }
 
 
 def _options(r: Record) -> str:

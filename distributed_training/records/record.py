@@ -282,7 +282,11 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     replace_file(path, b"".join(kept_lines))
 
 
-def provenance(command: str, *, commit: str | None = None) -> JsonObject:
+def provenance(
+    command: str,
+    *,
+    commit: str | None = None,
+) -> JsonObject:
     """Return the entries that describe the origin of a measurement: the command, the time, the
     commit and the package versions. Pass `commit` if the checkout has no .git."""
     return {
@@ -303,7 +307,13 @@ def git_commit() -> str | None:
     Return None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5)
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
         return result.stdout.strip() or None
     return None
 

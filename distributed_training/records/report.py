@@ -24,17 +24,28 @@ _SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in 
 _KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
 
 
-def render(form: str, title: str, heading: str, comparison: Comparison) -> str:
+def render(
+    form: str,
+    title: str,
+    heading: str,
+    comparison: Comparison,
+) -> str:
     """Return a page with the tables, notes and plot of a comparison.
 
     The forms are:
     - txt: text for a terminal, with only the first table and without the plot
     - html: a single file without scripts or network access"""
     page = fill_template(
-        f"page.{form}.jinja", title=title, heading=heading, comparison=comparison,
-        text_columns=TEXT_COLUMNS, b64encode=base64.b64encode, draw_losses=draw_losses, fold=fold,
+        f"page.{form}.jinja",
+        title=title,
+        heading=heading,
+        comparison=comparison,
+        text_columns=TEXT_COLUMNS,
+        b64encode=base64.b64encode,
+        draw_losses=draw_losses,
+        fold=fold,
         zip=zip,
-    )  # fmt: skip
+    )
     if form == "txt":
         page = "\n".join(map(printable, page.splitlines()))
     return page
@@ -57,21 +68,37 @@ def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
     import matplotlib.figure
 
     # This figure needs no display and need not be closed.
-    figure = matplotlib.figure.Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = matplotlib.figure.Figure(
+        figsize=(6.4, 4.2),
+        layout="constrained",
+    )
     axes = figure.subplots()
     for index, layout in enumerate(layouts):
         style: dict[str, Any] = {"color": f"C{index % 10}", "linewidth": 1.2}
         label: str | None = layout.name
         for r in layout.finished_records:
             steps = [step for step, _ in r.loss_curve]
-            losses = np.array([loss for _, loss in r.loss_curve], dtype=float)  # None becomes NaN
+            losses = np.array(
+                [loss for _, loss in r.loss_curve],
+                dtype=float,
+            )  # None becomes NaN
             if not np.isfinite(losses).any():
                 continue
             axes.plot(steps, losses, label=label, **style)
             label = None  # one entry in the legend per layout
             eval_steps = [row["step"] for row in r.evaluations]
-            eval_losses = np.array([row["loss"] for row in r.evaluations], dtype=float)
-            axes.plot(eval_steps, eval_losses, "o", markeredgecolor="white", zorder=3, **style)
+            eval_losses = np.array(
+                [row["loss"] for row in r.evaluations],
+                dtype=float,
+            )
+            axes.plot(
+                eval_steps,
+                eval_losses,
+                "o",
+                markeredgecolor="white",
+                zorder=3,
+                **style,
+            )
     if not axes.lines:
         return None
     axes.set(xlabel="optimizer step", ylabel="loss in nats per token (dots: validation)")

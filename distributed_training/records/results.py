@@ -29,8 +29,13 @@ _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in c
 _NAME_WIDTH = 26  # width of the first column on a terminal
 # Columns that only pages show, because a terminal has 80 columns
 _PAGE_COLUMNS = {
-    "ms per step", "MFU", "peak RAM", "training loss", "validation perplexity", "bits per byte",
-}  # fmt: skip
+    "ms per step",
+    "MFU",
+    "peak RAM",
+    "training loss",
+    "validation perplexity",
+    "bits per byte",
+}
 # Left-aligned columns
 TEXT_COLUMNS = {"run", "pick", "layout", "status", "verdict", "bottleneck"}
 
@@ -107,7 +112,11 @@ SETTINGS = {
 # GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
 # the buffers of CUDA graphs.
 RESULTS = {
-    "tokens/s": Column(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, True),
+    "tokens/s": Column(
+        lambda r: r.performance.get("tokens_per_s"),
+        "{:,.0f}".format,
+        True,
+    ),
     "ms per step": Column(
         lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, True
     ),
@@ -121,7 +130,11 @@ RESULTS = {
 }
 
 
-def _compare(heading: str, measured: Column, predict: Callable[[Record], Any]) -> dict[str, Column]:
+def _compare(
+    heading: str,
+    measured: Column,
+    predict: Callable[[Record], Any],
+) -> dict[str, Column]:
     """Return the columns of a measurement, its prediction and the error of the prediction."""
 
     def error(r: Record) -> float | None:
@@ -316,7 +329,8 @@ def format_table(columns: Mapping[str, list[str]]) -> str:
     return tabulate(
         # The headings are a row of the table, because tabulate adds padding to its own headings.
         [headings, *zip(*columns.values(), strict=True)],
-        tablefmt="plain", disable_numparse=True,
+        tablefmt="plain",
+        disable_numparse=True,
         colalign=["left" if name in TEXT_COLUMNS else "right" for name in columns],
         maxcolwidths=[_NAME_WIDTH, *[None] * (len(columns) - 1)],
-    )  # fmt: skip
+    )

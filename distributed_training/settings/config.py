@@ -331,7 +331,10 @@ def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
     return validate(type(config), {**dict(config), **changes})
 
 
-def validate(model: type[Model], values: Mapping[str, Any]) -> Model:
+def validate(
+    model: type[Model],
+    values: Mapping[str, Any],
+) -> Model:
     """Return an instance of `model` with the given `values`. Raises UserError for a value that is
     not accepted."""
     try:

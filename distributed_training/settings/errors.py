@@ -12,9 +12,16 @@ from distributed_training.settings.launchers import prints_messages
 # Errors for a full or read-only disk, an exceeded file-size limit, missing permissions, a file
 # where a folder is expected, and a name that is too long
 STORAGE_ERRNOS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
-    errno.EEXIST, errno.ENAMETOOLONG,
-)  # fmt: skip
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+)
 
 
 class UserError(ValueError):
@@ -25,7 +32,12 @@ class UserError(ValueError):
     exit_code = 2
     label = "error"
 
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        why: str = "",
+        fix: str = "",
+    ) -> None:
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
         command = re.search(r"(?i)\brun: (.+)", remedy)
         self.command = command[1] if command else ""

@@ -21,9 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 MARK = "written by distributed_training"  # at the beginning of files that a command may replace
 _SIGNATURE = re.compile(rf"{MARK} (\d+)".encode())  # with a checksum of the file without it
 _ERROR_TEXTS = {
-    "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
-    "extra_forbidden": "is not a known key", "missing": "is missing",
-}  # fmt: skip
+    "model_type": "is not a JSON object",
+    "dict_type": "is not a JSON object",
+    "extra_forbidden": "is not a known key",
+    "missing": "is missing",
+}
 _MAX_DEPTH = 100  # deepest nesting of JSON that is read
 _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 _CHUNK_BYTES = 16 * 2**20
@@ -69,7 +71,11 @@ def check_replaced(path: Path) -> None:
         return
     signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
     if signature is not None:
-        content = path.read_bytes().replace(signature[0], MARK.encode(), 1)
+        content = path.read_bytes().replace(
+            signature[0],
+            MARK.encode(),
+            1,
+        )
         if zlib.crc32(content) == int(signature[1]):
             return
     what = f"{path} exists, and it is not exactly what this program wrote"
@@ -82,7 +88,13 @@ def write_own(path: Path, text: str) -> None:
     content = text.encode(errors="surrogateescape")
     signature = f"{MARK} {zlib.crc32(content)}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.replace(MARK.encode(), signature.encode(), 1))
+    path.write_bytes(
+        content.replace(
+            MARK.encode(),
+            signature.encode(),
+            1,
+        )
+    )
 
 
 def publish(unpublished: Path, final: Path) -> None:
@@ -154,7 +166,12 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def load_json(path: Path, what: str, *, unique: bool = False) -> Any:
+def load_json(
+    path: Path,
+    what: str,
+    *,
+    unique: bool = False,
+) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read or if the JSON is invalid.
     `what` describes the file in the message. If `unique` is True, a duplicate key is also an
     error."""
@@ -188,7 +205,10 @@ def load_model_json(path: Path) -> JsonObject:
     return load_object(path, "model")
 
 
-def parse_json(text: str | bytes, hook: Callable[..., Any] | None = None) -> Any:
+def parse_json(
+    text: str | bytes,
+    hook: Callable[..., Any] | None = None,
+) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested so deeply that
     functions which process it would exceed Python's recursion limit."""
     try:
@@ -221,7 +241,12 @@ def crc32(file: Path) -> int:
     return checksum
 
 
-def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
+def parse_as(
+    model: type[Model],
+    document: Any,
+    source: str,
+    fix: str,
+) -> Model:
     """Return a JSON document as a validated instance of `model`. Raises UserError with a message
     that begins with `source` and, if possible, names the invalid key."""
     try:

@@ -25,9 +25,12 @@ class KeyModel(BaseModel):
     """Base class for classes whose fields are CONFIG keys."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
-    )  # fmt: skip
+    )
 
 
 class Options(KeyModel):
@@ -115,11 +118,20 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     for name, schema in model.model_json_schema().get("properties", {}).items():
         if "work" in schema:
             help = " ".join(schema.get("description", "").split())
-            keys[name] = Key(name=name, help=help, schemas=schema.get("anyOf", [schema]), **schema)
+            keys[name] = Key(
+                name=name,
+                help=help,
+                schemas=schema.get("anyOf", [schema]),
+                **schema,
+            )
     return keys
 
 
-def check_names(names: Iterable[Any], keys: Mapping[str, Key], source: str) -> None:
+def check_names(
+    names: Iterable[Any],
+    keys: Mapping[str, Key],
+    source: str,
+) -> None:
     """Raise UserError if one of the `names` is not the name of a key."""
     for name in names:
         if name not in keys:
@@ -145,7 +157,12 @@ def advise_on_name(word: str, names: Iterable[str]) -> str | None:
     transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return
     None if no name is similar."""
     # A name that differs more would mislead the user.
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(
+        word.lower(),
+        names,
+        n=1,
+        cutoff=0.7,
+    )
     return _advice_on_foreign_option(word) or (f"did you mean {close[0]}?" if close else None)
 
 

@@ -248,7 +248,11 @@ def parse_gpu(name: str) -> Gpu:
         except ValueError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", str(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
-    if match := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
+    if match := re.fullmatch(
+        r"(.+)@(\d+) ?W",
+        name.strip(),
+        re.IGNORECASE,
+    ):
         return with_power_limit(parse_gpu(match[1]), float(match[2]))
     text = name.strip().replace(" ", "-").replace("_", "-")
     text = re.sub(r"(?i)^(?:RTX-?)?(\d{4})", r"RTX-\1", text)

@@ -63,7 +63,12 @@ def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     return local_cluster(machine, count, count)
 
 
-def start(request: Request, cluster: Cluster, script: Path, max_restarts: int) -> int:
+def start(
+    request: Request,
+    cluster: Cluster,
+    script: Path,
+    max_restarts: int,
+) -> int:
     """Plan the run, write plan.json, and execute the plan in this process or in new processes.
     Return the run's exit code."""
     machine = cluster.machine
@@ -114,7 +119,11 @@ def import_with_torch(name: str) -> ModuleType:
     return module
 
 
-def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
+def requested_processes(
+    num_gpus: str | None,
+    machine: Machine,
+    mesh: Mapping[str, int],
+) -> int:
     """Return the number of processes that `--num_gpus` requests, or 1 if it is not set."""
     if num_gpus == "all":
         mesh_size = math.prod(size for size in mesh.values() if size > 0)

@@ -66,7 +66,11 @@ class Progress:
         self.activity = Activity(self.activity.count + 1, name)
         if self._report_fd >= 0:
             text = f"{self.activity.count} {name}".encode()
-            os.pwrite(self._report_fd, text[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
+            os.pwrite(
+                self._report_fd,
+                text[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES),
+                0,
+            )
         else:
             has_limit = name and self.limit_s
             signal.setitimer(
@@ -162,7 +166,12 @@ class Monitor:
             self._slowest_since = self._clock
             self._suspects = None
             return ""
-        limit_s = find_limit(self._config, self._world_size, slowest.name, self._steps_s)
+        limit_s = find_limit(
+            self._config,
+            self._world_size,
+            slowest.name,
+            self._steps_s,
+        )
         if not limit_s or not slowest.name or seconds < limit_s / 2:
             return ""
         if self._suspects is None:

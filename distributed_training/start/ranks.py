@@ -82,9 +82,13 @@ def single_process() -> Process:
     read, as a launcher would."""
     os.environ.update(LOOPBACK_INTERFACES)
     os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR=LOOPBACK, MASTER_PORT="0",
-    )  # fmt: skip
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT="0",
+    )
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
@@ -125,7 +129,11 @@ class RanksOutcome:
         return f"rank {rank} was killed by {name}{usual}"
 
 
-def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> RanksOutcome:
+def run_ranks(
+    command: Command,
+    count: int,
+    monitor: Monitor | None = None,
+) -> RanksOutcome:
     """Start `count` ranks that run the Python script `command`, and wait for all of them. If a rank
     fails, or if `monitor` finds that a rank hangs, the others are terminated. Stop signals are
     forwarded to the ranks."""
@@ -160,21 +168,32 @@ def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> R
         finally:
             timeout_s = shutdown_timeout_s if signals else FAILURE_TIMEOUT_S
             _terminate(ranks, codes, timeout_s, was_signaled=bool(signals))
-    return RanksOutcome(signum=signals[0] if signals else 0, codes=codes, hang=hang)
+    return RanksOutcome(
+        signum=signals[0] if signals else 0,
+        codes=codes,
+        hang=hang,
+    )
 
 
-def _start(ranks: list[Rank], command: Command, count: int) -> None:
+def _start(
+    ranks: list[Rank],
+    command: Command,
+    count: int,
+) -> None:
     store = os.memfd_create("store")
     for number in range(count):
         fds = store, os.memfd_create("report")
         environment = {
             **os.environ,
             **LOOPBACK_INTERFACES,
-            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-            "RANK": str(number), "LOCAL_RANK": str(number),
-            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0",
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": "0",
             LAUNCHER_VARIABLE: " ".join(map(str, (os.getpid(), *fds))),
-        }  # fmt: skip
+        }
         process = subprocess.Popen(
             [sys.executable, "-u", *command],
             env=environment,

@@ -33,7 +33,11 @@ from distributed_training.train.run import build_topology, train
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
 
-def run(plan: Plan, process: Process, store: dist.Store) -> int:
+def run(
+    plan: Plan,
+    process: Process,
+    store: dist.Store,
+) -> int:
     """Run this process's part of a planned run and return the exit code. All ranks, which share
     `store`, must call this function."""
     report_fds = connect_launcher()[1:]

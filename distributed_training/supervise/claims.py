@@ -48,7 +48,11 @@ def claim(run_dir: Path, run_id: str) -> None:
     """Claim a run's folder until this process ends. All attempts of one torchrun have the same
     `run_id`. Raises UserError if another run holds the folder, or if it has foreign files."""
     check_foreign_files(run_dir)
-    descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(
+        run_dir / OWNER_FILE,
+        os.O_RDWR | os.O_CREAT,
+        0o644,
+    )
     owner = read_owner(run_dir)
     is_locked = False
     may_be_alive = owner.get("run_id", run_id) != run_id  # another run, which has not released it
@@ -63,7 +67,12 @@ def claim(run_dir: Path, run_id: str) -> None:
         what = f"The run {shown(str(run_dir))} is still in use by {shown(owner.get('host'))}"
         fix = "wait for the run to end, or set resume=None to start a separate run"
         raise UserError(what, fix=fix)
-    text = json.dumps({"host": platform.node(), "run_id": run_id})
+    text = json.dumps(
+        {
+            "host": platform.node(),
+            "run_id": run_id,
+        }
+    )
     os.pwrite(descriptor, text.encode().ljust(_OWNER_BYTES), 0)
     os.fsync(descriptor)
 

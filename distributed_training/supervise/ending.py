@@ -28,8 +28,11 @@ from distributed_training.supervise.process import LAUNCHER_VARIABLE
 
 # Phrases in gloo and NCCL errors after the process at the other end of a connection has exited
 LOST_CONNECTION_PHRASES = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
-)  # fmt: skip
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+)
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

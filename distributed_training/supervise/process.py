@@ -15,10 +15,14 @@ LAUNCHER_VARIABLE = "RANKS_LAUNCHER"
 END_ACTIVITY = "the end"  # activity of a rank after the model has been written
 # Signals that stop a run
 STOP_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
-    signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
     signal.SIGXCPU,  # the kernel and Grid Engine send this at a CPU time limit
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

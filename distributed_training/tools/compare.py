@@ -50,7 +50,11 @@ from distributed_training.supervise.process import handle_signals
 QUIET_DEFAULTS = {"checkpoint_every": 0, "keep_best": False, "export": False, "generate": None}
 # Keys that define the work. The batch size is part of the work, although its keys are not marked as
 # such.
-WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
+WORK_KEYS = {
+    "batch_size",
+    "grad_accum_steps",
+    *(name for name, key in KEYS.items() if key.work),
+}
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
@@ -93,7 +97,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `compare` that are not CONFIG keys."""
     add_plan_options(parser)
     seeds = "number of runs per strategy, with seed, seed + 1, ... (default: 1)"
-    parser.add_argument("--seeds", type=at_least(1), default=1, metavar="N", help=seeds)
+    parser.add_argument(
+        "--seeds",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help=seeds,
+    )
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +123,11 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
+def run(
+    arguments: argparse.Namespace,
+    build: Build,
+    script: Path,
+) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
@@ -251,7 +265,11 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
                     run.record = record
 
 
-def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
+def train_each(
+    runs: Sequence[Run],
+    out: Path,
+    conclude: Callable[[Run], str],
+) -> None:
     """Train the remaining runs one after another, and print what `conclude` returns for each."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
@@ -267,7 +285,14 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
             train(run, out)
             run.seconds = time.monotonic() - start
         line = f"{prefix}{name}: {conclude(run)}"
-        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(prefix)), flush=True)
+        print(
+            textwrap.fill(
+                line,
+                WIDTH,
+                subsequent_indent=" " * len(prefix),
+            ),
+            flush=True,
+        )
 
 
 def train(run: Run, out: Path) -> None:
@@ -315,9 +340,15 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     """Write compare.html, and print the tables."""
     layouts: dict[str, LayoutRow] = {}
     for run in runs:
-        layout = layouts.setdefault(run.name, LayoutRow(name=run.name, records=[]))
+        layout = layouts.setdefault(
+            run.name,
+            LayoutRow(name=run.name, records=[]),
+        )
         if run.why:
-            layouts[run.name] = dataclasses.replace(layout, why=layout.why or run.why)
+            layouts[run.name] = dataclasses.replace(
+                layout,
+                why=layout.why or run.why,
+            )
         elif run.record:
             layout.records.append(run.record)
     comparison = Comparison(layouts=[*layouts.values()])

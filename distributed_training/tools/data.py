@@ -28,7 +28,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `data` that are not CONFIG keys."""
     shown = "number of samples to show (default: 3)"
-    parser.add_argument("--show", metavar="N", type=at_least(0), default=3, help=shown)
+    parser.add_argument(
+        "--show",
+        metavar="N",
+        type=at_least(0),
+        default=3,
+        help=shown,
+    )
     parser.add_argument("--json", action="store_true", help="print samples and counts as JSON")
 
 
@@ -63,9 +69,18 @@ def run(
         sample_dicts = []
         for ids, mask in shown_samples:
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-            sample = {"ids": ids.tolist(), "loss_mask": mask.tolist(), "text": text}
+            sample = {
+                "ids": ids.tolist(),
+                "loss_mask": mask.tolist(),
+                "text": text,
+            }
             sample_dicts.append(sample)
-        print(json.dumps({"samples": sample_dicts, "counts": counts}, indent=1))
+        print(
+            json.dumps(
+                {"samples": sample_dicts, "counts": counts},
+                indent=1,
+            )
+        )
         return 0
     if shown_samples:
         print(
@@ -86,7 +101,11 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str:
+def _mark_targets(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    mask: list[bool],
+) -> str:
     """Return the text of a sample with « and » around each part that is included in the loss."""
     text = ""
     first = 0
@@ -99,7 +118,10 @@ def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str
     return text
 
 
-def _rows(counts: dict[str, Any], config: Config) -> dict[str, str]:
+def _rows(
+    counts: dict[str, Any],
+    config: Config,
+) -> dict[str, str]:
     if counts["form"] == RUNNING:
         documents = plural(counts["records"], "document")
         rows = {"text": f"{documents} with {counts['num_tokens']:,} tokens"}

@@ -44,7 +44,12 @@ warn = partial(Finding, "warn")
 fail = partial(Finding, "fail")
 
 
-def check(is_good: bool, topic: str, text: str, fix: str) -> Finding:
+def check(
+    is_good: bool,
+    topic: str,
+    text: str,
+    fix: str,
+) -> Finding:
     """Return an `ok` line if the result is good. Otherwise, return a warning with the fix."""
     return ok(topic, text) if is_good else warn(topic, text, fix)
 
@@ -149,9 +154,12 @@ def main(output_dir: Path) -> int:
     otherwise 0."""
     machine = detect_machine()
     findings = [
-        *check_gpus(machine), *check_torch_and_driver(machine), *check_memory(),
-        *check_disk(output_dir), *check_hub(),
-    ]  # fmt: skip
+        *check_gpus(machine),
+        *check_torch_and_driver(machine),
+        *check_memory(),
+        *check_disk(output_dir),
+        *check_hub(),
+    ]
     width = max(len(finding.topic) for finding in findings)
     indent = 7 + width
     for level, topic, text, fix in findings:

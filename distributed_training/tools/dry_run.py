@@ -53,13 +53,21 @@ def print_plan(
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(plan, os.path.relpath(script), build_options(plan, options))
+    command = launch_command(
+        plan,
+        os.path.relpath(script),
+        build_options(plan, options),
+    )
     command = "(the current command, without --dry-run)" if process else command
     print(describe_plan(plan, command, explain=options.explain))
     return 0
 
 
-def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
+def launch_command(
+    plan: Draft,
+    script: str,
+    arguments: list[str],
+) -> str:
     """Return the command to run on each node to execute `plan`. `arguments` are the script's
     options."""
     processes_here = plan.processes_here
@@ -69,22 +77,35 @@ def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
         # By default, torchrun waits ten minutes for the other nodes.
         timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
         launcher = [
-            "torchrun", f"--nnodes={num_nodes}", "--rdzv_backend=c10d",
+            "torchrun",
+            f"--nnodes={num_nodes}",
+            "--rdzv_backend=c10d",
             f"--rdzv_endpoint={FIRST_HOST}:29500",
             f"--rdzv_id={secrets.token_hex(8)}",  # an id that cannot be guessed
-            timeout, f"--nproc_per_node={processes_here}", script,
-        ]  # fmt: skip
+            timeout,
+            f"--nproc_per_node={processes_here}",
+            script,
+        ]
     elif processes_here > 1:
         launcher += ["--num_gpus", str(processes_here)]
     return shlex.join([*launcher, *arguments])
 
 
-def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
+def describe_plan(
+    plan: Plan,
+    command: str,
+    *,
+    explain: bool,
+) -> str:
     """Describe a plan: its verdict, batch, steps and notes, and the launch command. With `explain`,
     add the resolved CONFIG, mesh and DeepSpeed configuration."""
     source = os.path.relpath(plan.strategy.source)
     num_steps = plan.amount.num_steps if plan.amount else None
-    predicted = describe_prediction(plan.prediction, num_steps, on_gpu=plan.machine.num_gpus > 0)
+    predicted = describe_prediction(
+        plan.prediction,
+        num_steps,
+        on_gpu=plan.machine.num_gpus > 0,
+    )
     lines = [
         fold(plan.verdict),
         f"  batch: {plan.batch.describe()}",

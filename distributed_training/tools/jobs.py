@@ -115,14 +115,22 @@ def build_batch_script(
         }
         # A user may have changed some of these lines in the template.
         pattern = "|".join(map(re.escape, changes))
-        return re.sub(pattern, lambda match: changes[match[0]], job)
+        return re.sub(
+            pattern,
+            lambda match: changes[match[0]],
+            job,
+        )
     job, setup, shell_text = job.partition("setup:")
     document = yaml.safe_load(job)
     if template == "skypilot.yaml":
         gpu = find_gpu(plan.machine.gpu_name)
         gpu_name = str(gpu.name if gpu else plan.machine.gpu_name).replace("RTX-", "RTX")
         accelerators = f"{SKYPILOT_GPUS.get(gpu_name, gpu_name)}:{processes_here}"
-        document |= {"name": name, "num_nodes": num_nodes, "workdir": str(script.parent)}
+        document |= {
+            "name": name,
+            "num_nodes": num_nodes,
+            "workdir": str(script.parent),
+        }
         document["resources"] |= {"accelerators": accelerators, "memory": f"{gib}+"}
         document["envs"]["TRAIN"] = shlex.join(options)
     else:
@@ -132,7 +140,13 @@ def build_batch_script(
         limits = {"nvidia.com/gpu": processes_here, "memory": f"{gib}Gi"}
         trainer["resourcesPerNode"]["limits"] = limits
         trainer["args"] = [*trainer["args"][:-1], *options]  # without the example --strategy
-    instructions = "".join(re.findall("^#.*\n", job.partition("\n")[2], re.MULTILINE))
+    instructions = "".join(
+        re.findall(
+            "^#.*\n",
+            job.partition("\n")[2],
+            re.MULTILINE,
+        )
+    )
     text = yaml.safe_dump(document, sort_keys=False)
     return f"{comments}\n{instructions}{text}{setup}{shell_text}"
 

@@ -53,7 +53,11 @@ def fetch(runs: Path, mirror: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)  # the other nodes remove it too
 
 
-def push(runs: Path, mirror: Path, pattern: str | None) -> None:
+def push(
+    runs: Path,
+    mirror: Path,
+    pattern: str | None,
+) -> None:
     """Copy each run's newest checkpoint, and the files in its folder that match `pattern`, to the
     mirror. There, keep the newest complete checkpoint and at most two newer ones, to which other
     nodes may still copy their files."""
@@ -77,7 +81,11 @@ def push(runs: Path, mirror: Path, pattern: str | None) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _try_push(runs: Path, mirror: Path, pattern: str | None) -> bool:
+def _try_push(
+    runs: Path,
+    mirror: Path,
+    pattern: str | None,
+) -> bool:
     """Call `push`. If the mirror cannot be written, print why, because the run must continue.
     Return whether it was written."""
     try:
@@ -114,7 +122,11 @@ def main(
         record = "*"
         model = "**/*"
     process = subprocess.Popen(command)
-    with handle_signals({signal.SIGTERM: lambda signum, _: process.send_signal(signum)}):
+    with handle_signals(
+        {
+            signal.SIGTERM: lambda signum, _: process.send_signal(signum),
+        }
+    ):
         while process.poll() is None:
             # All nodes copy at the same times, so that they copy the same checkpoint.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,4 +140,11 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    sys.exit(
+        main(
+            sys.argv[1],
+            Path(sys.argv[2]),
+            Path(sys.argv[3]),
+            sys.argv[4:],
+        )
+    )

@@ -126,7 +126,10 @@ def generate(arguments: argparse.Namespace) -> int:
         print(f"Type {'a question' if chat else 'text to continue'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
-    def logits(ids: torch.Tensor, past: KVCache | None) -> torch.Tensor:
+    def logits(
+        ids: torch.Tensor,
+        past: KVCache | None,
+    ) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
     eos_ids = export.find_stop_ids(tokenizer, chat, trained.base)
@@ -171,7 +174,10 @@ def _read_prompts(prompt: str | None) -> Iterator[str]:
             yield input(mark)
 
 
-def _decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+def _decode_pieces(
+    tokenizer: Tokenizer,
+    ids: Iterable[int],
+) -> Iterator[str]:
     """Decode token ids and yield the text in pieces, each as soon as its characters are
     complete."""
     tokens = list[int]()
@@ -217,7 +223,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     else:
         notes = list[str]()
         dataset = choose_dataset(arguments.dataset, notes)
-        config = with_values(config, dataset=dataset, columns=arguments.columns or config.columns)
+        config = with_values(
+            config,
+            dataset=dataset,
+            columns=arguments.columns or config.columns,
+        )
         samples, bytes_per_token, split = _load_samples(config, tokenizer, size, notes)
         text = f"{config.dataset}{split}"
         for note in notes:
@@ -274,7 +284,12 @@ def measure(
     total = torch.zeros((), dtype=torch.float64, device=device)
     batch_size = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), batch_size)
-    for first in tqdm(batches, desc="evaluating", disable=None, leave=False):
+    for first in tqdm(
+        batches,
+        desc="evaluating",
+        disable=None,
+        leave=False,
+    ):
         indices = np.arange(len(samples))[first : first + batch_size]
         total += model(*to_device(device, *samples.batch(indices)))
     num_targets = int(samples.num_targets.sum())
@@ -311,7 +326,10 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
         meta.base_fingerprint,
     )
     export.write_folder(trained, plan, tokenizer, chat, folder)
-    export.write_card(folder, record.model_copy(update={"step": meta.step}))
+    export.write_card(
+        folder,
+        record.model_copy(update={"step": meta.step}),
+    )
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")
     return 0

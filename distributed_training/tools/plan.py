@@ -48,7 +48,13 @@ from distributed_training.tools.dry_run import FIRST_HOST_NOTE, launch_command, 
 from distributed_training.tools.jobs import build_batch_script, build_options, job_template
 
 MAX_SHOWN = 10  # number of layouts that --explain lists
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "b": 10**9,
+    "t": 10**12,
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +102,12 @@ def run(
     )
     choices = find_layouts(request)
     if arguments.json:
-        print(json.dumps([as_dict(choice) for choice in choices], indent=1))
+        print(
+            json.dumps(
+                [as_dict(choice) for choice in choices],
+                indent=1,
+            )
+        )
         return 0
     first = choices[0]
     suggestions = []
@@ -155,7 +166,10 @@ def _find_layouts(
     sized = choose_batch_size(request, cluster, [])
     if num_tokens is not None:
         num_sequences = int(sized.batch_size) * sized.grad_accum_steps * cluster.num_processes
-        sized = as_typed(sized, max_steps=math.ceil(num_tokens / (num_sequences * max_length)))
+        sized = as_typed(
+            sized,
+            max_steps=math.ceil(num_tokens / (num_sequences * max_length)),
+        )
     return sort_layouts(sized, cluster)
 
 
@@ -314,7 +328,10 @@ MFU: share of the peak FLOP/s; error: measured times relative to predictions
 not validated: never measured. {source}"""
 
 
-def describe_picks(picks: Sequence[tuple[str, Prediction]], amount: Amount | str) -> list[str]:
+def describe_picks(
+    picks: Sequence[tuple[str, Prediction]],
+    amount: Amount | str,
+) -> list[str]:
     """Return lines on the amount of work, if it is unknown, on the batch, on the uncertainty of the
     first choice, and on the fastest layout."""
     first = picks[0][1]

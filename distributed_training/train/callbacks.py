@@ -50,7 +50,11 @@ class Recorder(Callback):
     """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
     and write them to record.json and metrics.jsonl."""
 
-    def __init__(self, record: records.RunRecord | None, tracker: metrics.Tracker) -> None:
+    def __init__(
+        self,
+        record: records.RunRecord | None,
+        tracker: metrics.Tracker,
+    ) -> None:
         self.record = record
         self.tracker = tracker
         self.step_times: list[float] = []  # in seconds, of each step that this process ran
@@ -200,7 +204,13 @@ class Checkpoints:
         metrics."""
         plan = trainer.plan
         history = trainer.history
-        step = saver.load_checkpoint(folder, trainer.engine, plan, trainer.topology, trainer.data)
+        step = saver.load_checkpoint(
+            folder,
+            trainer.engine,
+            plan,
+            trainer.topology,
+            trainer.data,
+        )
         self.saved_step = step
         history.truncate(step)
         trainer.call("on_history")

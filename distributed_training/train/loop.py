@@ -45,7 +45,14 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
+    return (
+        peak
+        * {
+            "constant": 1.0,
+            "linear": 1.0 - progress,
+            "cosine": cosine,
+        }[config.lr_schedule]
+    )
 
 
 def _format_ranks(ranks: list[int]) -> str:
@@ -58,7 +65,13 @@ class NonFiniteError(RunError):
     checkpoint. `skipped_step` is the step that a rollback has already skipped (0 if there is
     none)."""
 
-    def __init__(self, step: int, what: str, checkpoint: Path | None, skipped_step: int) -> None:
+    def __init__(
+        self,
+        step: int,
+        what: str,
+        checkpoint: Path | None,
+        skipped_step: int,
+    ) -> None:
         fix = "the run has no earlier checkpoint. Lower learning_rate, or look for a bad sample"
         if skipped_step:
             what += f", after step {skipped_step} was skipped"
@@ -111,7 +124,11 @@ class StepResults:
         self.timer.restart()
         self._flushed_at = time.monotonic()
 
-    def add(self, row: dict[str, Any], result: StepResult) -> None:
+    def add(
+        self,
+        row: dict[str, Any],
+        result: StepResult,
+    ) -> None:
         """Keep the result of a step that has just ended. `row` is the beginning of its row in
         metrics.jsonl."""
         self._pending.append((row, result))
@@ -246,7 +263,12 @@ class Trainer:
         self.num_steps = self.plan.num_steps
         self.peak_memory = metrics.PeakMemory(self.topology.device)
         self.checkpoints = Checkpoints(Saver(self.plan, self.topology))
-        self.results = StepResults(self.plan, self.history, self.engine, self.topology.device)
+        self.results = StepResults(
+            self.plan,
+            self.history,
+            self.engine,
+            self.topology.device,
+        )
         self.stop_signal = StopSignal(self.display)
 
     @property
@@ -445,10 +467,15 @@ class Trainer:
         # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
         # with sharded parameters gather them from all ranks.
         for token_id in export.generate_ids(
-            self.engine.logits, ids, num_tokens=60, context=context, seed=self.plan.config.seed,
-            eos_ids=eos_ids, past=self.engine.new_kv_cache(),
+            self.engine.logits,
+            ids,
+            num_tokens=60,
+            context=context,
+            seed=self.plan.config.seed,
+            eos_ids=eos_ids,
+            past=self.engine.new_kv_cache(),
             broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
-        ):  # fmt: skip
+        ):
             if self._should_stop():
                 return None
             ids = [*ids, token_id]
@@ -464,7 +491,13 @@ class Trainer:
             trained = trained_model_of_run(
                 self.plan, state, state.__getitem__, self.engine.base_fingerprint
             )
-            export.write_folder(trained, self.plan, self.data.tokenizer, self.data.is_chat, folder)
+            export.write_folder(
+                trained,
+                self.plan,
+                self.data.tokenizer,
+                self.data.is_chat,
+                folder,
+            )
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Restore the last checkpoint, and skip the failed batch when training reaches it again.

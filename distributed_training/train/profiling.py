@@ -68,7 +68,11 @@ class Profile(Callback):
         profilers of the other ranks could wait for that rank forever."""
         self._profiler.stop()
 
-    def _write(self, trainer: Trainer, profiler: torch.profiler.profile) -> None:
+    def _write(
+        self,
+        trainer: Trainer,
+        profiler: torch.profiler.profile,
+    ) -> None:
         # Nothing was traced if a signal stopped the run before the first traced step ended.
         if trainer.step < self._steps[0]:
             return

@@ -111,15 +111,32 @@ def start_record(
     return record, records.History(**agree.broadcast_from_rank_0(vars(history)))
 
 
-def start_tracker(plan: Plan, history: records.History, topology: Topology) -> metrics.Tracker:
+def start_tracker(
+    plan: Plan,
+    history: records.History,
+    topology: Topology,
+) -> metrics.Tracker:
     """Return rank 0's tracker. Other ranks get one that does nothing."""
     if topology.rank or plan.config.log_to is None:
         return metrics.Tracker()
-    run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-    return metrics.build_tracker(plan.config.log_to, plan.run_dir, run_info, history.step)
+    run_info = {
+        **plan.work,
+        "strategy": plan.strategy.name,
+        "processes": plan.num_processes,
+    }
+    return metrics.build_tracker(
+        plan.config.log_to,
+        plan.run_dir,
+        run_info,
+        history.step,
+    )
 
 
-def announce(plan: Plan, record: records.RunRecord | None, display: Display) -> None:
+def announce(
+    plan: Plan,
+    record: records.RunRecord | None,
+    display: Display,
+) -> None:
     """Print what will be trained, and the plan's notes."""
     if record is not None:
         display.say(fold(plan.verdict))
@@ -173,7 +190,11 @@ def finish_record(
             write_card(folder, finished_record)
 
 
-def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
+def build_topology(
+    plan: Plan,
+    process: Process,
+    device: torch.device,
+) -> Topology:
     """Return this process's position in the plan's mesh."""
     return Topology(
         world_size=process.world_size,
@@ -265,7 +286,11 @@ def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights
     return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint
 
 
-def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
+def describe_run(
+    plan: Plan,
+    sampler: Sampler,
+    data: Data,
+) -> dict[str, Any]:
     """Return the entries that a record contains before the first step. `Record` documents most of
     these entries."""
     config = plan.config

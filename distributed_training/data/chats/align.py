@@ -96,7 +96,13 @@ def align(
             end = len(full_text) - len(full_text[end:].lstrip())
         else:
             text += stop
-            separate_samples.append(Rendered(text, [(start, len(text))], lacks_end_token))
+            separate_samples.append(
+                Rendered(
+                    text,
+                    [(start, len(text))],
+                    lacks_end_token,
+                )
+            )
             continue
         if stop:
             if end == len(full_text):
@@ -157,7 +163,13 @@ def _find_answer(
         pieces = _try_render(render, [*probe_messages, reply]).split(_PLACEHOLDER)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(prompt + answer_text, len(prompt), end=0, is_prefix=False, stop=stop)
+            return _Answer(
+                prompt + answer_text,
+                len(prompt),
+                end=0,
+                is_prefix=False,
+                stop=stop,
+            )
     if not header:
         # The answer has reasoning, but the prompt ends with an empty block of reasoning. As in
         # TRL's templates for training, the answer begins with its own block.
@@ -166,10 +178,20 @@ def _find_answer(
         if not (header and text.startswith(header)):
             which = f"message {index + 1}, an answer,"
             raise AlignmentError(f"{which} is not at the position where the template puts answers")
-    return _Answer(text, len(header), end, is_prefix=True, stop=stop)
+    return _Answer(
+        text,
+        len(header),
+        end,
+        is_prefix=True,
+        stop=stop,
+    )
 
 
-def _try_render(render: Render, messages: Sequence[Message], **options: Any) -> str:
+def _try_render(
+    render: Render,
+    messages: Sequence[Message],
+    **options: Any,
+) -> str:
     """Return the rendered `messages`, or "" if the template cannot render them."""
     try:
         return render(messages, **options)
@@ -192,6 +214,9 @@ def join_parts(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
-            message = {**message, "content": "".join(part["text"] for part in content)}
+            message = {
+                **message,
+                "content": "".join(part["text"] for part in content),
+            }
         with_texts.append(message)
     return with_texts

@@ -132,7 +132,12 @@ def _render(
     for sample in samples:
         if sample.num_without_end_token:
             counts.notes[NO_END_TOKEN] += sample.num_without_end_token
-        yield Piece(sample.text, sample.spans, templated=tokenizer.facts.has_template, eos=False)
+        yield Piece(
+            sample.text,
+            sample.spans,
+            templated=tokenizer.facts.has_template,
+            eos=False,
+        )
 
 
 def _longest_word(document: Any) -> str:

@@ -10,10 +10,23 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_json, shown
 
 COLUMNS = (
-    TEXT, MESSAGES, "conversations", PROMPT, "completion", "response", "question", "answer",
-    "instruction", "input", "output", "system", "history", "tools", "documents",
+    TEXT,
+    MESSAGES,
+    "conversations",
+    PROMPT,
+    "completion",
+    "response",
+    "question",
+    "answer",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "tools",
+    "documents",
     "chat_template_kwargs",  # as in TRL
-)  # fmt: skip
+)
 _EXAMPLES = {
     TEXT: '{"text": "..."}',
     PROMPT: '{"prompt": "...", "completion": "..."}',
@@ -22,9 +35,12 @@ _EXAMPLES = {
 }
 # Pairs of columns that contain a question and its answer, in order of preference
 _COLUMN_PAIRS = (
-    (PROMPT, "completion"), (PROMPT, "response"), ("question", "answer"),
-    ("instruction", "output"), ("instruction", "response"),
-)  # fmt: skip
+    (PROMPT, "completion"),
+    (PROMPT, "response"),
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+)
 # Other names of roles -> role that the chat template receives
 _ROLES = {
     "human": "user",
@@ -38,8 +54,15 @@ _ROLES = {
 }
 # Roles that templates know by these names
 _KNOWN_ROLES = {
-    "user", ASSISTANT, "tool", "system", "developer", "function", "ipython", "documents"
-}  # fmt: skip
+    "user",
+    ASSISTANT,
+    "tool",
+    "system",
+    "developer",
+    "function",
+    "ipython",
+    "documents",
+}
 # Keys that mark whether a message is in the loss: one from OpenAI, two from axolotl, two from verl
 # and one from ms-swift
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
@@ -56,7 +79,11 @@ _TWO_SYSTEMS = (
 )
 # Columns that only a chat template can render
 _CONTEXT_COLUMNS = {"system", "history", "tools", "documents"}
-_TYPE_NAMES: dict[type, str] = {str: "string", list: "list", dict: "JSON object"}
+_TYPE_NAMES: dict[type, str] = {
+    str: "string",
+    list: "list",
+    dict: "JSON object",
+}
 Notes = Counter[str]  # number of records or messages, by note
 
 
@@ -67,7 +94,12 @@ class Record:
     `where` is the record's location for error messages. Columns whose value is null or empty count
     as missing if another form has values. Raises UserError if the record has no known form."""
 
-    def __init__(self, raw: Any, where: str, columns: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        raw: Any,
+        where: str,
+        columns: Mapping[str, str],
+    ) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
         self.fields = fields = dict(raw)
@@ -84,7 +116,11 @@ class Record:
             return not _is_empty(fields.get(name))
 
         pairs = [pair for pair in _COLUMN_PAIRS if fields.keys() >= {*pair}]
-        pair = max(pairs, key=lambda pair: is_given(pair[1]), default=())
+        pair = max(
+            pairs,
+            key=lambda pair: is_given(pair[1]),
+            default=(),
+        )
         has_pair = any(map(is_given, pair))
         chats = [name for name in (MESSAGES, "conversations") if name in fields]
         chat = max(chats, key=is_given, default="")
@@ -171,7 +207,13 @@ class Record:
                 what = f'{self.where}: "tools" has {_described(tool)} instead of an object'
                 raise UserError(what, fix='write {"tools": [{"type": "function", ...}]}')
         template_kwargs = self._read("chat_template_kwargs", dict) or {}
-        return Conversation(messages, tools, self._read("documents", list), template_kwargs, skip)
+        return Conversation(
+            messages,
+            tools,
+            self._read("documents", list),
+            template_kwargs,
+            skip,
+        )
 
     def _question_messages(self) -> list[Message]:
         """Return the messages that precede the answer in a record with a question and its answer:
@@ -196,7 +238,13 @@ class Record:
         messages = self._read(name, list) or []
         return [_read_message(raw, f"{self.where}: a message", notes) for raw in messages]
 
-    def _read(self, name: str, cls: type = str, *, optional: bool = True) -> Any:
+    def _read(
+        self,
+        name: str,
+        cls: type = str,
+        *,
+        optional: bool = True,
+    ) -> Any:
         """Return the value of a column, parsed if a table stores a list or object as a string.
         Return None if the value is null or an empty list or object. Raises UserError if the value
         has another type than `cls`, or if it is null and not `optional`."""

@@ -58,7 +58,11 @@ class Renderer:
         """Return the samples of a conversation. Raises UserError with its location in the dataset,
         `where`, if the template cannot render it."""
 
-        def render(messages: Sequence[Message], *, ask: bool = False) -> str:
+        def render(
+            messages: Sequence[Message],
+            *,
+            ask: bool = False,
+        ) -> str:
             return self._render(conversation, messages, add_generation_prompt=ask)[0]
 
         def render_marked() -> list[Span]:

@@ -39,7 +39,12 @@ _NAMES = {
 }
 
 
-def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
+def gpt2_size(
+    *,
+    num_positions: int = 1024,
+    hidden_size: int,
+    **shape: Any,
+) -> ModelSize:
     """Return the ModelSize of a GPT-2 model. Its `num_parameters` equals the parameter count of
     `GPT2LMHeadModel` in transformers."""
     d = hidden_size
@@ -100,7 +105,12 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if folder is None:
         return SIZES
     fix = "use a GPT-2 model with the published architecture, or set weights to random"
-    config = parse_as(_Config, read_config(folder), str(folder / CONFIG_FILE), fix)
+    config = parse_as(
+        _Config,
+        read_config(folder),
+        str(folder / CONFIG_FILE),
+        fix,
+    )
     heads = config.num_heads
     width = config.hidden_size
     if width % heads:
@@ -110,7 +120,12 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         raise UserError(what, fix=fix)
     shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
     tied = is_tied(folder, config.tied, "transformer.wte.weight")
-    return {folder.name: gpt2_size(**config.model_dump(include=shape), tied=tied)}
+    return {
+        folder.name: gpt2_size(
+            **config.model_dump(include=shape),
+            tied=tied,
+        )
+    }
 
 
 def build(size: ModelSize, *, dropout: float) -> Decoder:
@@ -120,7 +135,11 @@ def build(size: ModelSize, *, dropout: float) -> Decoder:
     return GPT2(size, dropout)
 
 
-def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+def to_hf(
+    our_name: str,
+    tensor: torch.Tensor,
+    size: ModelSize,
+) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
     name = rename_parts(our_name, _NAMES)

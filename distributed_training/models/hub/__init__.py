@@ -198,14 +198,21 @@ def build(size: ModelSize, *, dropout: float) -> Decoder:
     return HubDecoder(size, dropout)
 
 
-def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+def to_hf(
+    our_name: str,
+    tensor: torch.Tensor,
+    size: ModelSize,
+) -> dict[str, torch.Tensor]:
     """Return a dict that contains only `tensor`, keyed by its name in transformers."""
     if our_name.startswith("blocks."):
         return {f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}": tensor}
     return {our_name.removeprefix("net."): tensor}
 
 
-def map_tensor_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
+def map_tensor_names(
+    names: Iterable[str],
+    size: ModelSize,
+) -> dict[str, str]:
     """Map the names of tensors in a file to their names in the model. Tensors that transformers
     ignores are omitted. Raises UserError for a tensor that transformers would convert while
     loading."""

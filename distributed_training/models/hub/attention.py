@@ -57,9 +57,26 @@ def attention(
         documents = Documents(positions, mask=mask)
     if extra:
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        output, _ = eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)
+        output, _ = eager(
+            module,
+            q,
+            k,
+            v,
+            mask,
+            scaling=scaling,
+            dropout=dropout,
+            **extra,
+        )
         return output, None
-    return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
+    return attend(
+        q,
+        k,
+        v,
+        documents,
+        is_causal=length > 1,
+        dropout=dropout,
+        scale=scaling,
+    ), None
 
 
 def receives_documents(inner: Any) -> bool:
@@ -67,8 +84,24 @@ def receives_documents(inner: Any) -> bool:
     `attention`. Afterwards, the model's parameters no longer require gradients."""
     if attention_name(inner.config) != ATTENTION_NAME:
         return False
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    mask = torch.zeros(1, 1, 2, 2, device="meta", requires_grad=True)
+    ids = torch.zeros(
+        1,
+        2,
+        dtype=torch.int64,
+        device="meta",
+    )
+    mask = torch.zeros(
+        1,
+        1,
+        2,
+        2,
+        device="meta",
+        requires_grad=True,
+    )
     inner.requires_grad_(False)
-    output = inner(input_ids=ids, use_cache=False, documents=Documents(ids, mask=mask))
+    output = inner(
+        input_ids=ids,
+        use_cache=False,
+        documents=Documents(ids, mask=mask),
+    )
     return bool(output.last_hidden_state.requires_grad)

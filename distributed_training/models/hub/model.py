@@ -25,7 +25,11 @@ from distributed_training.models.size import ModelSize
 LINEAR_CLASSES = {"Linear", "FalconLinear"}
 
 
-def make_config(document: dict[str, Any], dropout: float = 0.0, max_layers: int = 2**31) -> Any:
+def make_config(
+    document: dict[str, Any],
+    dropout: float = 0.0,
+    max_layers: int = 2**31,
+) -> Any:
     """Build the transformers config with all dropout rates set to `dropout`, but without layer
     dropout. Keep at most the first `max_layers` blocks."""
     from transformers import CONFIG_MAPPING
@@ -40,7 +44,10 @@ def make_config(document: dict[str, Any], dropout: float = 0.0, max_layers: int 
     return config
 
 
-def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+def build_net(
+    config: Any,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """Build the transformers model with parameters on the meta device and buffers on the CPU. The
     model calls this package's attention if its class accepts a replacement."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, logging
@@ -104,7 +111,11 @@ class HubDecoder(private.MovedModule, Decoder):
         norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
         # Plain references, because these modules already have names in `net`. A model without a
         # norm after the blocks gets an identity instead.
-        vars(self).update(inner=inner, head=head, token_embedding=net.get_input_embeddings())
+        vars(self).update(
+            inner=inner,
+            head=head,
+            token_embedding=net.get_input_embeddings(),
+        )
         vars(self)["norm_out"] = norms[-1] if norms else nn.Identity()
         if size.tied:
             del head.weight
@@ -152,7 +163,11 @@ class HubDecoder(private.MovedModule, Decoder):
             options["past_key_values"] = past.cache
         return self.inner(input_ids=x, **options).last_hidden_state  # type: ignore[no-any-return]
 
-    def apply_head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_head(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return logits [B, T, V] from the last norm's output [B, T, D]. With targets [B, T],
         return the summed loss instead."""
         head = self.size.config["head"]
@@ -168,15 +183,32 @@ class HubDecoder(private.MovedModule, Decoder):
             ones = torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)
             x = torch.cat([x, ones], -1)
         if targets is None:
-            return self.project(x, weight, self.size.vocab_size, cap=head["cap"])
-        return self.loss(x, weight, targets, self.size.vocab_size, cap=head["cap"])
+            return self.project(
+                x,
+                weight,
+                self.size.vocab_size,
+                cap=head["cap"],
+            )
+        return self.loss(
+            x,
+            weight,
+            targets,
+            self.size.vocab_size,
+            cap=head["cap"],
+        )
 
     @property
     def output_weight(self) -> torch.Tensor:
         holder = self.token_embedding if self.size.tied else self.head
         return private.stored_parameter(holder, "weight")  # type: ignore[no-any-return]
 
-    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
+    def random_source(
+        self,
+        seed: int,
+        device: torch.device,
+        *,
+        hashed: bool,
+    ) -> WeightSource:
         """Return a source of weights that are initialized on the CPU as in transformers. The
         weights depend only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
@@ -205,13 +237,20 @@ class HubDecoder(private.MovedModule, Decoder):
         super().move(move_tensor, recurse)
 
 
-def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
+def _cast_output(
+    module: Any,
+    _ids: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Cast the embeddings of the input tokens to the module's `cast_dtype`. Casting the whole
     embedding table would take longer."""
     return x.to(module.cast_dtype or x.dtype)
 
 
-def _cast_input(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _cast_input(
+    block: Any,
+    args: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
     return (_cast_output(block, None, args[0]), *args[1:])
 
 
@@ -228,7 +267,11 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
         return property(read)
 
     members: dict[str, Any] = {name: cast(name) for name in names}
-    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "cast_dtype": None})
+    return type(
+        cls.__name__,
+        (cls,),
+        {**members, "__module__": cls.__module__, "cast_dtype": None},
+    )
 
 
 def read_logit_transform(net: Any) -> dict[str, float]:
@@ -239,7 +282,10 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     UnsupportedError for any other function."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)
+    z = torch.tensor(
+        [1e-6, 1.0, -3.0, 50.0, 1e9],
+        dtype=torch.float64,
+    )
     output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
     vars(output).update(cross_attentions=None)
     find_blocks(net)[1].forward = lambda *_arguments, **_options: output
@@ -249,6 +295,10 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     scale = float(f"{float(y[0] / z[0]):.9g}")
     scaled = scale * z
     cap = 0.0 if torch.allclose(y, scaled, rtol=1e-6) else float(y[-1])
-    if not torch.allclose(y, softcap(scaled, cap), rtol=1e-4):
+    if not torch.allclose(
+        y,
+        softcap(scaled, cap),
+        rtol=1e-4,
+    ):
         raise UnsupportedError("changes its logits by more than scaling and capping")
     return {"scale": scale, "cap": cap}

@@ -31,7 +31,10 @@ def trace(document: dict[str, Any]) -> dict[str, Any]:
     the block leaves a parameter unused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net = model.build_net(model.make_config(document, max_layers=1), torch.bfloat16)
+        net = model.build_net(
+            model.make_config(document, max_layers=1),
+            torch.bfloat16,
+        )
         private.replace_tensors(net, _allocate)
         long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
         short_length = long_length // 2
@@ -58,7 +61,11 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
     shape = tensor.shape if tensor.dim() < 2 else (1,)
-    return torch.zeros(shape, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+    return torch.zeros(
+        shape,
+        dtype=tensor.dtype,
+        device="cpu",
+    ).expand(tensor.shape)
 
 
 def _run_block(net: Any, length: int) -> "_Recorder":
@@ -68,7 +75,11 @@ def _run_block(net: Any, length: int) -> "_Recorder":
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
     recorder = _Recorder()
 
-    def record(x: torch.Tensor, *others: Any, **options: Any) -> Any:
+    def record(
+        x: torch.Tensor,
+        *others: Any,
+        **options: Any,
+    ) -> Any:
         recorder.start(x, constants=(others, options, tensors))
         saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
         with private.FakeTensorMode(allow_non_fake_inputs=True), recorder, saved:
@@ -76,7 +87,10 @@ def _run_block(net: Any, length: int) -> "_Recorder":
 
     forward = block.forward
     block.forward = record
-    inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+    inner(
+        input_ids=torch.zeros(1, length, dtype=torch.int64),
+        use_cache=False,
+    )
     block.forward = forward
     for name, parameter in block.named_parameters():
         if parameter.untyped_storage() not in recorder.read:  # for example, of cross-attention
@@ -102,7 +116,13 @@ class _Recorder(private.TorchDispatchMode):
         self.attention_flops = 0
         self.fused = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = _storages((args, kwargs))
         outputs = _storages(result)

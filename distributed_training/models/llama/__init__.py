@@ -57,7 +57,10 @@ class Rope(BaseModel, strict=True, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _normalize(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _normalize(
+        cls,
+        values: dict[str, Any],
+    ) -> dict[str, Any]:
         """Remove redundant entries: the older name for `rope_type`, and a `partial_rotary_factor`
         of 1."""
         values = {key: value for key, value in values.items() if key != "type"}
@@ -92,7 +95,10 @@ class Config(FamilyConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _normalize(cls, raw_values: dict[str, Any]) -> dict[str, Any]:
+    def _normalize(
+        cls,
+        raw_values: dict[str, Any],
+    ) -> dict[str, Any]:
         """Remove values that transformers ignores for this model type, and add `head_dim` if it is
         missing."""
         values = {key: value for key, value in raw_values.items() if value is not None}
@@ -209,7 +215,11 @@ def build(size: ModelSize, *, dropout: float) -> Decoder:
     return Llama(size, dropout)
 
 
-def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+def to_hf(
+    our_name: str,
+    tensor: torch.Tensor,
+    size: ModelSize,
+) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
     name = rename_parts(our_name, _NAMES)

@@ -224,10 +224,10 @@ class RankRunner:
             with connection_to(peer.name):
                 if self.rank == direction[0]:
                     peer.outgoing = group
-                    dist.send(tensor, other, group=group)
+                    dist.send(tensor, other, group)
                 else:
                     peer.incoming = group
-                    dist.recv(tensor, other, group=group)
+                    dist.recv(tensor, other, group)
                 tensor.item()  # on a GPU, wait until the message has arrived
 
     def _trainers(self, case: Case) -> Trainers:
