@@ -68,8 +68,9 @@ class Recorder(Callback):
         trainer.display.progress(rows, trainer.results.first_step)
 
     def on_evaluation(self, trainer: Trainer, row: Row) -> None:
-        trainer.say(f"validation {describe_evaluation(row)}")
-        self.tracker.log_evaluation(row)
+        if self.record is not None:
+            trainer.say(f"validation {describe_evaluation(row)}")
+            self.tracker.log_evaluation(row)
 
     def on_history(self, trainer: Trainer) -> None:
         if self.record is not None:
