@@ -252,7 +252,7 @@ def _cluster(arguments: argparse.Namespace, request: Request) -> Cluster:
 
 def _parse_tokens(text: str, request: Request) -> float:
     """Return the number of tokens that --tokens sets, such as 3e8 for "300M"."""
-    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?)([kmbt]?)", text.lower())
+    match = re.fullmatch(r"(\d*\.?\d+(?:e[+-]?\d+)?)([kmbt]?)", text.lower())
     tokens = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 1 <= tokens < 1e18:
         what = f"--tokens {shown(text)} is not a number of tokens"
