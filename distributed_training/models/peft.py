@@ -181,7 +181,7 @@ def _sorted_order(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def keys_to_continue(
-    config: Request,
+    request: Request,
     model: ModelSpec,
     folder: Path,
 ) -> tuple[dict[str, Any], str]:
@@ -193,15 +193,15 @@ def keys_to_continue(
     adapted_parts = model.size.adapted_parts
     keys = {key: getattr(initial, key) for key in ("lora_rank", "lora_alpha", "lora_targets")}
     for key, value in keys.items():
-        typed = getattr(config, key)
+        typed = getattr(request, key)
         matches = typed == value
         if key == "lora_targets":
             matches = adapted_parts(typed) == adapted_parts(value)
-        if config.is_set(key) and not matches:
+        if request.is_set(key) and not matches:
             what = f"{key}={typed!r} does not match the adapters in {folder}"
             fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
             raise UserError(what, f"the adapters have {key}={value!r}", fix)
-    if not config.is_set("lora_dropout"):
+    if not request.is_set("lora_dropout"):
         keys["lora_dropout"] = adapters.lora_dropout
     note = f"training continues from the rank-{adapters.r} adapters in {folder}, on "
     return keys, note + adapters.base_model_name_or_path

@@ -68,7 +68,7 @@ LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
 def choose_model(
-    config: Request,
+    request: Request,
     machine: Machine,
     notes: list[str],
 ) -> tuple[Request, ModelSpec]:
@@ -78,14 +78,14 @@ def choose_model(
     no folder, the machine determines the model. On a machine without GPUs, other keys that the user
     did not set may also change. If a run continues to train adapters, the adapters determine the
     LoRA keys. Raises UserError for an unknown model and if `weights` names no folder."""
-    folder = Path(config.weights)
-    names_folder = config.weights not in (AUTO, "pretrained", "random")
+    folder = Path(request.weights)
+    names_folder = request.weights not in (AUTO, "pretrained", "random")
     if names_folder and not folder.is_dir():
-        what = f"weights={config.weights!r} is not a folder"
+        what = f"weights={request.weights!r} is not a folder"
         raise UserError(what, fix="set weights to a folder, or to auto")
     continues_adapters = names_folder and is_adapter(folder)
     settings: Settings = {}
-    name = config.model
+    name = request.model
     if name == AUTO:
         name = "gpt2-medium"
         if continues_adapters:
@@ -94,28 +94,28 @@ def choose_model(
             name = str(folder.resolve())
         elif not machine.num_gpus:
             name = "gpt2-tiny"
-            settings = _choose_for_cpu(config, notes)
+            settings = _choose_for_cpu(request, notes)
         elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
             name = "gpt2"
             note = "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
             notes.append(note)
     model = find_model(name)
-    max_length = settings.get("max_length", config.max_length)
-    if max_length > model.size.num_positions and not config.is_set("max_length"):
+    max_length = settings.get("max_length", request.max_length)
+    if max_length > model.size.num_positions and not request.is_set("max_length"):
         settings["max_length"] = model.size.num_positions
         notes.append(f"max_length is {model.size.num_positions}, the model's context length")
-    if config.lora_rank and not continues_adapters:
-        model.size.adapted_parts(config.lora_targets)
+    if request.lora_rank and not continues_adapters:
+        model.size.adapted_parts(request.lora_targets)
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
-        adapter_keys, note = keys_to_continue(config, model, folder)
+        adapter_keys, note = keys_to_continue(request, model, folder)
         settings |= adapter_keys
         notes.append(note)
-    return with_values(config, model=name, **settings), model
+    return with_values(request, model=name, **settings), model
 
 
-def _choose_for_cpu(config: Request, notes: list[str]) -> Settings:
+def _choose_for_cpu(request: Request, notes: list[str]) -> Settings:
     """Return settings for keys that the user did not set, for training gpt2-tiny on a CPU. If the
     dataset is a local path, the settings come from the preset WORDS_PRESET, which is
     for small datasets. Otherwise, training and evaluation use few samples. If CONFIG names a
@@ -124,11 +124,11 @@ def _choose_for_cpu(config: Request, notes: list[str]) -> Settings:
         "no GPU was found, so gpt2-tiny is trained on the CPU. A model of this size learns words, "
         "but not coherent text"
     )
-    if config.preset is not None:
+    if request.preset is not None:
         return {}
-    if any(map(os.path.exists, split_weights(config.dataset))):
-        excluded_keys = IGNORED_PRESET_KEYS.union(config.set_by)
-        if config.is_set("epochs"):  # the preset's limit would end the run before these epochs
+    if any(map(os.path.exists, split_weights(request.dataset))):
+        excluded_keys = IGNORED_PRESET_KEYS.union(request.set_by)
+        if request.is_set("epochs"):  # the preset's limit would end the run before these epochs
             excluded_keys |= {"max_steps"}
         settings = {
             key: v for key, v in load_preset(WORDS_PRESET).items() if key not in excluded_keys
@@ -138,7 +138,7 @@ def _choose_for_cpu(config: Request, notes: list[str]) -> Settings:
         notes.append(f"settings that you did not set come from {source}: {values}")
     else:
         defaults = {"eval_samples": CPU_EVAL_SAMPLES, "num_samples": CAPPED_NUM_SAMPLES}
-        settings = {key: value for key, value in defaults.items() if key not in config.set_by}
+        settings = {key: value for key, value in defaults.items() if key not in request.set_by}
         if "num_samples" in settings:
             notes.append(
                 f"without a GPU, a first run trains on at most {CAPPED_NUM_SAMPLES:,} samples "
@@ -159,7 +159,7 @@ def lay_out(
     machine = cluster.machine
     num_processes = cluster.num_processes
     processes_here = cluster.processes_per_node
-    request = candidate.config
+    request = candidate.request
     model = candidate.model
     strategy = candidate.strategy
     options = strategy.options(request.engine_options)

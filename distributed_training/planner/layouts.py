@@ -39,7 +39,7 @@ LAYOUT_ADVICE = "set strategy to auto, or list the layouts that fit with the com
 class Candidate:
     """CONFIG, a strategy, a model and a mesh, which may still be incompatible."""
 
-    config: Request
+    request: Request
     strategy: Strategy
     model: ModelSpec
     mesh: Mapping[str, int]
@@ -47,14 +47,14 @@ class Candidate:
     @property
     def batch_size(self) -> int:
         """CONFIG's batch size, which has been chosen."""
-        assert isinstance(self.config.batch_size, int)
-        return self.config.batch_size
+        assert isinstance(self.request.batch_size, int)
+        return self.request.batch_size
 
     @property
     def schedule_name(self) -> str:
         """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
         default schedule."""
-        name = self.config.pipeline_schedule
+        name = self.request.pipeline_schedule
         supported = self.strategy.traits.schedules
         return name if name in supported else supported[0]
 
@@ -120,7 +120,7 @@ def build_stages(candidate: Candidate) -> Stages:
     """Partition the model into pipeline stages. Raises UserError if the model cannot be divided
     over the mesh, or if a setting in CONFIG is incompatible with the mesh."""
     _check_divisible(candidate)
-    config = candidate.config
+    config = candidate.request
     size = candidate.model.size
     pp = candidate.mesh["pp"]
     ranks = candidate.schedule.ranks(pp)
@@ -148,7 +148,7 @@ def _check_divisible(candidate: Candidate) -> None:
     mesh = candidate.mesh
     pp = mesh["pp"]
     heads = f"num_heads={size.num_heads} of {label}"
-    max_length = candidate.config.max_length
+    max_length = candidate.request.max_length
     for axis, count, description, why in (
         ("tp", size.num_heads, heads, "attention is split by heads"),
         (
@@ -243,7 +243,7 @@ def split_batch(candidate: Candidate) -> Batch:
     under dp. With a pipeline, there are at least `2 * pp` micro-batches. If no number meets both
     conditions, the memory condition takes precedence. Raises UserError if CONFIG requests an
     impossible number."""
-    config = candidate.config
+    config = candidate.request
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
     per_process = candidate.batch_size * config.grad_accum_steps

@@ -202,7 +202,7 @@ def draft_plan(
 
 
 def inherit_settings(
-    config: Request,
+    request: Request,
     num_processes: int,
     notes: list[str],
 ) -> Request:
@@ -210,12 +210,12 @@ def inherit_settings(
     kept. If the layout changes, settings that depend on it are not inherited, and a note names
     them. If `resume` is None or "auto", return CONFIG unchanged. Raises UserError if the run is
     missing."""
-    if config.resume in (None, AUTO):
-        return config
-    earlier = load_plan(named_checkpoint(str(config.resume)).parents[1])
-    new, old = config.to_key_values(), earlier.requested.to_key_values()
+    if request.resume in (None, AUTO):
+        return request
+    earlier = load_plan(named_checkpoint(str(request.resume)).parents[1])
+    new, old = request.to_key_values(), earlier.requested.to_key_values()
     # The command that resumes a run repeats its options, so only other values count as new.
-    kept = {key for key in new if config.is_set(key) and new[key] != old.get(key)}
+    kept = {key for key in new if request.is_set(key) and new[key] != old.get(key)}
     folder = earlier.model.weights_dir
     if "model" not in kept and folder is not None and not folder.is_dir():
         what = f"the model of the resumed run, {folder}, is not a folder"
@@ -223,7 +223,7 @@ def inherit_settings(
     is_batch_new = not kept.isdisjoint(BATCH_KEYS)
     kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
     lost = set[str]()
-    if "strategy" in kept and config.strategy != earlier.strategy.name:
+    if "strategy" in kept and request.strategy != earlier.strategy.name:
         lost = {*OPEN_SETTINGS, "checkpointed_blocks", *earlier.engine_options}
     elif num_processes != earlier.num_processes:
         lost = {*OPEN_SETTINGS, "checkpointed_blocks"} - {"deepspeed_config"}
@@ -248,14 +248,14 @@ def inherit_settings(
     # Settings that the user made in the resumed run still count as the user's.
     set_by = {key: by for key, by in earlier.requested.set_by.items() if key in inherited}
     engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
-    inherited["engine_options"] = config.engine_options | engine_options
-    inherited["set_by"] = set_by | config.set_by
-    config = with_values(config, **inherited, date=earlier.requested.date)
-    return config if is_batch_new else keep_global_batch(config, earlier, num_processes, notes)
+    inherited["engine_options"] = request.engine_options | engine_options
+    inherited["set_by"] = set_by | request.set_by
+    request = with_values(request, **inherited, date=earlier.requested.date)
+    return request if is_batch_new else keep_global_batch(request, earlier, num_processes, notes)
 
 
 def keep_global_batch(
-    config: Request, earlier: Plan, num_processes: int, notes: list[str]
+    request: Request, earlier: Plan, num_processes: int, notes: list[str]
 ) -> Request:
     """Return CONFIG with the global batch of an earlier run, divided over `num_processes`
     processes. Raises UserError if the processes cannot share the batch evenly."""
@@ -269,11 +269,11 @@ def keep_global_batch(
         )
         raise UserError(what, why, f"use a number of processes that divides {size}")
     max_batch_size = earlier.config.batch_size
-    if max_batch_size * config.grad_accum_steps == per_process:
-        return config
+    if max_batch_size * request.grad_accum_steps == per_process:
+        return request
     batch_size = max(n for n in range(1, max_batch_size + 1) if per_process % n == 0)
     batch = {"batch_size": batch_size, "grad_accum_steps": per_process // batch_size}
-    config = config.model_copy(update={**batch, **OPEN_BATCH})
+    request = request.model_copy(update={**batch, **OPEN_BATCH})
     factors = " x ".join(f"{key} {value}" for key, value in batch.items())
     notes.append(f"the global batch stays {size}: {factors} x {num_processes} processes")
-    return config
+    return request

@@ -50,7 +50,7 @@ def choose_candidate(
     if request.strategy != AUTO:
         strategy = load_strategy(request)
         return Candidate(
-            config=request,
+            request=request,
             strategy=strategy,
             model=model,
             mesh=strategy.mesh,
@@ -67,7 +67,7 @@ def choose_candidate(
 
 def _candidate(plan: Draft) -> Candidate:
     return Candidate(
-        config=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
+        request=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
     )
 
 
@@ -198,14 +198,14 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
         name = "zero2" if request.deepspeed_config else "3d" if is_split else "dp"
     candidate = choose_candidate(with_values(request, strategy=name), cluster, [])
     lay_out(candidate, cluster)
-    what = f"no strategy can train {candidate.config.model} with this CONFIG"
+    what = f"no strategy can train {candidate.request.model} with this CONFIG"
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
 def _predict_with(plan: Draft, cluster: Cluster, **settings: Any) -> Prediction:
     """Return the prediction for a plan's mesh with other settings."""
     request = plan.requested.model_copy(update=settings)
-    candidate = replace(_candidate(plan), config=request)
+    candidate = replace(_candidate(plan), request=request)
     return predict(lay_out(candidate, cluster), cluster.rates)
 
 
@@ -246,16 +246,16 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
     return some if is_faster else choice
 
 
-def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
+def enumerate_plans(request: Request, cluster: Cluster) -> Iterator[Draft]:
     """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and the number of
     micro-batches if CONFIG leaves them open."""
-    candidate = choose_candidate(config, cluster, [])
-    config = candidate.config
+    candidate = choose_candidate(request, cluster, [])
+    request = candidate.request
     for mesh in all_meshes(candidate.strategy, cluster.num_processes):
-        requested_sizes = {axis: getattr(config, axis) for axis in mesh}
+        requested_sizes = {axis: getattr(request, axis) for axis in mesh}
         if any(requested_sizes[axis] not in (None, -1, size) for axis, size in mesh.items()):
             continue
-        schedules: list[str] = [config.pipeline_schedule]
+        schedules: list[str] = [request.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
             # Searching for an order takes 1 to 2 s, so a search runs only on request.
             schedules = [
@@ -264,8 +264,8 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
                 if not SCHEDULES[name].is_searched
             ]
         for schedule in schedules:
-            scheduled = config.model_copy(update={"pipeline_schedule": schedule})
-            yield from _vary_microbatches(replace(candidate, config=scheduled, mesh=mesh), cluster)
+            scheduled = request.model_copy(update={"pipeline_schedule": schedule})
+            yield from _vary_microbatches(replace(candidate, request=scheduled, mesh=mesh), cluster)
 
 
 def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft]:
@@ -277,7 +277,7 @@ def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft
     except UserError:
         return
     yield draft
-    config = candidate.config
+    config = candidate.request
     is_open = config.micro_batch_size == config.num_microbatches == AUTO
     if draft.schedule.is_searched or not is_open:
         return
@@ -288,7 +288,7 @@ def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft
     for count in more[:MAX_MICROBATCH_COUNTS]:
         with contextlib.suppress(UserError):
             counted = config.model_copy(update={"num_microbatches": count})
-            yield lay_out(replace(candidate, config=counted), cluster)
+            yield lay_out(replace(candidate, request=counted), cluster)
 
 
 def layout_settings(plan: Draft) -> Settings:

@@ -54,11 +54,11 @@ def launched_process(num_gpus: str | None) -> Process | None:
     return process
 
 
-def requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
+def requested_cluster(request: Request, num_gpus: str | None) -> Cluster:
     """Return a cluster that consists of this machine, with the number of processes requested by
     --num_gpus."""
     machine = detect_machine()
-    mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
+    mesh = {} if request.strategy == AUTO else load_strategy(request).mesh
     count = requested_processes(num_gpus, machine, mesh)
     return local_cluster(machine, count, count)
 

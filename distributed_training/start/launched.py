@@ -30,14 +30,14 @@ def run(request: Request, process: Process) -> int:
 
 
 def agree_on_plan(
-    config: Request,
+    request: Request,
     process: Process,
     gather_values: agree.Gather,
 ) -> Plan:
     """Make the plan on rank 0 and return it on all ranks. If torchrun has restarted the processes
     of a run, the plan continues that run. All ranks raise rank 0's UserError. They also raise
     UserError if settings or code differ between ranks. All ranks must call this function."""
-    settings = config.to_key_values()
+    settings = request.to_key_values()
     del settings["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree(
         {
@@ -52,25 +52,25 @@ def agree_on_plan(
     with agree.raise_on_all_ranks(gather_values):
         if process.rank == 0:
             cluster = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-            continued_config, notes = continue_run(config)
+            continued_config, notes = continue_run(request)
             plan = make_plan(continued_config, cluster, read_data)
             text = PLAN_AS_JSON.dump_json(run_dir.reserve_run_dir(plan, notes)).decode()
     return PLAN_AS_JSON.validate_json(gather_values(text)[0])
 
 
-def continue_run(config: Request) -> tuple[Request, list[str]]:
-    """If this torchrun has already started a run that has not finished, return a copy of `config`
+def continue_run(request: Request) -> tuple[Request, list[str]]:
+    """If this torchrun has already started a run that has not finished, return a copy of `request`
     that resumes the run's last checkpoint, and a list with a note. If there is no such run, or if
-    it starts from the beginning, return `config` unchanged."""
+    it starts from the beginning, return `request` unchanged."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     folder = None
-    for file in sorted(Path(config.output_dir).glob(f"*/{PLAN_FILE}")):
+    for file in sorted(Path(request.output_dir).glob(f"*/{PLAN_FILE}")):
         with contextlib.suppress(UserError):  # a foreign or damaged file
             if load_object(file, "plan").get("run_id") == run_id != "none":
                 folder = file.parent.resolve()
     if folder is None or has_finished(folder):
-        return config, []
+        return request, []
     checkpoint, note = run_dir.plan_restart(load_plan(folder))
     if checkpoint:
-        config = config.model_copy(update={"resume": str(checkpoint)})
-    return config, [note]
+        request = request.model_copy(update={"resume": str(checkpoint)})
+    return request, [note]

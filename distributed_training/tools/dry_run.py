@@ -38,7 +38,7 @@ def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
 
 
 def print_plan(
-    config: Request, process: Process | None, script: Path, options: argparse.Namespace
+    request: Request, process: Process | None, script: Path, options: argparse.Namespace
 ) -> int:
     """Print a plan and the command that starts the run. Return the exit code. The plan is for the
     cluster given by --cluster or, without --cluster, for the processes that the launcher started.
@@ -48,8 +48,8 @@ def print_plan(
         if process.rank > 0:
             return 0
         launched = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-    cluster = planned_cluster(options) or launched or requested_cluster(config, options.num_gpus)
-    plan = make_plan(config, cluster, peek_data, needs_weights=config.strict)
+    cluster = planned_cluster(options) or launched or requested_cluster(request, options.num_gpus)
+    plan = make_plan(request, cluster, peek_data, needs_weights=request.strict)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))

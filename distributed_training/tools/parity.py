@@ -111,13 +111,13 @@ def exit_code(verdicts: Sequence[str]) -> int:
     return 1 if has_failed or OK not in verdicts else 0
 
 
-def choose_defaults(config: Request) -> compare.Values:
+def choose_defaults(request: Request) -> compare.Values:
     """Return the defaults of `parity` for a CONFIG: fp32 and, on a CPU, a model with enough blocks
     for pipelines, unless CONFIG sets them."""
     defaults = dict(DEFAULTS)
-    if config.precision == AUTO:
+    if request.precision == AUTO:
         defaults["precision"] = "fp32"
-    is_open = config.model == AUTO and config.weights in (AUTO, "random")
+    is_open = request.model == AUTO and request.weights in (AUTO, "random")
     if is_open and not detect_machine().num_gpus:
         defaults["model"] = "gpt2-tiny-4-blocks"
     return defaults

@@ -44,7 +44,7 @@ def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any
     built = build_config({"model": "gpt2-medium", **config}, overrides=overrides)
     strategy = load_strategy(built)
     model = find_model(built.model)
-    return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
+    return Candidate(request=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
 
 
 def merged(config: Mapping[str, Any], *texts: str) -> Config:

@@ -54,7 +54,7 @@ def test_partition_minimizes_the_cost_of_the_costliest_process(size, pp, schedul
 
 def test_pipeline_cut_sets_the_partition():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
-    assert layout.stages == (range(0, 20), range(20, 24))
+    assert layout.block_ranges == (range(0, 20), range(20, 24))
     for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
         with refused(
             f"pipeline_cut='{cut}'", "2 positive numbers", "24 blocks", "pipeline_cut to 14,10"
