@@ -5,6 +5,8 @@ import contextlib
 import os
 from pathlib import Path
 
+import torch.distributed as dist
+
 from distributed_training.parallel import agree
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.planner.data import read_data
@@ -23,7 +25,9 @@ def run(request: Request, process: Process) -> int:
     """Plan a run on rank 0 and run this process's part of it. Return the exit code. All ranks must
     call this function."""
     store = worker.open_store(process, request.rendezvous_timeout_s)
-    gather_values = agree.build_store_gather(store, process.rank, process.world_size)
+    # The run has values of its own, which must not have the same keys.
+    planning_store = dist.PrefixStore("planning", store)
+    gather_values = agree.build_store_gather(planning_store, process.rank, process.world_size)
     plan = agree_on_plan(request, process, gather_values)
     rendezvous.check_disks(plan, process, gather_values)
     return worker.run(plan, process, store)
