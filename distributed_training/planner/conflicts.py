@@ -255,13 +255,9 @@ def check_fp8(plan: Draft) -> None:
     if plan.machine.compute_capability < (8, 9):
         why = "fp8 needs a GPU with compute capability 8.9"
         _refuse(plan, "base_dtype", _gpu(plan), why, "set base_dtype to None or nf4")
-    if not plan.strategy.traits.builds_on_device:
-        why = "the strategy's engine does not compute in fp8"
+    if plan.mesh["tp"] > 1 or not plan.strategy.traits.builds_on_device:
+        why = "fp8 needs whole matrices, and an engine that multiplies them"
         _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
-    tp = plan.mesh["tp"]
-    if tp > 1:
-        why = "a row's scale is computed from all of its columns"
-        _refuse(plan, "base_dtype", f"{tp=}", why, "set strategy to dp, fsdp or pp")
     sizes = itertools.chain.from_iterable(plan.size.block_matrices)
     odd_sizes = [size for size in sizes if size % 16]
     if odd_sizes:

@@ -161,16 +161,9 @@ def read_data(
     )
 
 
-def _summarize(
-    data: Data,
-    draft: Draft,
-    cache_dir: Path,
-) -> dict[str, Any]:
-    return report.summarize(
-        cache_dir / data.cache,
-        draft.config,
-        can_pack=draft.size.packs,
-    )
+def _summarize(data: Data, draft: Draft, cache_dir: Path) -> dict[str, Any]:
+    folder = cache_dir / data.cache
+    return report.summarize(folder, draft.config, can_pack=draft.size.packs)
 
 
 def count_work(draft: Draft, notes: list[str]) -> Amount | str:
