@@ -98,15 +98,13 @@ def run_rank(plan: Plan, process: Process) -> int:
     """Run this process's part of the plan. Return the exit code."""
     worker = import_with_torch("worker")
     store = worker.open_store(process, plan.config.rendezvous_timeout_s)
-    code: int = worker.run(plan, process, store)
-    return code
+    return int(worker.run(plan, process, store))
 
 
 def run_launched(request: Request, process: Process) -> int:
     """Run this process's part of a run that another launcher started. Return the exit code."""
     prepare_environment(process.local_world_size)
-    code: int = import_with_torch("launched").run(request, process)
-    return code
+    return int(import_with_torch("launched").run(request, process))
 
 
 def import_with_torch(name: str) -> ModuleType:

@@ -46,7 +46,7 @@ def run(
     set_nccl_variables(has_pipeline=plan.mesh["pp"] > 1)
     limit_s = find_limit(plan.config, process.world_size)
     # Usually, the launching process decides that a rank hangs.
-    timeout_s = agree.DAY_S if report_fds else limit_s or agree.DAY_S
+    timeout_s = limit_s if limit_s and not report_fds else agree.DAY_S
     with process_group(device, store, timeout_s=timeout_s):
         gather_values = agree.build_store_gather(store, process.rank, process.world_size)
         topology = build_topology(plan, process, device)
