@@ -114,8 +114,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank_process(0, 1, local_world_size=1))
 
+    parts = []
+
     def run_part(given, process, *_):
-        return "planned" if isinstance(given, Plan) else "launched", given, process
+        parts.append(("planned" if isinstance(given, Plan) else "launched", given, process))
+        return 0
 
     monkeypatch.setattr("distributed_training.start.worker.run", run_part)
     monkeypatch.setattr("distributed_training.start.launched.run", run_part)
@@ -128,7 +131,8 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
         monkeypatch.setattr("distributed_training.start.launch.detect_machine", lambda: machine)
         monkeypatch.setattr(launch, "current_process", lambda: process)
-        return real_model_example.main()
+        code = real_model_example.main()
+        return parts.pop() if parts else code
 
     return call
 
