@@ -66,7 +66,12 @@ def build_store_gather(
         store.set(keys[rank], json.dumps(value))
         while not store.check(keys):
             time.sleep(0.05)
-        return [json.loads(text) for text in store.multi_get(keys)]
+        values = [json.loads(text) for text in store.multi_get(keys)]
+        store.add(f"readers {call_index}", 1)
+        # Rank 0 may serve the store, so it leaves last.
+        while rank == 0 and store.add(f"readers {call_index}", 0) < world_size:
+            time.sleep(0.05)
+        return values
 
     return gather_from_store
 

@@ -161,7 +161,7 @@ class Plan(Draft):
     # Fingerprint of the samples (data/samples.py); "" if there are no samples yet
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
-    prediction: JsonObject | None = None
+    prediction: JsonObject = field(default_factory=dict)
     # One sentence with the run's work, machine, layout, time and memory
     verdict: str = ""
     # Size in bytes per process of each part of the training state

@@ -112,16 +112,18 @@ def _statements(
     """Return the plan's fields for what a run says about its costs."""
     draft = prediction.plan
     record = prediction.as_record()
-    machine = vars(draft.machine)
-    name = layout_name(draft)
     return {
         "prediction": record,
-        "verdict": verdict(amount or "", machine, draft.num_processes, name, record),
+        "verdict": verdict(
+            amount or "",
+            vars(draft.machine),
+            draft.num_processes,
+            layout_name(draft),
+            record,
+        ),
         "state_bytes": prediction.memory.state,
         "ideal_bubble": ideal_bubble(
-            draft.config.pipeline_schedule,
-            draft.mesh["pp"],
-            draft.batch.num_microbatches,
+            draft.config.pipeline_schedule, draft.mesh["pp"], draft.batch.num_microbatches
         ),
         "lighter_settings": _suggest_lighter_settings(prediction, cluster),
     }

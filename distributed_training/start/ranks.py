@@ -109,8 +109,7 @@ class RanksOutcome:
         codes = [code for code in self.codes.values() if code > 0]
         if codes:
             return max(codes)
-        was_killed = any(self.codes.values())
-        return 1 if self.hang or was_killed else 0
+        return 1 if self.hang or any(self.codes.values()) else 0
 
     @property
     def reason(self) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 # Environment variable of the ranks that `run_ranks` starts: the id of the launching process, and
@@ -37,12 +37,8 @@ class Process:
     @classmethod
     def from_environment(cls) -> "Process":
         """Return the values in the variables that torchrun and our launching process set."""
-        return cls(
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-        )
+        names = (field.name for field in fields(cls))
+        return cls(**{name: int(os.environ[name.upper()]) for name in names})
 
 
 @contextlib.contextmanager

@@ -42,7 +42,10 @@ from distributed_training.train.loop import Trainer
 
 
 def train(
-    plan: Plan, topology: Topology, set_activity: Callable[[str], None], gather_values: agree.Gather
+    plan: Plan,
+    topology: Topology,
+    set_activity: Callable[[str], None],
+    gather_values: agree.Gather,
 ) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""

@@ -209,7 +209,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     assert heavy == "[]\n"
     assert "\n strategy 'zero3'" in text
     unresolved = re.findall(r"^ (\w+) 'auto'", text, re.MULTILINE)
-    assert unresolved == ["pack"]
+    assert unresolved == []
     assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
     line = text.partition("launch command\n")[2].splitlines()[0]
     assert line.startswith(" python real_model_example.py ")
