@@ -212,7 +212,10 @@ def load_plan(run_dir: Path) -> Plan:
     try:
         document = load_object(file, "plan")
         if document.get("format") != FORMAT:
-            raise ValueError(f"its format is {document.get('format')} instead of {FORMAT}")
+            raise ValueError(
+                f"its format is {document.get('format')} instead of {FORMAT}. "
+                "--resume auto can continue a run of another version"
+            )
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
     except (TypeError, ValueError) as error:
