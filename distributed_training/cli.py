@@ -373,6 +373,7 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
     merge_help = "merge a run's exported adapters into the whole model (default folder: merged/)"
     add("--merge", action="store_true", help=merge_help)
+    add("--text", action="store_true", help="write only the text decoder of a multimodal model")
     return lambda a: _load("tools.models").export_checkpoint(a)
 
 

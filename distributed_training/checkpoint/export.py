@@ -98,7 +98,8 @@ def write_folder(
     config = plan.config
     if trained.adapters is None or plan.weights_dir is None:
         dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
-        save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
+        original = plan.weights_dir
+        save_full_model(trained, tokenizer, chat, original, folder, dtype, text=config.export_text)
         return
     from distributed_training.models.peft import save_adapters
 
@@ -107,7 +108,7 @@ def write_folder(
         on_hub = config.weights == "pretrained" or plan.adapters_dir is not None
         if on_hub and plan.model.weights_dir is None:
             base = str(plan.model.hub_id)
-        save_adapters(trained.adapters, unfinished, base)
+        save_adapters(trained.adapters, unfinished, base, text=config.export_text)
         tokenizer.save(unfinished, chat=chat)
 
 
@@ -118,11 +119,15 @@ def save_full_model(
     base: Path | None,
     folder: Path,
     dtype: torch.dtype,
+    *,
+    text: bool,
 ) -> None:
     """Write a whole model and its tokenizer to `folder`, one tensor at a time to save memory.
-    `folder` appears only when it is complete."""
+    `folder` appears only when it is complete. With `text`, write only the text decoder of a
+    multimodal model. Otherwise, its other parts are those of the model in `base`."""
+    original = None if text else base
     with atomic_folder(folder) as unfinished:
-        trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
+        trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype, original=original)
         write_generation_config(unfinished, tokenizer, chat, base)
         tokenizer.save(unfinished, chat=chat)
 

@@ -10,6 +10,7 @@ from distributed_training.models import ModelSpec, peft
 from distributed_training.models.decoder import Decoder
 from distributed_training.models.initial_weights import (
     InitialWeights,
+    Slices,
     WeightSource,
     weights_checksum,
 )
@@ -71,12 +72,19 @@ class TrainedModel:
         *,
         eos_token_id: int,
         dtype: torch.dtype,
+        original: Path | None = None,
     ) -> None:
         """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
         weights = self._checked_weights(self.spec.build_meta_model())
         if self.adapters:
             weights = self.adapters.merged(weights)
-        self.spec.save(weights, folder, eos_token_id=eos_token_id, dtype=dtype)
+        self.spec.save(
+            weights,
+            folder,
+            eos_token_id=eos_token_id,
+            dtype=dtype,
+            original=original,
+        )
 
     def _checked_weights(self, model: Decoder) -> WeightSource:
         """Return `weights`. Raises UserError if the adapters were trained on other weights."""
@@ -93,20 +101,14 @@ def trained_model_of_run(
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
-        return TrainedModel(
-            spec=spec,
-            weights=lambda name, slices: read(name)[slices],
-        )
-    if plan.weights_dir is not None:
-        base = spec.weights_source(plan.weights_dir)
-    else:  # draw the same initial values as at the start of training
-        meta_model = spec.build_meta_model()
-        hashed = plan.machine.num_gpus > 0
-        base = meta_model.random_source(
-            config.seed,
-            torch.device("cpu"),
-            hashed=hashed,
-        )
+        trained_names = set(names)
+
+        def read_any(name: str, slices: Slices) -> torch.Tensor:
+            if name in trained_names:
+                return read(name)[slices]
+            return _base_source(plan)(name, slices)  # buffers that are not trained
+
+        return TrainedModel(spec=spec, weights=read_any)
     adapters = peft.Adapters(
         spec=spec,
         tensors={name: read(name).float() for name in names if ".adapter." in name},
@@ -114,7 +116,19 @@ def trained_model_of_run(
         base_fingerprint=str(base_fingerprint),
         origin=plan.run_dir,
     )
-    return TrainedModel(spec=spec, weights=base, adapters=adapters)
+    return TrainedModel(spec=spec, weights=_base_source(plan), adapters=adapters)
+
+
+def _base_source(plan: Plan) -> WeightSource:
+    """Return the weights with which a run began."""
+    spec = plan.model
+    if plan.weights_dir is not None:
+        return spec.weights_source(plan.weights_dir)
+    return spec.build_meta_model().random_source(
+        plan.config.seed,
+        torch.device("cpu"),
+        hashed=plan.machine.num_gpus > 0,
+    )
 
 
 def open_trained_folder(spec: ModelSpec, folder: Path, base: Path) -> TrainedModel:

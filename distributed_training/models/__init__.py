@@ -116,11 +116,14 @@ class ModelSpec:
         is fp32. Vocabulary padding is 0. Raises UserError if the files do not fit this model."""
         import torch
 
-        parameters = dict(self.build_meta_model().named_parameters())
+        parameters = self._named_tensors()
         pieces = self._match_tensors(parameters, folder)
 
         def read(our_name: str, slices: Slices) -> torch.Tensor:
             shape = parameters[our_name].shape
+            if not shape:  # a number
+                ((tensor, _),) = pieces[our_name]
+                return tensor.read()  # type: ignore[no-any-return]
             bounds: Any = zip_longest(slices, shape, fillvalue=ALL)
             (first, stop, _), *column_bounds = (part.indices(size) for part, size in bounds)
             columns = [slice(*bounds_of_dim) for bounds_of_dim in column_bounds]
@@ -152,6 +155,13 @@ class ModelSpec:
 
         return read
 
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that weight files contain, without values, by this package's names."""
+        from distributed_training.models.initial_weights import stored_buffers
+
+        model = self.build_meta_model()
+        return {**dict(model.named_parameters()), **stored_buffers(model)}
+
     def _hf_rows(
         self,
         our_name: str,
@@ -177,9 +187,8 @@ class ModelSpec:
         unexpected, or have the wrong shape or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
-        if hasattr(self.code, "map_tensor_names"):
-            names = self.code.map_tensor_names(stored, self.size)
-            stored = {new_name: stored[name] for name, new_name in names.items()}
+        if hasattr(self.code, "match_files"):
+            stored = self.code.match_files(stored, self.size)
         unexpected = set(stored)
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
@@ -187,8 +196,9 @@ class ModelSpec:
         for our_name, values in parameters.items():
             transposed = self._is_transposed(our_name)
             pieces[our_name] = []
-            for name, rows in self._hf_rows(our_name, len(values)).items():
-                shape = [len(rows), *values.shape[1:]]
+            num_rows = len(values) if values.dim() else 1
+            for name, rows in self._hf_rows(our_name, num_rows).items():
+                shape = [len(rows), *values.shape[1:]] if values.dim() else []
                 if transposed:
                     shape.reverse()
                 candidates = [name, name.partition(".")[2]]  # saved with or without an output layer
@@ -213,51 +223,70 @@ class ModelSpec:
         return pieces
 
     def save(
-        self, weights: WeightSource, folder: Path, *, eos_token_id: int, dtype: torch.dtype
+        self,
+        weights: WeightSource,
+        folder: Path,
+        *,
+        eos_token_id: int,
+        dtype: torch.dtype,
+        original: Path | None = None,
     ) -> None:
-        """Write the model's weights and config to a folder that transformers can load.
+        """Write the model's weights and config to a folder that transformers can load. If the model
+        is the text decoder of a multimodal model in the folder `original`, write the multimodal
+        model, with the tensors of its other parts as they are.
 
-        `weights` must be on the CPU. One parameter is read at a time. The weights are stored in
+        `weights` must be on the CPU. One tensor is read at a time. The weights are stored in
         `dtype`. Raises RunError if a value is non-finite in this dtype."""
-        meta = {
-            name: parameter.to(dtype)
-            for name, parameter in self.build_meta_model().named_parameters()
-        }
+        tensors = self._named_tensors()
+        others: dict[str, StoredTensor] = {}
+        names: dict[str, str] = {}
+        document = self.code.to_config(self.size, eos_token_id)
+        if original is not None and hasattr(self.code, "read_original"):
+            whole = self.code.read_original(original, self.size)
+            if whole is not None:
+                others, names, document = whole
         header: dict[str, torch.Tensor] = {}
-        for our_name, parameter in meta.items():
-            header |= self._stored_tensors(our_name, parameter)
+        for our_name, tensor in tensors.items():
+            # Buffers keep their dtype.
+            values = tensor.to(dtype if tensor.requires_grad else tensor.dtype)
+            header |= self._stored_tensors(our_name, values, names)
+        meta_others = {name: tensor.read().to("meta") for name, tensor in others.items()}
 
         def iter_converted() -> Iterator[torch.Tensor]:
-            for our_name in meta:
-                for name, rows in self._stored_tensors(our_name, weights(our_name, ())).items():
-                    converted_rows = rows.to(dtype)
+            for our_name in tensors:
+                stored = self._stored_tensors(our_name, weights(our_name, ()), names)
+                for name, rows in stored.items():
+                    converted_rows = rows.to(header[name].dtype)
                     if not all_finite(converted_rows):
                         what = f"{name} has non-finite values in {dtype_name(dtype)}"
                         raise RunError(what, fix="lower learning_rate")
                     yield converted_rows
+            for tensor in others.values():
+                yield tensor.read()
 
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "model.safetensors"
-        write_tensors(file, header, iter_converted(), {"format": "pt"})
-        document = {
-            **self.code.to_config(self.size, eos_token_id),
-            "dtype": dtype_name(dtype),
-        }
+        write_tensors(file, {**header, **meta_others}, iter_converted(), {"format": "pt"})
+        document["dtype"] = dtype_name(dtype)
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     def _stored_tensors(
         self,
         our_name: str,
         values: torch.Tensor,
+        file_names: Mapping[str, str],
     ) -> dict[str, torch.Tensor]:
         """Return {stored name: tensor} for each Hugging Face tensor that this package's tensor
-        `our_name` contains."""
+        `our_name` contains. `file_names` are names in files, by names in transformers."""
         stored = {}
         for name, part in self.code.to_hf(our_name, values, self.size).items():
-            rows = part.reshape(-1, *values.shape[1:])
-            if hasattr(self.code, "file_name"):
-                name = self.code.file_name(name, self.size)
-            stored[name] = rows.t() if self._is_transposed(our_name) else rows
+            if name in file_names:
+                stored[file_names[name]] = part
+            elif hasattr(self.code, "to_files"):
+                stored |= self.code.to_files(name, part, self.size)
+            else:
+                rows = part.reshape(-1, *values.shape[1:])
+                stored[name] = rows.t() if self._is_transposed(our_name) else rows
         return stored
 
     def hf_rows(
@@ -267,10 +296,11 @@ class ModelSpec:
     ) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
         those parts of the matrix named `matrix` that `targets` selects (see
-        `ModelSize.adapted_parts`)."""
-        name = matrix.split(".", 2)[2]
-        parts = self.size.hf_matrices[name]
-        selected = self.size.adapted_parts(targets).get(name, {})
+        `BlockKind.adapted_parts`)."""
+        _, layer, name = matrix.split(".", 2)
+        kind = self.size.kind_of(int(layer))
+        parts = kind.hf_matrices[name]
+        selected = kind.adapted_parts(targets).get(name, {})
         rows = self._hf_rows(f"{matrix}.weight", sum(parts.values()))
         return {
             hf_name.removesuffix(".weight"): part_rows
@@ -282,14 +312,15 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         (size,) = self.code.sizes(folder).values()
-        for field in fields(ModelSize):
-            stored_value = getattr(size, field.name)
-            own_value = getattr(self.size, field.name)
-            if field.compare and stored_value != own_value:
-                what = f"weights {folder} have {field.name}={stored_value}, but the model has "
+        names = [field.name for field in fields(ModelSize) if field.compare]
+        for name in ("num_layers", "block_parameters", *names):
+            stored_value = getattr(size, name)
+            own_value = getattr(self.size, name)
+            if stored_value != own_value:
+                what = f"weights {folder} have {name}={stored_value}, but the model has "
                 raise UserError(f"{what}{own_value}", fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
-        self._match_tensors(dict(self.build_meta_model().named_parameters()), folder)
+        self._match_tensors(self._named_tensors(), folder)
 
 
 def find_model(name: str) -> ModelSpec:

@@ -53,7 +53,9 @@ def read_config(folder: Path) -> dict[str, Any]:
                 why = "its auto_map refers to custom code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
-    return json.loads(cached_json(f"2 {version('transformers')} {text}", read))  # type: ignore[no-any-return]
+    complete = cached_json(f"2 {version('transformers')} {text}", read)
+    # Write Infinity as transformers does, because JSON has no such number.
+    return json.loads(complete, parse_constant=lambda name: {"__float__": name})  # type: ignore[no-any-return]
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

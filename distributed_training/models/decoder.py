@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         return functools.partial(
             describe_documents,
             dtype=self.compute_dtype or torch.float32,
-            head_size=self.size.attention_width // self.size.num_heads,
+            head_size=self.size.head_size,
             dropout=self.dropout,
             max_documents=self.max_documents if self.training else None,
         )
@@ -416,4 +416,8 @@ def summed_cross_entropy(
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
     """Return whether the parameter `name` is a matrix in a block."""
-    return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.hf_matrices)
+    blocks, _, parameter = name.partition(".")
+    layer, _, matrix = parameter.partition(".")
+    if blocks != "blocks":
+        return False
+    return matrix.removesuffix(".weight") in size.kind_of(int(layer)).hf_matrices

@@ -62,6 +62,8 @@ class InitialWeights:
             target = local[tuple(map(slice, values.shape))]
             target.copy_(values.to(self.round_to or values.dtype))
 
+        for name, buffer in stored_buffers(model).items():
+            buffer.copy_(self.source(name, ()))
         on_gpu = device.type == "cuda"
         if on_gpu:  # The threads use a different stream.
             torch.cuda.synchronize(device)
@@ -70,6 +72,12 @@ class InitialWeights:
         if on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
+
+
+def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that weight files contain, by name. They are not trained."""
+    stored = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -84,7 +84,12 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     fix = f"download them again, or load {folder} with PEFT and save it again"
     stored, metadata = open_file(file, fix)
     tensors = {name: tensor.read() for name, tensor in stored.items()}
-    all_parts = [name for parts in spec.size.hf_matrices.values() for name in parts]
+    if hasattr(spec.code, "text_name"):  # the adapters may fit a whole multimodal model
+        tensors = {
+            PREFIX + spec.code.text_name(name.removeprefix(PREFIX), spec.size): tensor
+            for name, tensor in tensors.items()
+        }
+    all_parts = spec.size.part_names(None)
     parts = []
     for part in all_parts:
         if any(name.endswith(f".{part}.lora_A.weight") for name in tensors):
@@ -110,12 +115,24 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     )
 
 
-def save_adapters(adapters: Adapters, folder: Path, base: str) -> None:
+def save_adapters(
+    adapters: Adapters,
+    folder: Path,
+    base: str,
+    *,
+    text: bool = False,
+) -> None:
     """Write adapters to a folder that PEFT can load. `base` is the folder of the base model or its
-    name on the Hub. Raises RunError if a value is not finite."""
+    name on the Hub. If it is multimodal, the adapters fit the whole model or, with `text`, only its
+    text decoder. Raises RunError if a value is not finite."""
     spec, config = adapters.spec, adapters.config
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(adapters.tensors, spec, config)
+    if hasattr(spec.code, "whole_name") and not text:
+        tensors = {
+            PREFIX + spec.code.whole_name(name.removeprefix(PREFIX), spec.size): tensor
+            for name, tensor in tensors.items()
+        }
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise RunError(f"{name} has non-finite values", fix="lower learning_rate")
@@ -190,13 +207,13 @@ def keys_to_continue(
     targets, or if the adapters do not fit `model`."""
     adapters = read_adapters(folder)
     initial = read_folder(model, folder).config
-    adapted_parts = model.size.adapted_parts
+    part_names = model.size.part_names
     keys = {key: getattr(initial, key) for key in ("lora_rank", "lora_alpha", "lora_targets")}
     for key, value in keys.items():
         typed = getattr(request, key)
         matches = typed == value
         if key == "lora_targets":
-            matches = adapted_parts(typed) == adapted_parts(value)
+            matches = part_names(typed) == part_names(value)
         if request.is_set(key) and not matches:
             what = f"{key}={typed!r} does not match the adapters in {folder}"
             fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
@@ -229,7 +246,8 @@ def _from_peft(
         return tensor.float()
 
     for layer in range(size.num_layers):
-        for matrix, (_, columns) in zip(size.hf_matrices, size.block_matrices, strict=True):
+        kind = size.kind_of(layer)
+        for matrix, (_, columns) in zip(kind.hf_matrices, kind.matrices, strict=True):
             our_name = f"blocks.{layer}.{matrix}"
             rows = spec.hf_rows(our_name, config.lora_targets)
             a_parts = []

@@ -5,6 +5,7 @@ All interfaces were checked against torch 2.13 and 2.14, and against transformer
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
-from torch.utils._pytree import tree_leaves  # noqa: F401
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401
 
 MapTensor = Callable[[torch.Tensor], torch.Tensor]
 scaled_mm = torch._scaled_mm  # multiplies matrices in fp8
@@ -30,9 +31,18 @@ class MovedModule(nn.Module):
         return self
 
 
-def replace_tensors(module: nn.Module, function: MapTensor) -> None:
-    """Replace each parameter and buffer of a module with the result of `function`."""
-    module._apply(function)
+def replace_parameters(
+    module: nn.Module,
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace each parameter of a module with the result of `function`. Parameters that are shared
+    stay shared."""
+    replaced: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = nn.Parameter(function(parameter))
+            child._parameters[name] = replaced[id(parameter)]
 
 
 def stored_parameter(module: nn.Module, name: str) -> Any:
@@ -62,15 +72,18 @@ def build_hub_model(
     dtype: torch.dtype,
     attention: str,
 ) -> Any:
-    """Build a transformers model. It uses the registered function `attention` if its class accepts
-    a replacement."""
-    name = attention if model_class._supports_attention_backend else None
+    """Build a transformers model. It uses the registered function `attention` if its code calls
+    registered functions."""
+    calls_registered = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    name = attention if calls_registered else None
     return model_class._from_config(config, dtype=dtype, attn_implementation=name)
 
 
-def attention_name(config: Any) -> str:
-    """Return the name of the attention function that a transformers model uses."""
-    return config._attn_implementation  # type: ignore[no-any-return]
+def decode_floats(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config in which transformers' form of infinite numbers is replaced by numbers."""
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig._decode_special_floats(document)  # type: ignore[no-any-return]
 
 
 def initialize(net: Any, module: nn.Module) -> None:

@@ -13,39 +13,27 @@ COLUMN_PARALLEL = {"qkv", "mlp_in"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSize:
-    """Shape and parameter counts of a decoder-only language model, as defined by the model's
-    family.
+class BlockKind:
+    """Shape of those blocks of a model that have the same shape and the same kind of attention.
+    Counts are those of one block, before sharding."""
 
-    Counts are exact and refer to the unsharded model. They exclude vocabulary padding unless stated
-    otherwise."""
-
-    vocab_size: int
-    num_positions: int  # maximum sequence length
-    num_layers: int
-    num_heads: int
-    hidden_size: int
-    attention_width: int  # combined width of all attention heads
-    # Shapes [out, in] of the matrices in one block
-    block_matrices: tuple[tuple[int, int], ...]
-    # Their module names, in the same order -> the Hugging Face matrices that each matrix contains,
-    # in the order of `to_hf`: their names within a block and numbers of rows
+    layers: tuple[int, ...]  # indices of these blocks
+    attention_width: int  # combined width of all attention heads; 0 without attention
+    matrices: tuple[tuple[int, int], ...]  # shapes [out, in]
+    # Module names of the matrices, in the same order -> the Hugging Face matrices that each matrix
+    # contains, in the order of `to_hf`: their names within a block and numbers of rows
     hf_matrices: dict[str, dict[str, int]]
-    block_parameters: int
-    # Number of parameters per block that tp shards; the other parameters are replicated
-    block_parameters_split: int
-    block_norm_parameters: int  # parameters that each tp rank applies to its own tokens
-    final_norm_parameters: int
-    position_parameters: int = 0  # parameters of the position embedding
-    tied: bool = True  # whether the output layer shares the token embedding's weights
-    # Number of key/value heads; None if each query head has separate keys and values
-    num_kv_heads: int | None = None
-    # Number of groups of hidden units that tp keeps together; None if there are no groups
-    mlp_units: int | None = None
-    block_tensors: int = 12  # number of parameter tensors in a block
-    splits: bool = True  # whether tp can shard the model and pp can partition it
+    parameters: int
+    # Number of parameters that tp shards; the other parameters are replicated
+    split_parameters: int
+    norm_parameters: int  # parameters that each tp rank applies to its own tokens
+    tensors: int = 12  # number of parameter tensors
+    # (outputs, inputs, rows per token) of products with stacks of matrices, such as experts
+    expert_products: tuple[tuple[int, int, float], ...] = ()
+    unused_parameters: int = 0  # number of parameters of the experts that a token does not use
+    # Multiplications per token for a state that is passed on from token to token
+    state_products: int = 0
     fuses_attention: bool = True  # whether attention is one kernel that skips masked tokens
-    packs: bool = True  # whether attention can separate packed records
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
     # matrix multiplications
     kept_values: int = 0
@@ -53,10 +41,6 @@ class ModelSize:
     repeated_values: int = 0
     # Mode of `split_values` -> values measured by tracing a block. {}: use the matrices' shapes
     traced_values: dict[str, LinearCost] = field(default_factory=dict)
-    # Id whose row of the token embedding has no gradient from the input, as with transformers'
-    # `padding_idx`; None if there is none. Weights of a model with another such id fit as well.
-    padding_id: int | None = field(default=None, compare=False)
-    config: Any = None  # additional settings for the family's modules
 
     def split_values(self, mode: str, length: int) -> float:
         """Return the number of values per token that a block keeps for the backward pass and that
@@ -67,7 +51,7 @@ class ModelSize:
             return base + slope * length
         outputs = 0
         inputs = 0
-        for name, (rows, columns) in zip(self.hf_matrices, self.block_matrices, strict=True):
+        for name, (rows, columns) in zip(self.hf_matrices, self.matrices, strict=True):
             if name in COLUMN_PARALLEL:
                 outputs += rows
             else:
@@ -75,6 +59,96 @@ class ModelSize:
         if mode == "selective":
             return outputs + self.attention_width
         return outputs + inputs + self.kept_values
+
+    def adapted_parts(self, targets: str | None) -> dict[str, dict[str, int]]:
+        """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
+        `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
+        matrices. As in PEFT, a target selects the matrices whose names end with it."""
+        if targets is None:
+            return self.hf_matrices
+        suffixes = tuple(f".{target.strip()}" for target in targets.split(","))
+        selected = {}
+        for our_name, parts in self.hf_matrices.items():
+            selected_parts = {
+                name: rows for name, rows in parts.items() if f".{name}".endswith(suffixes)
+            }
+            if selected_parts:
+                selected[our_name] = selected_parts
+        return selected
+
+    def count_adapters(
+        self,
+        rank: int,
+        targets: str | None,
+        tp: int = 1,
+    ) -> tuple[int, int]:
+        """Return (number of adapter parameters per block on each tp rank, number of these
+        parameters that are equal on all tp ranks)."""
+        adapted = self.adapted_parts(targets)
+        per_rank = 0
+        shared = 0
+        for name, (_, columns) in zip(self.hf_matrices, self.matrices, strict=True):
+            for rows in adapted.get(name, {}).values():
+                if name in COLUMN_PARALLEL:  # each rank has all of A
+                    common, split = columns, rows
+                else:  # each rank has all of B
+                    common, split = rows, columns
+                shared += rank * common
+                per_rank += rank * (common + split // tp)
+        return per_rank, shared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Shape and parameter counts of a decoder-only language model, as defined by the model's
+    family.
+
+    Counts are exact and refer to the unsharded model. They exclude vocabulary padding unless stated
+    otherwise."""
+
+    vocab_size: int
+    num_positions: int  # maximum sequence length
+    num_heads: int
+    hidden_size: int
+    # Kinds of blocks, in the order of their first blocks
+    kinds: tuple[BlockKind, ...]
+    final_norm_parameters: int  # all parameters that no other field counts
+    position_parameters: int = 0  # parameters of the position embedding
+    tied: bool = True  # whether the output layer shares the token embedding's weights
+    # Number of key/value heads; None if each query head has separate keys and values
+    num_kv_heads: int | None = None
+    # Number of groups of hidden units that tp keeps together; None if there are no groups
+    mlp_units: int | None = None
+    splits: bool = True  # whether tp can shard the model and pp can partition it
+    packs: bool = True  # whether blocks can separate packed records
+    # Id whose row of the token embedding has no gradient from the input, as with transformers'
+    # `padding_idx`; None if there is none. Weights of a model with another such id fit as well.
+    padding_id: int | None = field(default=None, compare=False)
+    config: Any = None  # additional settings for the family's modules
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of blocks."""
+        return sum(len(kind.layers) for kind in self.kinds)
+
+    @property
+    def head_size(self) -> int:
+        """Return the size of the largest attention heads."""
+        return max(kind.attention_width for kind in self.kinds) // self.num_heads
+
+    @property
+    def block_parameters(self) -> int:
+        """Return the number of parameters in all blocks."""
+        return sum(len(kind.layers) * kind.parameters for kind in self.kinds)
+
+    @property
+    def matrix_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes [out, in] of the matrices of all blocks."""
+        return [shape for kind in self.kinds for _ in kind.layers for shape in kind.matrices]
+
+    def kind_of(self, layer: int) -> BlockKind:
+        """Return the kind of the block with index `layer`."""
+        return next(kind for kind in self.kinds if layer in kind.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -95,59 +169,30 @@ class ModelSize:
         num_tables = 1 if self.tied else 2
         outside_blocks = num_tables * self.embedding_parameters
         outside_blocks += self.position_parameters + self.final_norm_parameters
-        return outside_blocks + self.num_layers * self.block_parameters
+        return outside_blocks + self.block_parameters
 
-    def adapted_parts(self, targets: str | None) -> dict[str, dict[str, int]]:
-        """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
-        `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
-        matrices. As in PEFT, a target selects the matrices whose names end with it. Raises
-        UserError for a target that selects no matrix."""
-        if targets is None:
-            return self.hf_matrices
-        names = [name for parts in self.hf_matrices.values() for name in parts]
-        selected_names = set()
+    def check_targets(self, targets: str) -> None:
+        """Raise UserError if one of the comma-separated `targets` selects no matrix."""
         for target in targets.split(","):
-            suffix = f".{target.strip()}"
-            matching = [name for name in names if f".{name}".endswith(suffix)]
-            if not matching:
+            if not any(kind.adapted_parts(target) for kind in self.kinds):
                 why = f"the blocks have no matrix named {target.strip()}"
-                fix = f"choose from {', '.join(names)}"
+                fix = f"choose from {', '.join(self.part_names(None))}"
                 raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
-            selected_names.update(matching)
-        selected = {}
-        for our_name, parts in self.hf_matrices.items():
-            selected_parts = {name: parts[name] for name in parts if name in selected_names}
-            if selected_parts:
-                selected[our_name] = selected_parts
-        return selected
 
-    def count_adapters(
-        self,
-        rank: int,
-        targets: str | None,
-        tp: int = 1,
-    ) -> tuple[int, int]:
-        """Return (number of adapter parameters per block on each tp rank, number of these
-        parameters that are equal on all tp ranks)."""
-        adapted = self.adapted_parts(targets)
-        per_rank = 0
-        shared = 0
-        for name, (_, columns) in zip(self.hf_matrices, self.block_matrices, strict=True):
-            for rows in adapted.get(name, {}).values():
-                if name in COLUMN_PARALLEL:  # each rank has all of A
-                    common, split = columns, rows
-                else:  # each rank has all of B
-                    common, split = rows, columns
-                shared += rank * common
-                per_rank += rank * (common + split // tp)
-        return per_rank, shared
+    def part_names(self, targets: str | None) -> list[str]:
+        """Return the names, within a block, of the Hugging Face matrices that `targets` selects."""
+        names: dict[str, None] = {}
+        for kind in self.kinds:
+            for parts in kind.adapted_parts(targets).values():
+                names |= dict.fromkeys(parts)
+        return list(names)
 
     def num_trained_parameters(self, rank: int, targets: str | None) -> int:
         """Return the number of trained parameters. If `rank` is 0, all parameters are trained.
         Otherwise, only LoRA adapters of this rank are trained."""
         if rank == 0:
             return self.num_parameters
-        return self.num_layers * self.count_adapters(rank, targets)[0]
+        return sum(len(kind.layers) * kind.count_adapters(rank, targets)[0] for kind in self.kinds)
 
     def flops_per_token(
         self,
@@ -166,6 +211,8 @@ class ModelSize:
         num_used = self.num_parameters
         if not self.tied:
             num_used -= self.embedding_parameters
+        num_used -= sum(len(kind.layers) * kind.unused_parameters for kind in self.kinds)
         per_parameter = 4 if frozen else 6
-        attention_flops = 12 * self.num_layers * self.attention_width * seq_len
+        width = sum(len(kind.layers) * kind.attention_width for kind in self.kinds)
+        attention_flops = 12 * width * seq_len
         return per_parameter * num_used + attention_flops

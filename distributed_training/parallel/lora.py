@@ -47,7 +47,7 @@ def apply_lora(
     names = [
         f"blocks.{number}.{matrix}"
         for number in model.blocks
-        for matrix in spec.size.adapted_parts(config.lora_targets)
+        for matrix in spec.size.kind_of(int(number)).adapted_parts(config.lora_targets)
     ]
 
     def place(value: torch.Tensor) -> torch.Tensor:

@@ -104,8 +104,8 @@ def choose_model(
     if max_length > model.size.num_positions and not request.is_set("max_length"):
         settings["max_length"] = model.size.num_positions
         notes.append(f"max_length is {model.size.num_positions}, the model's context length")
-    if request.lora_rank and not continues_adapters:
-        model.size.adapted_parts(request.lora_targets)
+    if request.lora_rank and request.lora_targets and not continues_adapters:
+        model.size.check_targets(request.lora_targets)
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
@@ -243,8 +243,7 @@ def _choose_loss_chunk(plan: Draft) -> int:
     head_parameters = size.padded_vocab_size * size.hidden_size
     head_share = 0.0
     if not config.lora_rank:
-        block_parameters = size.num_layers * size.block_parameters
-        head_share = head_parameters / (head_parameters + block_parameters)
+        head_share = head_parameters / (head_parameters + size.block_parameters)
     chunk = MIN_LOSS_CHUNK
     while chunk < head_share * 150 / LOSS_CHUNK_COST:
         chunk *= 2

@@ -142,7 +142,7 @@ def check_swapping_on_cpu(plan: Draft) -> None:
     early, so gradients are wrong."""
     if plan.machine.num_gpus or plan.strategy.offload["param"] != "nvme":
         return
-    sizes = (rows * columns for rows, columns in plan.size.block_matrices)
+    sizes = (rows * columns for rows, columns in plan.size.matrix_shapes)
     shard_bytes = max(plan.size.embedding_parameters, *sizes) * 4 / plan.num_processes
     if shard_bytes >= MIN_SWAPPED_BYTES:
         other = f"{_setting(plan, 'strategy')} on a CPU"
@@ -191,7 +191,7 @@ def check_activation_checkpointing(plan: Draft) -> None:
     if not config.compile and plan.machine.num_gpus > 0:
         why = "without torch.compile, only inputs leave the GPU"
         _refuse(plan, key, "compile=False", why, fix)
-    if "mlp_in" not in plan.size.hf_matrices:
+    if "mlp_in" not in plan.size.kinds[0].hf_matrices:
         why = "this suite does not know which of its matrices form the MLP"
         _refuse(plan, key, _setting(plan, "model"), why, fix)
 
@@ -258,8 +258,8 @@ def check_fp8(plan: Draft) -> None:
     if plan.mesh["tp"] > 1 or not plan.strategy.traits.builds_on_device:
         why = "fp8 needs whole matrices, and an engine that multiplies them"
         _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
-    sizes = itertools.chain.from_iterable(plan.size.block_matrices)
-    odd_sizes = [size for size in sizes if size % 16]
+    sizes = itertools.chain.from_iterable(plan.size.matrix_shapes)
+    odd_sizes = sorted({size for size in sizes if size % 16})
     if odd_sizes:
         why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
         _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
@@ -270,7 +270,7 @@ def check_nf4(plan: Draft) -> None:
     if is_split or not plan.strategy.traits.builds_on_device:
         why = "quantized layers must stay whole or be sharded by FSDP"
         _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
-    odd_columns = [columns for _, columns in plan.size.block_matrices if columns % 64]
+    odd_columns = sorted({columns for _, columns in plan.size.matrix_shapes if columns % 64})
     if odd_columns:
         why = "each group of 64 values shares a scale, but 64 does not divide "
         why += f"{odd_columns} columns"

@@ -209,7 +209,8 @@ def balanced_cut(
     of pipedream_tutorial, the opposite choice makes steps longer. On the rank with the output
     layer, blocks are instead divided so that both stages cost about the same."""
     # Multiplications per token in a block and in the output layer
-    block_cost = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
+    kind = size.kinds[0]  # Only models with a single kind of block are partitioned.
+    block_cost = sum(map(math.prod, kind.matrices)) + 2 * kind.attention_width * seq_len
     head_cost = size.padded_vocab_size * size.hidden_size
     pp = max(ranks) + 1
     stages_per_rank = len(ranks) // pp

@@ -5,12 +5,13 @@ This module does not import torch.
 The size of an all-reduce, all-gather or reduce-scatter is the size of the whole tensor.
 `sent_bytes` converts this size to the number of bytes that a process sends."""
 
+import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +55,12 @@ def page_locked_bytes(num_bytes: float) -> int:
     return 2 ** math.ceil(math.log2(num_bytes))
 
 
+AnySizes = TypeVar("AnySizes", bound="Sizes")
+
+
 class Sizes:
-    """Tensor sizes that are equal in all processes of a plan."""
+    """Tensor sizes that are equal in all processes of a plan. Sizes in a block are those of the
+    blocks of one `kind`."""
 
     def __init__(self, plan: Draft) -> None:
         config = plan.config
@@ -63,6 +68,7 @@ class Sizes:
         self.plan = plan
         self.config = config
         self.size = size
+        self.kind = size.kinds[0]
         self.strategy = plan.strategy
         self.zero = plan.strategy.zero
         self.cp = plan.mesh["cp"]
@@ -101,10 +107,17 @@ class Sizes:
             limit = config.checkpointed_blocks or size.num_layers
             self.recomputed_share = min(1.0, limit / size.num_layers)
 
+    def by_kind(self: AnySizes) -> Iterator[tuple[float, AnySizes]]:
+        """Yield (share of the model's blocks, the sizes in these blocks) for each kind of block."""
+        for kind in self.size.kinds:
+            sizes = copy.copy(self)
+            sizes.kind = kind
+            yield len(kind.layers) / self.size.num_layers, sizes
+
     def split_values(self, mode: str) -> float:
         """Return the values that a block keeps and that tp splits, relative to the hidden size.
         `mode` is "eager", "compiled" or "selective"."""
-        return self.size.split_values(mode, self.config.max_length) / self.size.hidden_size
+        return self.kind.split_values(mode, self.config.max_length) / self.size.hidden_size
 
 
 class PipelineRank(Sizes):
@@ -125,13 +138,28 @@ class PipelineRank(Sizes):
         stages = zip(ranks, plan.stages.blocks_per_stage, strict=True)
         self.num_blocks = sum(count for rank, count in stages if rank == index)
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
-        replicated_parameters = size.block_parameters - size.block_parameters_split
-        self.parameters_in_blocks = self.num_blocks * (
-            size.block_parameters_split // self.tp + replicated_parameters
-        )
+        self.parameters_in_blocks = 0
         self.parameters_outside_blocks = 0
         # Number of parameters that are replicated over tp and whose gradients are summed over tp
-        tp_partial_parameters = self.num_blocks * size.block_norm_parameters
+        tp_partial_parameters = 0
+        adapter_parameters = 0
+        tp_partial_adapters = 0
+        for kind in size.kinds:
+            # Only a model with a single kind of block is partitioned into stages.
+            num_blocks = len(kind.layers) * self.num_blocks // size.num_layers
+            replicated_parameters = kind.parameters - kind.split_parameters
+            self.parameters_in_blocks += num_blocks * (
+                kind.split_parameters // self.tp + replicated_parameters
+            )
+            tp_partial_parameters += num_blocks * kind.norm_parameters
+            if not self.trained_share:
+                per_block, partial = kind.count_adapters(
+                    config.lora_rank,
+                    config.lora_targets,
+                    self.tp,
+                )
+                adapter_parameters += num_blocks * per_block
+                tp_partial_adapters += num_blocks * partial
         if self.has_first_stage:
             self.parameters_outside_blocks += self.embedding_parameters + size.position_parameters
             tp_partial_parameters += size.position_parameters
@@ -142,14 +170,11 @@ class PipelineRank(Sizes):
                 self.parameters_outside_blocks += self.embedding_parameters
         self.parameters = self.parameters_in_blocks + self.parameters_outside_blocks
         self.tp_partial_parameters = tp_partial_parameters
-        self.adapter_parameters = 0
+        self.adapter_parameters = adapter_parameters
         self.trained_parameters = self.parameters
         if not self.trained_share:
-            counts = size.count_adapters(config.lora_rank, config.lora_targets, self.tp)
-            self.adapter_parameters, self.tp_partial_parameters = (
-                self.num_blocks * count for count in counts
-            )
-            self.trained_parameters = self.adapter_parameters
+            self.tp_partial_parameters = tp_partial_adapters
+            self.trained_parameters = adapter_parameters
 
 
 class Timing(Sizes):

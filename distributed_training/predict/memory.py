@@ -161,10 +161,16 @@ def _find_peak(
 def _block_bytes(
     rank: PipelineRank, mechanisms: Sequence[Mechanism], recomputed: float
 ) -> tuple[float, float]:
-    """Return (bytes that a block keeps for its backward pass, additional bytes that the first
-    backward pass needs) if the share `recomputed` of the blocks recomputes activations."""
-    kept = sum(mechanism.activation_bytes(rank, recomputed) for mechanism in mechanisms)
-    return kept, sum(mechanism.backward_bytes(rank, recomputed) for mechanism in mechanisms)
+    """Return (mean bytes that a block keeps for its backward pass, additional bytes that a backward
+    pass needs at most) if the share `recomputed` of the blocks recomputes activations."""
+    kept = 0.0
+    backward = 0.0
+    for share, sizes in rank.by_kind():
+        kept_by_kind = (mechanism.activation_bytes(sizes, recomputed) for mechanism in mechanisms)
+        kept += share * sum(kept_by_kind)
+        backward_of_kind = (mechanism.backward_bytes(sizes, recomputed) for mechanism in mechanisms)
+        backward = max(backward, sum(backward_of_kind))
+    return kept, backward
 
 
 def _bytes_at(

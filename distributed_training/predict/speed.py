@@ -123,14 +123,21 @@ class StepCosts(Timing):
         return costs
 
     def block_costs(self) -> PassCosts:
-        """Return the costs of one block for one micro-batch."""
+        """Return the mean costs of a block for one micro-batch."""
+        costs = np.zeros((3, 3))
+        for share, sizes in self.by_kind():
+            costs += share * sizes.costs_of_kind()
+        return costs
+
+    def costs_of_kind(self) -> PassCosts:
+        """Return the costs of a block of one kind for one micro-batch."""
         costs = sum(
             (mechanism.block_costs(self) for mechanism in self.mechanisms), np.zeros((3, 3))
         )
         forward, inputs, weights = costs
         # Bytes read and written per micro-batch for the block's gradients and rounded weights
-        split_parameters = self.size.block_parameters_split
-        num_parameters = self.size.block_parameters - split_parameters + split_parameters / self.tp
+        split_parameters = self.kind.split_parameters
+        num_parameters = self.kind.parameters - split_parameters + split_parameters / self.tp
         per_parameter = sum(mechanism.moved_bytes(self) for mechanism in self.mechanisms)
         weights += self.memory_cost(per_parameter * num_parameters)
         weights *= self.trained_share
@@ -189,5 +196,6 @@ class StepCosts(Timing):
         host = self.rates.host
         calls = [mechanism.hook_costs(process, self.rates) for mechanism in self.mechanisms]
         hook_calls, wait_s = map(sum, zip(*calls, strict=True))
-        seconds_per_call = host.tensor * self.size.block_tensors * process.num_blocks
+        num_tensors = sum(share * sizes.kind.tensors for share, sizes in self.by_kind())
+        seconds_per_call = host.tensor * num_tensors * process.num_blocks
         return host.step + seconds_per_call * hook_calls, wait_s

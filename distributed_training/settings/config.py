@@ -231,6 +231,9 @@ class Config(KeyModel):
     same model, data and training settings."""
     export: bool = checkpoint_key(True)
     """After training, write the weights to hf/ in Hugging Face format."""
+    export_text: bool = checkpoint_key(False)
+    """Of a multimodal model, write only the text decoder, as a model of its own. By default, hf/
+    contains the whole model, with its other parts as they were."""
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""

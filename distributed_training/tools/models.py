@@ -305,7 +305,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
         exported = run
         if not is_adapter(run):
             exported = run / BEST if (run / BEST).is_dir() else run / LAST
-        return merge_adapters(exported, arguments.to)
+        return merge_adapters(exported, arguments.to, text=arguments.text)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         fix = "name a run's folder, such as runs/latest, or a folder in its checkpoints/"
@@ -315,6 +315,8 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     plan, record = load_plan(run_dir), load_record(run_dir)
+    if arguments.text:
+        plan = replace(plan, config=plan.config.model_copy(update={"export_text": True}))
     tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(record.data.get("form"))
     prefix = "weight/"
@@ -335,9 +337,15 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def merge_adapters(exported: Path, to: str | None) -> int:
+def merge_adapters(
+    exported: Path,
+    to: str | None,
+    *,
+    text: bool,
+) -> int:
     """Merge exported adapters into their base model, and write the whole model to the folder `to`,
-    by default to merged/ beside the adapters. Return the exit code."""
+    by default to merged/ beside the adapters. With `text`, write only the text decoder of a
+    multimodal model. Return the exit code."""
     if not is_adapter(exported):
         fix = f"to export an interrupted run's adapters, run: {EXPORT} {exported.parent}"
         raise UserError(f"{exported} has no adapters to merge", fix=fix)
@@ -345,7 +353,7 @@ def merge_adapters(exported: Path, to: str | None) -> int:
     trained, tokenizer, chat = find_trained(str(exported), LAST)
     base = base_folder(exported)
     dtype = getattr(torch, weights.stored_dtype(base))
-    export.save_full_model(trained, tokenizer, chat, base, folder, dtype)
+    export.save_full_model(trained, tokenizer, chat, base, folder, dtype, text=text)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
     if trained.adapters and trained.adapters.config.has_quantized_base:

@@ -17,6 +17,10 @@ _HEADS = {"head_dim": 8}
 _MIXED = {
     **_SHAPE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+_LINEAR_ATTENTION = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
 _SHAPE_WITHOUT_KV_HEADS = {
     key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"
 }
@@ -75,6 +79,34 @@ KINDS: dict[str, tuple[str, dict]] = {
     }),
     "granite_swa": ("GraniteSWA", _MIXED),  # has attention sinks
     "biogpt": ("BioGpt", _SHAPE_WITHOUT_KV_HEADS),  # names its dropout options dropout_prob
+    "qwen3_5_text": ("Qwen3_5Text", {
+        **_SHAPE, **_HEADS, **_LINEAR_ATTENTION, "num_hidden_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                            "mrope_section": [1, 1, 0]},
+    }),
+    "gemma4_text": ("Gemma4Text", {
+        **_MIXED, **_HEADS, "num_hidden_layers": 4, "layer_types": 2 * _MIXED["layer_types"],
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 2, "global_head_dim": 16,
+    }),
+    "apertus": ("Apertus", {**_SHAPE, "hidden_act": "xielu"}),
+    "hunyuan": ("HunYuanDenseV1", {**_SHAPE, **_HEADS}),
+    "falcon_h1": ("FalconH1", {
+        **_SHAPE, **_HEADS, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+        "mamba_d_state": 16, "mamba_chunk_size": 16,
+    }),
+    "lfm2": ("Lfm2", {
+        **_SHAPE, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+    }),
+    "nemotron_h": ("NemotronH", {
+        **_SHAPE, **_HEADS, "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
+    }),
+    "granitemoehybrid": ("GraniteMoeHybrid", {
+        **_SHAPE, "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8,
+        "mamba_d_head": 8, "mamba_d_state": 16, "layer_types": ["mamba", "attention"],
+    }),
     "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
     # tests/parity/test_lora.py also uses these.
     "llama": ("Llama", _SHAPE),

@@ -23,14 +23,6 @@ from tests.support import assert_near, edit_json, read_model, refused, save_mode
 LENGTH = 40  # longer than the sliding windows
 
 
-@pytest.fixture(autouse=True)
-def without_traces(monkeypatch, tmp_path_factory):
-    """Skip tracing, which takes several seconds per model and is tested in test_hub_trace.py."""
-    measured = {"attention_width": 1}  # only read on GPUs and by predictions
-    monkeypatch.setattr("distributed_training.models.hub.trace.trace", lambda document: measured)
-    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
     spec = find_model(f"{HUB_PREFIX}{folder}")
     assert spec.family == HUB
@@ -166,12 +158,10 @@ def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, ("no attention heads", "dense text decoders")),
-        ({"model_type": "mixtral"}, ("mixture of experts", "dense text decoders")),
+        ({"model_type": "mamba"}, ("no attention heads",)),
         ({"model_type": "t5"}, ("encoder-decoder",)),
         ({"model_type": "bert"}, ("bert", "not a decoder")),
         ({"model_type": "bert-generation"}, ("bert-generation",)),
-        ({"model_type": "gemma3"}, ("vision_config",)),
         ({"model_type": "nobody"}, ("nobody",)),
         ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("custom code",)),
         ({"model_type": "olmo2", "quantization_config": {"quant_method": "gptq"}}, ("quantized",)),

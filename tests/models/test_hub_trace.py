@@ -7,33 +7,37 @@ import json
 import pytest
 
 from distributed_training.models import HUB_PREFIX, find_model
-from distributed_training.models.hub.trace import trace
 from tests.models.hub_folders import make_folder
 from tests.planner.helpers import SPLIT, UNSPLIT, lay_out
 from tests.support import refused
 
 
-def test_traced_costs_of_a_block_equal_the_native_formulas():
-    size = find_model("Qwen3-0.6B").size
-    traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
-    by_trace = dataclasses.replace(size, **traced)
+def test_traced_costs_of_a_block_equal_the_native_formulas(tmp_path):
+    spec = find_model("Qwen3-0.6B")
+    (native,) = spec.size.kinds
+    (tmp_path / "config.json").write_text(json.dumps(spec.code.to_config(spec.size, 0)))
+    size = find_model(f"{HUB_PREFIX}{tmp_path}").size
+    (traced,) = size.kinds
     for mode in ("compiled", "selective"):
-        expected = size.split_values(mode, 1024)
+        expected = native.split_values(mode, 1024)
         # The softmax statistics are two values per head.
-        assert by_trace.split_values(mode, 1024) == pytest.approx(expected, rel=0.01)
-    assert traced["attention_width"] == size.attention_width
-    assert traced["fuses_attention"]
-    assert by_trace.split_values("eager", 1024) > 1.3 * size.split_values("eager", 1024)
+        assert traced.split_values(mode, 1024) == pytest.approx(expected, rel=0.01)
+    assert traced.attention_width == native.attention_width
+    assert traced.fuses_attention
+    assert traced.state_products == 0
+    assert traced.split_values("eager", 1024) > 1.3 * native.split_values("eager", 1024)
+    assert size.flops_per_token(512) == spec.size.flops_per_token(512)
 
 
 def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     folder = make_folder("gemma2", tmp_path / "gemma2")
     size = find_model(f"{HUB_PREFIX}{folder}").size
-    assert not size.fuses_attention
-    short, long = (size.split_values("eager", length) for length in (64, 128))
+    windowed, _ = size.kinds
+    assert not windowed.fuses_attention
+    short, long = (windowed.split_values("eager", length) for length in (64, 128))
     per_key = (long - short) / 64
     assert per_key >= 4 * 3  # heads x (at least scores, tanh and weights)
-    assert size.attention_width == 4 * 8
+    assert windowed.attention_width == 4 * 8
 
     model = f"{HUB_PREFIX}{folder}"
     for name in UNSPLIT:
@@ -44,9 +48,9 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     spec = find_model(model)
     spec.check_weights(folder)
     with refused("num_layers=2", "3"):
-        dataclasses.replace(spec, size=dataclasses.replace(spec.size, num_layers=3)).check_weights(
-            folder
-        )
+        longer = dataclasses.replace(windowed, layers=(0, 2))
+        size = dataclasses.replace(size, kinds=(longer, *size.kinds[1:]))
+        dataclasses.replace(spec, size=size).check_weights(folder)
 
 
 @pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
@@ -54,7 +58,7 @@ def test_a_block_that_creates_tensors_is_traced(kind, tmp_path):
     """ALiBi constants, and tensors that a block's forward pass creates from Python numbers, become
     inputs to the traced graphs."""
     folder = make_folder(kind, tmp_path)
-    assert find_model(f"{HUB_PREFIX}{folder}").size.attention_width == 32
+    assert find_model(f"{HUB_PREFIX}{folder}").size.kinds[0].attention_width == 32
 
 
 def test_attention_to_an_encoder_is_refused(tmp_path):

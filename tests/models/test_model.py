@@ -123,7 +123,7 @@ def test_activation_checkpointing_keeps_results_and_saves_fewer_values(dropout):
     assert max(saved_bytes["full"], saved_bytes["selective"]) < saved_bytes["none"] / 2
     if not dropout:  # with dropout, attention on a CPU is not a single operation
         assert flops["none"] == flops["selective"] < flops["full"]
-        mlp_in = math.prod(SIZE.block_matrices[2])
+        mlp_in = math.prod(SIZE.kinds[0].matrices[2])
         repeated = 2 * random_batch()[0].numel() * mlp_in * SIZE.num_layers
         assert flops["offload-attention"] == flops["none"] + repeated
 
@@ -143,7 +143,7 @@ def test_offloading_attention_repeats_the_product_of_a_quantized_mlp(dtype, num_
     name = f"distributed_training.{dtype}_matmul.default"
     decided = [
         saves(None, name, *[torch.ones(2, 2)] * (1 + num_scales), torch.ones(rows, 1)).name
-        for rows, _ in SIZE.block_matrices
+        for rows, _ in SIZE.kinds[0].matrices
     ]
     assert decided == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"]
 

@@ -69,10 +69,11 @@ def test_properties_of_sizes_match_the_modules(name):
         for parameter, values in model.get_submodule(module).named_parameters():
             counts["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
     count = size.num_layers
+    (kind,) = size.kinds
     rows = size.padded_vocab_size * size.hidden_size
-    norms = count * size.block_norm_parameters + size.final_norm_parameters
-    assert counts["column"] + counts["row"] == count * size.block_parameters_split
-    assert len(list(model.blocks.parameters())) == count * size.block_tensors
+    norms = count * kind.norm_parameters + size.final_norm_parameters
+    assert counts["column"] + counts["row"] == count * kind.split_parameters
+    assert len(list(model.blocks.parameters())) == count * kind.tensors
     assert counts["whole"] + counts["heads"] == norms
     assert counts["positions"] == size.position_parameters
     assert counts["vocabulary"] == rows * (1 if size.tied else 2)

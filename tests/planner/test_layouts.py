@@ -35,7 +35,7 @@ def test_partition_minimizes_the_cost_of_the_costliest_process(size, pp, schedul
     ranks = SCHEDULES[schedule].ranks(pp)
     if len(ranks) > size.num_layers:
         return
-    block = 6 * sum(map(math.prod, size.block_matrices)) + 12 * size.hidden_size * seq_len
+    block = 6 * sum(map(math.prod, size.kinds[0].matrices)) + 12 * size.hidden_size * seq_len
     head = 6 * size.padded_vocab_size * size.hidden_size
 
     def costliest(counts):

@@ -66,7 +66,7 @@ def test_ddp_keeps_gradients_in_buckets_and_fsdp_shards_state(tmp_path):
     assert four["parameters"] == pytest.approx(one["parameters"] / 4)
     assert four["optimizer"] == pytest.approx(one["optimizer"] / 4)
     around = VOCABULARY * D + SIZE.position_parameters + SIZE.final_norm_parameters
-    assert four["copies"] == pytest.approx(2 * (around + 2 * SIZE.block_parameters))
+    assert four["copies"] == pytest.approx(2 * (around + 2 * SIZE.kinds[0].parameters))
     assert four["activations"] == one["activations"]
 
 
@@ -170,7 +170,7 @@ def test_recomputing_rounds_weights_again(tmp_path):
     assert full["activations"] == pytest.approx(L * TOKENS * 2 * D + backward), "a block's input"
     one = peak(tmp_path, activation_checkpointing="full", checkpointed_blocks=1).peak_by_component
     assert none["activations"] - one["activations"] == pytest.approx(block - TOKENS * 2 * D)
-    assert none["copies"] - one["copies"] == pytest.approx(2 * SIZE.block_parameters)
+    assert none["copies"] - one["copies"] == pytest.approx(2 * SIZE.kinds[0].parameters)
 
 
 def test_offloaded_inputs_are_in_ram_except_for_two(tmp_path):

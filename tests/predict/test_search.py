@@ -128,7 +128,7 @@ def test_a_split_backward_pass_moves_fewer_bytes(tmp_path):
         costs = StepCosts(plan, cluster.rates).operation_costs()
         seconds.append(costs["B", 0].sum())
     size = plan.size
-    moved_bytes = 20 * size.padded_vocab_size * size.hidden_size + 4 * 6 * size.block_parameters
+    moved_bytes = 20 * size.padded_vocab_size * size.hidden_size + 4 * 6 * size.kinds[0].parameters
     assert seconds[0] - seconds[1] == pytest.approx(moved_bytes / cluster.rates.memory_bytes_per_s)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
-from distributed_training.models.size import ModelSize
+from distributed_training.models.size import BlockKind, ModelSize
 from distributed_training.models.weights import is_tied, rename_parts
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_as
@@ -42,27 +42,32 @@ _NAMES = {
 def gpt2_size(
     *,
     num_positions: int = 1024,
+    num_layers: int,
     hidden_size: int,
     **shape: Any,
 ) -> ModelSize:
     """Return the ModelSize of a GPT-2 model. Its `num_parameters` equals the parameter count of
     `GPT2LMHeadModel` in transformers."""
     d = hidden_size
-    return ModelSize(
-        **shape,
-        num_positions=num_positions,
-        hidden_size=d,
+    kind = BlockKind(
+        layers=tuple(range(num_layers)),
         attention_width=d,
-        block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
+        matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
         hf_matrices={
             "qkv": {_NAMES["qkv"]: 3 * d},
             "attention_out": {_NAMES["attention_out"]: d},
             "mlp_in": {_NAMES["mlp_in"]: 4 * d},
             "mlp_out": {_NAMES["mlp_out"]: d},
         },
-        block_parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
-        block_parameters_split=12 * d**2 + 7 * d,
-        block_norm_parameters=4 * d,
+        parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
+        split_parameters=12 * d**2 + 7 * d,
+        norm_parameters=4 * d,
+    )
+    return ModelSize(
+        **shape,
+        num_positions=num_positions,
+        hidden_size=d,
+        kinds=(kind,),
         final_norm_parameters=2 * d,
         position_parameters=num_positions * d,
     )
@@ -152,6 +157,7 @@ def to_hf(
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     """Return a config.json for transformers' GPT2LMHeadModel."""
-    document = _Config(model_type="gpt2", **asdict(size)).model_dump(by_alias=True)
+    shape = {**asdict(size), "num_layers": size.num_layers}
+    document = _Config(model_type="gpt2", **shape).model_dump(by_alias=True)
     tokens = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     return {**document, **tokens, "architectures": ["GPT2LMHeadModel"]}

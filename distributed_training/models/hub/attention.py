@@ -8,7 +8,6 @@ import torch.nn as nn
 
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.models.hub import UnsupportedError
-from distributed_training.models.private import attention_name
 
 ATTENTION_NAME = "distributed_training"
 # Tensors that models pass to attention but that do not affect the result
@@ -77,31 +76,3 @@ def attention(
         dropout=dropout,
         scale=scaling,
     ), None
-
-
-def receives_documents(inner: Any) -> bool:
-    """Return whether the blocks of `inner`, a model on the meta device, pass `documents` on to
-    `attention`. Afterwards, the model's parameters no longer require gradients."""
-    if attention_name(inner.config) != ATTENTION_NAME:
-        return False
-    ids = torch.zeros(
-        1,
-        2,
-        dtype=torch.int64,
-        device="meta",
-    )
-    mask = torch.zeros(
-        1,
-        1,
-        2,
-        2,
-        device="meta",
-        requires_grad=True,
-    )
-    inner.requires_grad_(False)
-    output = inner(
-        input_ids=ids,
-        use_cache=False,
-        documents=Documents(ids, mask=mask),
-    )
-    return bool(output.last_hidden_state.requires_grad)

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from distributed_training.models import private
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
-from distributed_training.models.hub import UnsupportedError
+from distributed_training.models.hub import UnsupportedError, text_document
 from distributed_training.models.hub.attention import ATTENTION_NAME, attention
-from distributed_training.models.initial_weights import Slices, WeightSource
+from distributed_training.models.hub.packing import separate_recurrences
+from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
 
 # Classes that compute x W^T plus an optional bias
@@ -28,20 +29,29 @@ LINEAR_CLASSES = {"Linear", "FalconLinear"}
 def make_config(
     document: dict[str, Any],
     dropout: float = 0.0,
-    max_layers: int = 2**31,
 ) -> Any:
     """Build the transformers config with all dropout rates set to `dropout`, but without layer
-    dropout. Keep at most the first `max_layers` blocks."""
+    dropout."""
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
+    config_class = CONFIG_MAPPING[document["model_type"]]
+    config = config_class.from_dict(private.decode_floats(document))
     for key, value in config.to_dict().items():
         if "drop" in key and type(value) in (float, int):
             setattr(config, key, 0.0 if key.endswith("layerdrop") else dropout)
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(config, key, value[:max_layers])
-    config.num_hidden_layers = min(config.num_hidden_layers, max_layers)
     return config
+
+
+def build_whole_net(document: dict[str, Any]) -> Any:
+    """Build the transformers model of a config.json on the meta device. It is multimodal if the
+    config has a `text_config`."""
+    from transformers import AutoModelForImageTextToText
+
+    config = make_config(document)
+    if "text_config" not in document:
+        return build_net(config)
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config).to("meta")
 
 
 def build_net(
@@ -50,21 +60,29 @@ def build_net(
 ) -> Any:
     """Build the transformers model with parameters on the meta device and buffers on the CPU. The
     model calls this package's attention if its class accepts a replacement."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, logging
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AttentionInterface,
+        logging,
+    )
 
     logging.set_verbosity_error()
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    model_class: Any = next(
+        mapping[type(config)] for mapping in mappings if type(config) in mapping
+    )
     AttentionInterface.register(ATTENTION_NAME, attention)  # transformers then builds no masks
     with torch.device("meta"):
         net = private.build_hub_model(model_class, config, dtype, ATTENTION_NAME)
+    separate_recurrences(net)
     net.to("meta")  # some parameters are on the CPU, such as results of torch.normal
     for module in net.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        for name, buffer in buffers.items():
+        for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
-        if buffers:
-            with torch.device("cpu"):
-                private.initialize(net, module)
+    with torch.device("cpu"):
+        for module in net.modules():  # A module may initialize the buffers of others.
+            private.initialize(net, module)
     return net
 
 
@@ -81,7 +99,7 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
     """Return (name of a model's list of blocks, module that runs these blocks on token ids, list of
     blocks). Raises UnsupportedError if there is no such module."""
     count = net.config.num_hidden_layers
-    for name, module in net.base_model.named_modules(prefix=net.base_model_prefix):
+    for name, module in net.named_modules():
         if "input_ids" in inspect.signature(module.forward).parameters:
             for child_name, child in module.named_children():
                 if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -100,7 +118,8 @@ class HubDecoder(private.MovedModule, Decoder):
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(size, dropout)
-        net = build_net(make_config(size.config["document"], dropout))
+        document = text_document(size.config["document"])
+        net = build_net(make_config(document, dropout))
         path, inner, layers = find_blocks(net)
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(layers)})
         self.net = net
@@ -212,9 +231,12 @@ class HubDecoder(private.MovedModule, Decoder):
         """Return a source of weights that are initialized on the CPU as in transformers. The
         weights depend only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
+        buffers = stored_buffers(self)
         lock = threading.Lock()  # All threads share torch's global generator.
 
         def draw(name: str, slices: Slices) -> Any:
+            if name in buffers:
+                return buffers[name]  # initialized when the model was built
             module_name, _, parameter_name = name.rpartition(".")
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 module = private.copy_with_empty_parameters(self.get_submodule(module_name))
@@ -287,7 +309,7 @@ def read_logit_transform(net: Any) -> dict[str, float]:
         dtype=torch.float64,
     )
     output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
-    vars(output).update(cross_attentions=None)
+    vars(output).update(cross_attentions=None, shared_kv_states=None)
     find_blocks(net)[1].forward = lambda *_arguments, **_options: output
     net.get_output_embeddings().forward = lambda x: x
     ids = torch.zeros(1, len(z), dtype=torch.int64)

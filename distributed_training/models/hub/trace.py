@@ -1,105 +1,175 @@
-"""Measure the memory of a decoder block by running it on fake tensors, which have no values. The
-block's matrices need no memory.
+"""Measure the kinds of blocks of a decoder, by running the decoder on fake tensors, which have no
+values. The model's matrices need no memory.
 
 In eager mode, a block keeps the tensors that autograd saves. In compiled mode, it keeps the inputs
 of matrix multiplications and attention, and their results if other operations read them. From
 these results, torch.compile recomputes everything else."""
 
+import contextlib
+import functools
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from distributed_training.models import private
-from distributed_training.models.hub import UnsupportedError, model
+from distributed_training.models.hub import UnsupportedError, model, packing
+from distributed_training.models.size import BlockKind
 
 # Maximum length of the longer of the two traced samples. Comparing the two samples shows which
 # costs grow with the square of the length.
 MAX_LENGTH = 256
 _aten = torch.ops.aten
-_BATCHED_MATMULS = {_aten.bmm, _aten.baddbmm}  # Outside attention, blocks use none.
-_MATMULS = {_aten.mm, _aten.addmm, *_BATCHED_MATMULS}
+_STACKED_MATMULS = {_aten.bmm, _aten.baddbmm, _aten._grouped_mm}
+_MATMULS = {_aten.mm, _aten.addmm, *_STACKED_MATMULS}
 # Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
 _UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "selective": 2}
 _Storages = set[torch.UntypedStorage]
 
 
-def trace(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ModelSize that are measured on a model's first block. If transformers
-    cannot run the model, the exception from transformers is propagated. Raises UnsupportedError if
-    the block leaves a parameter unused."""
+def trace(
+    net: Any,
+    inner: Any,
+    blocks: nn.ModuleList,
+) -> tuple[tuple[BlockKind, ...], bool]:
+    """Return (kinds of the blocks of a model on the meta device, whether all of them separate
+    packed records). If transformers cannot run the model, the exception from transformers is
+    propagated. Raises UnsupportedError if a block leaves a parameter unused.
+
+    Afterwards, the model's tensors have no values."""
+    groups = _group_blocks(net.config, blocks)
+    firsts = [layers[0] for layers in groups]
+    long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
+    short_length = long_length // 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net = model.build_net(
-            model.make_config(document, max_layers=1),
-            torch.bfloat16,
-        )
-        private.replace_tensors(net, _allocate)
-        long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
-        short_length = long_length // 2
-        short = _run_block(net, short_length)
-        long = _run_block(net, long_length)
+        fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
+            private.replace_parameters(net, lambda tensor: torch.empty_like(tensor, device="cpu"))
+            short = _run_blocks(inner, blocks, firsts, torch.zeros(1, short_length))
+            long = _run_blocks(inner, blocks, firsts, torch.zeros(1, long_length))
+            probe = packing.probe_options(torch.bfloat16)
+            packed = _run_blocks(inner, blocks, firsts, probe["position_ids"], **probe)
+    kinds = []
+    for layers in groups:
+        block = blocks[layers[0]]
+        recorders = short[layers[0]], long[layers[0]]
+        for name, parameter in block.named_parameters():
+            if parameter.untyped_storage() not in recorders[1].read:  # such as cross-attention
+                raise UnsupportedError(f"has blocks that do not use {name}")
+        kinds.append(_describe_kind(layers, block, recorders, net))
+    packs = all(packing.separates(blocks[layer], *packed[layer].inputs) for layer in firsts)
+    return tuple(kinds), packs
+
+
+def _group_blocks(config: Any, blocks: nn.ModuleList) -> list[tuple[int, ...]]:
+    """Return the indices of the blocks of each kind."""
+    types = getattr(config, "layer_types", None) or [""] * len(blocks)
+    groups = defaultdict[Any, list[int]](list)
+    for layer, block in enumerate(blocks):
+        shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+        groups[types[layer], shapes].append(layer)
+    return [tuple(layers) for layers in groups.values()]
+
+
+def _describe_kind(
+    layers: tuple[int, ...],
+    block: nn.Module,
+    recorders: tuple["_Recorder", "_Recorder"],
+    net: Any,
+) -> BlockKind:
+    """Return the kind of block that a short and a long sample were traced on."""
+    short, long = recorders
     hidden_size = net.get_input_embeddings().weight.shape[1]
     costs = {}
     for mode, num_unsplit in _UNSPLIT_VALUES.items():
         short_cost = short.values_per_token(mode) - num_unsplit * hidden_size
         long_cost = long.values_per_token(mode) - num_unsplit * hidden_size
-        slope = (long_cost - short_cost) / (long_length - short_length)
-        costs[mode] = (short_cost - slope * short_length, slope)
-    return {
-        "attention_width": round(long.attention_flops / (4 * long_length**2)),
-        "fuses_attention": long.fused,
-        "traced_values": costs,
+        slope = (long_cost - short_cost) / (long.num_tokens - short.num_tokens)
+        costs[mode] = (short_cost - slope * short.num_tokens, slope)
+    # Multiplications per token: those of attention grow with the sample's length.
+    short_products = short.mixing_products / short.num_tokens
+    long_products = long.mixing_products / long.num_tokens
+    per_key = (long_products - short_products) / (long.num_tokens - short.num_tokens)
+    used_in_experts = sum(rows * columns * used for rows, columns, used in long.expert_products)
+    matrices = {
+        name: tuple(module.weight.shape)
+        for name, module in block.named_modules()
+        if type(module).__name__ in model.LINEAR_CLASSES
     }
+    sizes = [parameter.numel() for parameter in block.parameters()]
+    in_stacks = sum(
+        parameter.numel()
+        for parameter in block.parameters()
+        if parameter.dim() > 2 and parameter.shape[1] > 1  # otherwise, it is a convolution
+    )
+    in_matrices = sum(rows * columns for rows, columns in matrices.values())
+    return BlockKind(
+        layers=layers,
+        attention_width=round(per_key / 2),
+        matrices=tuple(matrices.values()),
+        hf_matrices={name: {name: rows} for name, (rows, _) in matrices.items()},
+        parameters=sum(sizes),
+        split_parameters=in_matrices,
+        norm_parameters=sum(sizes) - in_matrices,
+        tensors=len(sizes),
+        expert_products=tuple(long.expert_products),
+        unused_parameters=max(0, round(in_stacks - used_in_experts)),
+        state_products=max(0, round(long_products - per_key * long.num_tokens)),
+        fuses_attention=long.fused,
+        traced_values=costs,
+    )
 
 
-def _allocate(tensor: torch.Tensor) -> torch.Tensor:
-    """Replace a parameter on the meta device with zeros on the CPU. Matrices repeat a single
-    number, so they need no memory. Vectors are contiguous, because linear layers run different
-    operations for non-contiguous biases."""
-    if not tensor.is_meta:
-        return tensor
-    shape = tensor.shape if tensor.dim() < 2 else (1,)
-    return torch.zeros(
-        shape,
-        dtype=tensor.dtype,
-        device="cpu",
-    ).expand(tensor.shape)
+class _LastBlock(Exception):
+    """Raised after the last block to run."""
 
 
-def _run_block(net: Any, length: int) -> "_Recorder":
-    """Run a model of one block on a sample of `length` tokens, and record the block's forward
-    pass."""
-    _, inner, (block,) = model.find_blocks(net)
-    tensors = dict(block.named_parameters()) | dict(block.named_buffers())
-    recorder = _Recorder()
+def _run_blocks(
+    inner: Any,
+    blocks: nn.ModuleList,
+    layers: Sequence[int],
+    ids: torch.Tensor,
+    **model_options: Any,
+) -> dict[int, "_Recorder"]:
+    """Run a model on fake ids [1, T], and record the forward passes of the blocks with the indices
+    `layers`."""
+    recorders = {}
 
     def record(
+        layer: int,
         x: torch.Tensor,
         *others: Any,
         **options: Any,
     ) -> Any:
+        block = blocks[layer]
+        tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+        recorder = recorders[layer] = _Recorder()
         recorder.start(x, constants=(others, options, tensors))
+        recorder.inputs = (x, others, dict(options))
         saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
-        with private.FakeTensorMode(allow_non_fake_inputs=True), recorder, saved:
-            return forward(x.detach().requires_grad_(), *others, **options)
+        with recorder, saved:
+            output = type(block).forward(block, x.detach().requires_grad_(), *others, **options)
+        if layer == layers[-1]:
+            raise _LastBlock
+        return output
 
-    forward = block.forward
-    block.forward = record
-    inner(
-        input_ids=torch.zeros(1, length, dtype=torch.int64),
-        use_cache=False,
-    )
-    block.forward = forward
-    for name, parameter in block.named_parameters():
-        if parameter.untyped_storage() not in recorder.read:  # for example, of cross-attention
-            raise UnsupportedError(f"has blocks that do not use {name}")
-    return recorder
+    for layer in layers:
+        blocks[layer].forward = functools.partial(record, layer)
+    with contextlib.suppress(_LastBlock):
+        inner(input_ids=ids.long(), use_cache=False, **model_options)
+    for layer in layers:
+        del blocks[layer].forward
+    return recorders
 
 
 class _Recorder(private.TorchDispatchMode):
     """Record what a block's forward pass keeps for the backward pass."""
+
+    inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
 
     def start(self, x: torch.Tensor, constants: Any) -> None:
         """Begin to record a block with the input `x` [1, T, D]. `constants` contains its
@@ -113,7 +183,9 @@ class _Recorder(private.TorchDispatchMode):
         self.sums = _storages(x)  # `results`, and sums of them
         # Storage -> those `sums` from which it is computed without matrix multiplications
         self.origins = defaultdict[torch.UntypedStorage, _Storages](set)
-        self.attention_flops = 0
+        # (outputs, inputs, rows per token) of products with stacks of matrices, such as experts
+        self.expert_products: list[tuple[int, int, float]] = []
+        self.mixing_products = 0  # multiplications of values of different tokens
         self.fused = False
 
     def __torch_dispatch__(
@@ -131,10 +203,18 @@ class _Recorder(private.TorchDispatchMode):
         is_fused_attention = private.is_fused_attention(func)
         if is_fused_attention:
             self.fused = True
-            self.attention_flops += 4 * args[0].shape[-2] * args[0].numel()
+            self.mixing_products += 2 * args[0].shape[-2] * args[0].numel()
             self.matrix_inputs |= outputs  # for the backward pass, as the softmax's statistics
-        elif operation in _BATCHED_MATMULS:
-            self.attention_flops += 2 * args[-2].numel() * args[-1].shape[-1]
+        elif operation in _STACKED_MATMULS:
+            left, right = args[-2:] if operation is _aten.baddbmm else args[:2]
+            num_outputs = right.shape[-1]
+            num_inputs = left.shape[-1]
+            num_rows = left.numel() // num_inputs
+            if _storages(right) <= self.constants:
+                product = (num_outputs, num_inputs, num_rows / self.num_tokens)
+                self.expert_products.append(product)
+            else:
+                self.mixing_products += num_rows * num_inputs * num_outputs
         if is_fused_attention or operation in _MATMULS:
             self.matrix_inputs |= inputs
             self.results += outputs

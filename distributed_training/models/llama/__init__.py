@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, model_validator
 
 from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
-from distributed_training.models.size import ModelSize
+from distributed_training.models.size import BlockKind, ModelSize
 from distributed_training.models.weights import is_tied, rename_parts
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_as
@@ -161,28 +161,31 @@ def llama_size(config: Config) -> ModelSize:
         repeated = 2 * heads - kv
         if not config.has_qk_norm:
             repeated -= qkv
-    return ModelSize(
-        vocab_size=config.vocab_size,
-        num_positions=config.num_positions,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        mlp_units=hidden // unit_size(hidden),
-        hidden_size=d,
+    kind = BlockKind(
+        layers=tuple(range(config.num_hidden_layers)),
         attention_width=heads,
-        block_matrices=matrices,
+        matrices=matrices,
         hf_matrices={
             "qkv": {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
             "attention_out": {_NAMES["attention_out"]: d},
             "mlp_in": {"mlp.gate_proj": hidden, "mlp.up_proj": hidden},
             "mlp_out": {_NAMES["mlp_out"]: d},
         },
-        block_parameters=split + replicated_bias + sum(norms),
-        block_parameters_split=split,
-        block_norm_parameters=sum(norms),
-        block_tensors=len(matrices) + len(norms) + num_biases,
+        parameters=split + replicated_bias + sum(norms),
+        split_parameters=split,
+        norm_parameters=sum(norms),
+        tensors=len(matrices) + len(norms) + num_biases,
         kept_values=heads + kv,  # q and k after rotation; v is a view of the matrix's output
         repeated_values=repeated,
+    )
+    return ModelSize(
+        vocab_size=config.vocab_size,
+        num_positions=config.num_positions,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        mlp_units=hidden // unit_size(hidden),
+        hidden_size=d,
+        kinds=(kind,),
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
         config=config,

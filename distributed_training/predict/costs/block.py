@@ -28,13 +28,17 @@ def block_costs(timing: Timing) -> PassCosts:
     """Return the total costs of a block's matrix multiplications, attention and element-wise
     operations for each pass."""
     costs = np.zeros((3, 3))
-    for n, k in matrix_shapes(timing):
+    products = [(n, k, 1.0) for n, k in matrix_shapes(timing)]
+    for n, k, rows_per_token in (*products, *timing.kind.expert_products):
+        num_rows = timing.tokens * rows_per_token
         costs += (
-            timing.gemm_cost(timing.tokens, k, n),
-            timing.gemm_cost(timing.tokens, n, k),
-            timing.gemm_cost(k, timing.tokens, n),
+            timing.gemm_cost(num_rows, k, n),
+            timing.gemm_cost(num_rows, n, k),
+            timing.gemm_cost(k, num_rows, n),
         )
     attention = attention_cost(timing)
+    state_flops = 2 * timing.tokens * timing.kind.state_products
+    attention = attention + state_flops / timing.rates.attention_flops * ARITHMETIC
     forward, backward = elementwise_costs(timing)
     costs[:2] += forward + attention, backward + BACKWARD_ATTENTION * attention
     return costs
@@ -56,7 +60,7 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
 def matrix_shapes(sizes: Sizes) -> list[tuple[float, float]]:
     """Return the (rows, columns) of each matrix in a block, as stored on one rank. tp splits the
     first matrix of each pair by rows, and the second matrix by columns."""
-    matrices = sizes.size.block_matrices
+    matrices = sizes.kind.matrices
     if sizes.tp == 1:
         return list(matrices)
     shapes = []
@@ -75,7 +79,7 @@ def attention_cost(timing: Timing) -> Cost:
     uses_mask = packing is not None and not _uses_packed_kernel(timing)
     length = timing.config.max_length if uses_mask else timing.plan.attention_span
     rate = timing.rates.attention_flops * length / (length + FITTED.attention_half)
-    if _head_size(timing) >= 128:
+    if timing.size.head_size >= 128:
         rate *= timing.rates.wide_attention
     fitted = FITTED.packed_attention
     if timing.dtype_bytes == 4:  # the kernel for fp32 is compute-bound at any length
@@ -85,9 +89,9 @@ def attention_cost(timing: Timing) -> Cost:
     elif packing is not None:
         rate /= fitted.kernel
     # 2 for the full square of scores, 1 for the causal half
-    num_halves = 1 if timing.size.fuses_attention else 2
+    num_halves = 1 if timing.kind.fuses_attention else 2
     seconds = (
-        2 * num_halves * timing.tokens * length * timing.size.attention_width / timing.tp / rate
+        2 * num_halves * timing.tokens * length * timing.kind.attention_width / timing.tp / rate
     )
     if packing is not None and not uses_mask:
         tiles = math.ceil(timing.config.max_length / fitted.tile) * packing.max_documents
@@ -96,13 +100,9 @@ def attention_cost(timing: Timing) -> Cost:
     return seconds * ARITHMETIC
 
 
-def _head_size(timing: Timing) -> int:
-    return timing.size.attention_width // timing.size.num_heads
-
-
 def _uses_packed_kernel(timing: Timing) -> bool:
     """Return whether models/attention.py uses a special kernel for packed records."""
-    head_size = _head_size(timing)
+    head_size = timing.size.head_size
     on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
     return on_gpu and not timing.config.dropout and head_size % 8 == 0 and head_size <= 256
 
@@ -113,7 +113,7 @@ def activation_bytes(rank: PipelineRank) -> float:
     values = 2 * rank.hidden_share + rank.split_values(rank.compile_mode) / rank.tp
     values += 2  # the inputs of both column-split layers, which tp does not split
     if rank.config.precision != "bf16" and rank.plan.machine.num_gpus:
-        values += rank.size.repeated_values / rank.size.hidden_size / rank.tp
+        values += rank.kind.repeated_values / rank.size.hidden_size / rank.tp
     if rank.config.dropout:  # two masks with one byte per value
         values += 2 * rank.hidden_share / rank.dtype_bytes
     return rank.hidden_bytes * values + statistics_bytes(rank)
@@ -127,7 +127,7 @@ def statistics_bytes(rank: PipelineRank) -> float:
 def mlp_values(sizes: Sizes) -> tuple[int, int]:
     """Return (values per token in the output of an MLP's first matrix, values per token in the
     input of the MLP's second matrix). They are a block's longest output and longest input."""
-    rows, columns = zip(*sizes.size.block_matrices, strict=True)
+    rows, columns = zip(*sizes.kind.matrices, strict=True)
     return max(rows), max(columns)
 
 

@@ -22,7 +22,7 @@ def exchanged_values(sizes: Sizes) -> tuple[float, float]:
     """Return the numbers of values per token in (q, k and v, attention's output). If cp does not
     divide the number of key/value heads, each of these heads is sent several times."""
     size = sizes.size
-    width = size.attention_width
+    width = sizes.kind.attention_width
     kv_heads = size.num_kv_heads or size.num_heads
     kv_width = width / size.num_heads * math.lcm(kv_heads, sizes.cp)
     return width + 2 * kv_width, width
@@ -50,7 +50,7 @@ def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     them."""
     if timing.config.activation_checkpointing != "selective":
         return ()
-    rows, columns = timing.size.block_matrices[1]
+    rows, columns = timing.kind.matrices[1]
     return exchange_cost(timing), timing.gemm_cost(timing.tokens, columns, rows)
 
 
@@ -58,7 +58,7 @@ def exchanged_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that a block's backward pass needs in addition to those of
     costs/block.py: attention's output before the all-to-all, and repeated key/value heads."""
     qkv, output = exchanged_values(rank)
-    return rank.value_bytes * (output + qkv - rank.size.block_matrices[0][0])
+    return rank.value_bytes * (output + qkv - rank.kind.matrices[0][0])
 
 
 def kept_bytes(rank: PipelineRank, recomputed: float) -> float:

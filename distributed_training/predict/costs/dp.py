@@ -40,7 +40,7 @@ def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:
     hidden = size.hidden_size
     vocabulary_matrices = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
     positions = (size.position_parameters // hidden, hidden)
-    return [*size.block_matrices] * rank.num_blocks + [*vocabulary_matrices, positions]
+    return [*size.matrix_shapes, *vocabulary_matrices, positions]
 
 
 def gradient_sum_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:

@@ -51,11 +51,15 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
     base_per_block = (base_bytes(rank) - outer_bytes) / rank.num_blocks
     adapters_per_block = rank.dtype_bytes * rank.adapter_parameters / rank.num_blocks
-    gathered_blocks = (1 + rank.config.fsdp_prefetch) * (base_per_block + adapters_per_block)
+    # The largest blocks may be next to each other.
+    mean_parameters = rank.size.block_parameters / rank.size.num_layers
+    relative_size = max(kind.parameters for kind in rank.size.kinds) / mean_parameters
+    per_block = relative_size * (base_per_block + adapters_per_block)
+    gathered_blocks = (1 + rank.config.fsdp_prefetch) * per_block
     block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
     return {
         "copies": outer_bytes + gathered_blocks,
-        "buffers": rank.weight_bytes * (block_parameters / rank.num_blocks),
+        "buffers": rank.weight_bytes * relative_size * (block_parameters / rank.num_blocks),
     }
 
 

@@ -22,9 +22,9 @@ def adapter_costs(timing: Timing) -> PassCosts:
     often the outputs of the matrices are written or read. This happens less often if the product
     with a matrix is added to the adapters' output (parallel/lora.py), and for the first matrix of a
     fused MLP (parallel/lora_mlp.py)."""
-    size, config = timing.size, timing.config
-    adapted = size.adapted_parts(config.lora_targets)
-    matrices = zip(size.hf_matrices, size.block_matrices, strict=True)
+    config = timing.config
+    adapted = timing.kind.adapted_parts(config.lora_targets)
+    matrices = zip(timing.kind.hf_matrices, timing.kind.matrices, strict=True)
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
     in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
@@ -52,7 +52,7 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
 def _fuses_mlp(sizes: Sizes) -> bool:
     """Return whether parallel/lora_mlp.py computes the MLPs of a model."""
     config = sizes.config
-    parts = sizes.size.adapted_parts(config.lora_targets)
+    parts = sizes.kind.adapted_parts(config.lora_targets)
     has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
     on_gpu = sizes.plan.machine.num_gpus > 0 and sizes.dtype_bytes == 2
     is_supported = on_gpu and sizes.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
@@ -64,7 +64,8 @@ def base_bytes(rank: PipelineRank) -> int:
     NF4 uses 4 bits per value and one 8-bit scale per 64 values. fp8 uses 8 bits per value. In both,
     the numbers that belong to a whole row are not counted."""
     bits = {"nf4": 4.125, "fp8": 8.0}.get(rank.config.base_dtype or "", 8.0 * rank.dtype_bytes)
-    saved = (rank.dtype_bytes - bits / 8) * _num_block_values(rank)
+    num_values = sum(share * _num_block_values(sizes) for share, sizes in rank.by_kind())
+    saved = (rank.dtype_bytes - bits / 8) * num_values
     return rank.dtype_bytes * rank.parameters - round(rank.num_blocks * saved)
 
 

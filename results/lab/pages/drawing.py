@@ -77,7 +77,7 @@ def _state_rows(plan: Draft) -> list[tuple[str, int, bool]]:
 def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
     """Return the number of parameters in one stage, without padding. A tied embedding is counted in
     both the first and the last stage."""
-    count = blocks_per_stage[stage] * size.block_parameters
+    count = blocks_per_stage[stage] * size.block_parameters // size.num_layers
     if stage == 0:
         count += size.embedding_parameters + size.position_parameters
     if stage == len(blocks_per_stage) - 1:

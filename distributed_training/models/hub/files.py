@@ -1,0 +1,189 @@
+"""Match the tensors of weight files with a model's tensors. transformers' own conversions rename,
+merge, split and dequantize them, in both directions.
+
+The text decoder of a multimodal model has other tensor names in its own class than in the class of
+the whole model. Files have the names of the whole model, or earlier names of it. In this module,
+`settings` are the `config` of a model's size."""
+
+import copy
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from distributed_training.models.hub import UnsupportedError, model, text_document
+from distributed_training.models.private import is_ignored
+from distributed_training.models.weights import TORCH_DTYPES, StoredTensor, dtype_name
+
+Settings = Mapping[str, Any]
+# dtype in safetensors -> dtype in torch, also for the parts of quantized tensors
+_DTYPES = {
+    **TORCH_DTYPES,
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I8": "int8",
+    "U8": "uint8",
+}
+_CODES = {name: code for code, name in TORCH_DTYPES.items()}
+
+
+class _Whole(NamedTuple):
+    """Model of the class that weight files belong to, without weights."""
+
+    net: Any
+    text_prefix: str  # with which names of tensors begin in the class of the text decoder
+    whole_prefix: str  # with which the names of the same tensors begin in `net`
+
+    def name(self, text_name: str) -> str:
+        """Return the name in `net` of a tensor of the text decoder."""
+        if text_name.startswith(self.text_prefix):
+            return self.whole_prefix + text_name.removeprefix(self.text_prefix)
+        return text_name
+
+    def text_name(self, name: str) -> str:
+        """Return the name in the text decoder of a tensor of `net`."""
+        if name.startswith(self.whole_prefix):
+            return self.text_prefix + name.removeprefix(self.whole_prefix)
+        return name
+
+
+class StoredModel(NamedTuple):
+    """Tensors of weight files."""
+
+    text: dict[str, StoredTensor]  # by their names in the class of the text decoder
+    # Name of each of these tensors in the files. Tensors that a conversion computes have none.
+    file_names: dict[str, str]
+    others: dict[str, StoredTensor]  # of other parts, such as a vision tower, by name in the files
+
+
+def find_whole(settings: Settings) -> _Whole:
+    """Return the model of the class that weight files belong to."""
+    net = _build(json.dumps(settings["document"]))
+    embedding = settings["embedding"]
+    weight = net.get_input_embeddings().weight
+    whole_embedding = next(name for name, value in net.named_parameters() if value is weight)
+    text_parts = embedding.split(".")
+    whole_parts = whole_embedding.split(".")
+    while text_parts and whole_parts and text_parts[-1] == whole_parts[-1]:
+        text_parts.pop()
+        whole_parts.pop()
+    prefixes = ("".join(f"{part}." for part in parts) for parts in (text_parts, whole_parts))
+    return _Whole(net, *prefixes)
+
+
+def _text_net(settings: Settings) -> Any:
+    return _build(json.dumps(text_document(settings["document"])))
+
+
+@functools.cache  # by a config as JSON
+def _build(document: str) -> Any:
+    return model.build_whole_net(json.loads(document))
+
+
+def match(
+    stored: Mapping[str, StoredTensor],
+    settings: Settings,
+) -> StoredModel:
+    """Match the tensors of weight files with the tensors of a text decoder. A tensor that
+    transformers does not know keeps its name. Values are converted when they are read."""
+    whole = find_whole(settings)
+    net = whole.net
+    conversions: list[Any] = get_model_conversion_mapping(net)
+    renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+    converters = [item for item in conversions if not isinstance(item, WeightRenaming)]
+    expected = net.state_dict()
+    in_text = _text_net(settings).state_dict()
+    result = StoredModel({}, {}, {})
+    sources: dict[str, list[tuple[str, str]]] = {}  # converted tensor -> (name in files, pattern)
+    for name in sorted(stored, key=dot_natural_key):
+        prefix = net.base_model_prefix
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = name, None
+        text_name = whole.text_name(renamed)
+        is_text = renamed not in expected or text_name in in_text
+        if pattern is not None:
+            sources.setdefault(renamed, []).append((name, pattern))
+        elif is_ignored(net, renamed) or not is_text:
+            result.others[name] = stored[name]
+        else:
+            result.text[text_name] = stored[name]
+            result.file_names[text_name] = name
+    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    for target, parts in sources.items():
+        converter = by_pattern[parts[0][1]]
+        convert = functools.partial(_convert, converter, target, parts, stored, net)
+        for name, tensor in convert(on_meta=True).items():
+            read = functools.partial(_read_converted, convert, name)
+            stored_tensor = StoredTensor(_CODES[dtype_name(tensor.dtype)], [*tensor.shape], read)
+            result.text[whole.text_name(name)] = stored_tensor
+    return result
+
+
+def _convert(
+    converter: Any,
+    target: str,
+    parts: Iterable[tuple[str, str]],
+    stored: Mapping[str, StoredTensor],
+    net: Any,
+    *,
+    on_meta: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors, by name, that transformers computes from several tensors in files."""
+    conversion = copy.deepcopy(converter)
+    for name, pattern in parts:
+        tensor = stored[name]
+        values = _meta_tensor(tensor) if on_meta else tensor.read()
+        conversion.add_tensor(target, name, pattern, values)
+    converted = conversion.convert(target, model=net, config=net.config)
+    # Some conversions return lists of a single tensor.
+    return {
+        name: tensor[0] if isinstance(tensor, list) else tensor
+        for name, tensor in converted.items()
+    }
+
+
+def _read_converted(
+    convert: Any,
+    name: str,
+    *slices: slice,
+) -> torch.Tensor:
+    return convert()[name][slices]  # type: ignore[no-any-return]
+
+
+def to_files(
+    text_name: str,
+    tensor: torch.Tensor,
+    settings: Settings,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors, by name, that files of the text decoder contain for its tensor
+    `text_name`."""
+    return revert_weight_conversion(_text_net(settings), {text_name: tensor})  # type: ignore[no-any-return]
+
+
+def check_round_trip(settings: Settings) -> None:
+    """Raise UnsupportedError if weight files cannot contain each tensor of a model separately."""
+    stored: dict[str, StoredTensor] = {}
+    state = _text_net(settings).state_dict()
+    for name, tensor in state.items():
+        for file_name, part in to_files(name, tensor.to("meta"), settings).items():
+            code = _CODES[dtype_name(part.dtype)]
+            stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
+    text = match(stored, settings).text
+    for name, tensor in state.items():
+        if name not in text or text[name].shape != [*tensor.shape]:
+            raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
+
+
+def _meta_tensor(tensor: StoredTensor) -> torch.Tensor:
+    dtype = getattr(torch, _DTYPES[tensor.dtype])
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")

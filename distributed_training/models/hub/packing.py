@@ -1,0 +1,143 @@
+"""Separate the packed records of a sample in blocks that are not only attention, and test whether a
+block computes each record as if it were alone.
+
+Blocks with linear attention convolve neighboring tokens, and pass on a state from token to token.
+The functions in this module replace those of transformers that do so. Like attention, they get the
+boundaries of the records as the option `documents`."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from distributed_training.models import private
+from distributed_training.models.attention import Documents, mask_documents
+
+# Logarithm of the factor by which the state is multiplied before a record. Smaller factors lose
+# digits of the logarithms of other factors, which are summed up over a chunk.
+_RESET = -30.0
+# Positions of the tokens of two records, on the CPU wherever this module is imported
+_POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device="cpu")
+_IS_SECOND = torch.arange(8, device="cpu") >= 4
+
+
+def separate_recurrences(net: nn.Module) -> None:
+    """Make the convolutions and linear attention in a model's code separate packed records."""
+    wrappers = {
+        "causal_conv1d_fn": _separate_convolution,
+        "torch_chunk_gated_delta_rule": _separate_states,
+    }
+    for module_name in {type(module).__module__ for module in net.modules()}:
+        functions = vars(sys.modules[module_name])
+        for name, wrap in wrappers.items():
+            function = functions.get(name)
+            if function is not None and not hasattr(function, "separates_documents"):
+                functions[name] = wrap(function)
+                functions[name].separates_documents = True
+
+
+def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
+    @functools.wraps(convolve)
+    def wrapper(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        documents: Documents | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Convolve x [B, C, T] with a weight [C, W] for each channel. The last of the W values
+        belongs to the token itself."""
+        if documents is None:
+            return convolve(x, weight, bias, activation=activation, **options)
+        positions = documents.positions[:, None]
+        x = x.to(weight.dtype)
+        y = x * weight[:, -1:]
+        for distance in range(1, weight.shape[1]):
+            earlier = F.pad(x, (distance, 0))[..., : x.shape[-1]]
+            is_inside = positions >= distance
+            y = y + torch.where(is_inside, earlier, 0) * weight[:, -1 - distance, None]
+        if bias is not None:
+            y = y + bias[:, None]
+        return y if activation is None else ACT2FN[activation](y)
+
+    return wrapper
+
+
+def _separate_states(compute: Callable[..., Any]) -> Any:
+    @functools.wraps(compute)
+    def wrapper(
+        *tensors: torch.Tensor,
+        g: torch.Tensor,
+        documents: Documents | None = None,
+        **options: Any,
+    ) -> Any:
+        """Compute linear attention. g [B, T, heads] are the logarithms of the factors by which the
+        state is multiplied before each token."""
+        if documents is not None:
+            g = torch.where(documents.positions[..., None] == 0, _RESET, g)
+        return compute(*tensors, g=g, **options)
+
+    return wrapper
+
+
+def probe_options(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options of a model's forward pass on two packed records, for `separates`."""
+    documents = Documents(_POSITIONS, mask=mask_documents(_POSITIONS, dtype))
+    return {"position_ids": _POSITIONS, "documents": documents}
+
+
+def separates(
+    block: nn.Module,
+    x: torch.Tensor,
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+) -> bool:
+    """Return whether a block computes packed records as if they were alone. Its inputs are those of
+    a forward pass with `probe_options`, and need no values. The block's parameters have no values
+    afterwards.
+
+    The block, which gets random weights, runs twice. Only the tokens of the first record differ."""
+    if "documents" not in options:
+        return False
+    first_x = torch.randn(x.shape)
+    second_x = torch.where(_IS_SECOND[:, None], first_x, torch.randn(x.shape))
+    others, options = private.tree_map(_draw, (others, options))
+    options |= probe_options(torch.float32)
+    private.replace_parameters(block, _draw_parameter)
+    with torch.no_grad():
+        first, second = (
+            private.tree_leaves(block(value, *others, **options))[0]
+            for value in (first_x, second_x)
+        )
+    block.to("meta")
+    change = (first - second).abs().amax((0, 2))
+    return bool(change[_IS_SECOND].max() < 1e-3 * change[~_IS_SECOND].max())
+
+
+def _draw(leaf: Any) -> Any:
+    """Return random numbers instead of a fake tensor of numbers, or positions."""
+    if not torch.is_tensor(leaf):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        return torch.randn(leaf.shape, dtype=leaf.dtype.to_complex() if leaf.is_complex() else None)
+    return _POSITIONS.expand(leaf.shape)
+
+
+def _draw_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return random values of a parameter, so large that all results are of the order of 1. Numbers
+    repeat, to save time, and experts are equal, to save memory. Buffers keep their values."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor
+    is_stack = tensor.dim() > 2 and tensor.shape[1] > 1  # otherwise a convolution
+    shape = tensor.shape[1:] if is_stack else tensor.shape
+    num_values = shape.numel()
+    num_inputs = 1 if tensor.dim() == 1 else num_values // shape[0]
+    numbers = torch.randn(min(num_values, 1_000_003)) / num_inputs**0.5
+    repeated = numbers.repeat(-(-num_values // len(numbers)))[:num_values]
+    return repeated.view(shape).expand(tensor.shape)
