@@ -128,11 +128,12 @@ def save_adapters(
     spec, config = adapters.spec, adapters.config
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(adapters.tensors, spec, config)
-    if hasattr(spec.code, "whole_name") and not text:
-        tensors = {
-            PREFIX + spec.code.whole_name(name.removeprefix(PREFIX), spec.size): tensor
-            for name, tensor in tensors.items()
-        }
+    targets = {".".join(name.split(".")[-4:-2]) for name in tensors}
+    if not text and hasattr(spec.code, "is_multimodal") and spec.code.is_multimodal(spec.size):
+        names = (spec.code.whole_name(name.removeprefix(PREFIX), spec.size) for name in tensors)
+        tensors = dict(zip((PREFIX + name for name in names), tensors.values(), strict=True))
+        # Other parts may have matrices with the same last names.
+        targets = {name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors}
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise RunError(f"{name} has non-finite values", fix="lower learning_rate")
@@ -149,7 +150,7 @@ def save_adapters(
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
-        "target_modules": sorted({".".join(name.split(".")[-4:-2]) for name in tensors}),
+        "target_modules": sorted(targets),
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")

@@ -122,14 +122,20 @@ _GPT2 = ("GPT2", {
 
 
 def random_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
-    """Return transformers' fp32 model for `config`. All parameters are random, including norms and
-    biases."""
+    """Return transformers' fp32 model for `config` with random values."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    randomize(model)
     return model
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module) -> None:
+    """Add random numbers to all that files contain, including norms, biases and buffers."""
+    stored = model.state_dict(keep_vars=True)
+    for values in {id(tensor): tensor for tensor in stored.values()}.values():
+        if values.is_floating_point():
+            values.add_(0.1 * torch.randn_like(values))
 
 
 def make_folder(kind: str, folder: Path, **changes: object) -> Path:

@@ -68,6 +68,7 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
 
 PACKED = (
     "gemma2", "gemma3_text", "phi", "opt", "gpt_neox", "mistral-window", "smollm3", "granite_swa",
+    "qwen3_5_text", "gemma4_text", "lfm2",
 )  # fmt: skip
 
 
@@ -80,7 +81,9 @@ def test_packed_documents_do_not_affect_each_other(kind, tmp_path, monkeypatch):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     ends = torch.tensor(lengths).cumsum(0)[None]
     separate_logits = torch.cat([model(document) for document in ids.split(lengths, 1)], 1)
-    assert_near(model(ids, positions=positions, ends=ends), separate_logits)
+    # The state of linear attention is reset by a factor that is not quite 0.
+    limit = 1e-4 if kind == "qwen3_5_text" else 1e-5
+    assert_near(model(ids, positions=positions, ends=ends), separate_logits, limit)
     if kind in ("gemma2", "mistral-window"):
         # The document kernel, which receives ends instead of a mask, supports neither windows nor
         # caps.
@@ -89,10 +92,11 @@ def test_packed_documents_do_not_affect_each_other(kind, tmp_path, monkeypatch):
         assert_near(model(ids, positions=positions, ends=ends), separate_logits)
 
 
-@pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
-def test_models_without_a_document_mask_do_not_pack(kind, tmp_path):
-    """Samples are not packed for models whose blocks do not pass the document mask to attention.
-    Nemotron's blocks drop the mask, and the other models use custom attention code."""
+@pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt", "falcon_h1", "granitemoehybrid"])
+def test_models_that_mix_packed_documents_do_not_pack(kind, tmp_path):
+    """Nemotron's blocks drop the document mask, falcon and mpt use custom attention code, and the
+    states of the others pass on from document to document. In falcon_h1, such a state is beside
+    attention that separates documents."""
     assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 

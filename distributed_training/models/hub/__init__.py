@@ -201,12 +201,17 @@ def read_original(
     """Return (tensors of other parts of the multimodal model in `folder`, names of the text
     decoder's tensors in files by names in transformers, config.json). Return None for a model that
     is only a text decoder."""
-    if "text_config" not in size.config["document"]:
+    if not is_multimodal(size):
         return None
     from distributed_training.models.hub import files
 
     matched = files.match(open_weights(folder), size.config)
     return matched.others, matched.file_names, load_model_json(folder / CONFIG_FILE)
+
+
+def is_multimodal(size: ModelSize) -> bool:
+    """Return whether the model is the text decoder of a multimodal model."""
+    return "text_config" in size.config["document"]
 
 
 def whole_name(name: str, size: ModelSize) -> str:
