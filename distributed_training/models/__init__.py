@@ -239,7 +239,7 @@ class ModelSpec:
         `dtype`. Raises RunError if a value is non-finite in this dtype."""
         tensors = self._named_tensors()
         others: dict[str, StoredTensor] = {}
-        names: dict[str, str] = {}
+        names: dict[str, str] | None = None
         document = self.code.to_config(self.size, eos_token_id)
         if original is not None and hasattr(self.code, "read_original"):
             whole = self.code.read_original(original, self.size)
@@ -274,16 +274,18 @@ class ModelSpec:
         self,
         our_name: str,
         values: torch.Tensor,
-        file_names: Mapping[str, str],
+        whole_names: Mapping[str, str] | None,
     ) -> dict[str, torch.Tensor]:
         """Return {stored name: tensor} for each Hugging Face tensor that this package's tensor
-        `our_name` contains. `file_names` are names in files, by names in transformers."""
+        `our_name` contains. For a whole multimodal model, `whole_names` are the names in its files
+        by names in transformers. They are missing for tensors that a conversion changes."""
         stored = {}
         for name, part in self.code.to_hf(our_name, values, self.size).items():
-            if name in file_names:
-                stored[file_names[name]] = part
+            if whole_names is not None and name in whole_names:
+                stored[whole_names[name]] = part
             elif hasattr(self.code, "to_files"):
-                stored |= self.code.to_files(name, part, self.size)
+                is_whole = whole_names is not None
+                stored |= self.code.to_files(name, part, self.size, whole=is_whole)
             else:
                 rows = part.reshape(-1, *values.shape[1:])
                 stored[name] = rows.t() if self._is_transposed(our_name) else rows

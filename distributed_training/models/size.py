@@ -121,6 +121,9 @@ class ModelSize:
     mlp_units: int | None = None
     splits: bool = True  # whether tp can shard the model and pp can partition it
     packs: bool = True  # whether blocks can separate packed records
+    # Whether blocks have linear attention, which on a GPU needs the package
+    # flash-linear-attention. Without it, a step launches thousands of kernels for each block.
+    has_linear_attention: bool = False
     # Id whose row of the token embedding has no gradient from the input, as with transformers'
     # `padding_idx`; None if there is none. Weights of a model with another such id fit as well.
     padding_id: int | None = field(default=None, compare=False)

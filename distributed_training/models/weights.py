@@ -160,14 +160,13 @@ def read_stored(file: Path, name: str, *slices: slice) -> Any:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return torch's name for the dtype of the largest tensor in a folder of weights. Raises
-    UserError if this dtype is not a supported floating-point dtype."""
-    largest = max(open_weights(folder).values(), key=lambda tensor: math.prod(tensor.shape))
-    dtype = largest.dtype
-    if dtype not in TORCH_DTYPES:
-        why = f"the largest tensor is {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
+    """Return torch's name for the dtype of the largest tensor in a folder of weights that is not
+    quantized. Raises UserError if there is no such tensor."""
+    tensors = [tensor for tensor in open_weights(folder).values() if tensor.dtype in TORCH_DTYPES]
+    if not tensors:
+        why = f"no tensor is {', '.join(TORCH_DTYPES)}"
         raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
-    return TORCH_DTYPES[dtype]
+    return TORCH_DTYPES[max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype]
 
 
 def is_tied(folder: Path, tied: bool, embedding: str) -> bool:

@@ -47,6 +47,9 @@ def check_packages(plan: Draft) -> None:
         plan.strategy.traits.package: (strategy, "-r requirements.txt"),
         tracker: (f"log_to={tracker!r}", tracker),
     }
+    if plan.size.has_linear_attention and plan.machine.num_gpus:
+        reason = f"{plan.model.label}'s linear attention"
+        requirements["fla"] = (reason, "flash-linear-attention")
     if plan.config.base_dtype == "nf4":
         requirements["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
     for package, (reason, source) in requirements.items():

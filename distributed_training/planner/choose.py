@@ -106,6 +106,8 @@ def choose_model(
         notes.append(f"max_length is {model.size.num_positions}, the model's context length")
     if request.lora_rank and request.lora_targets and not continues_adapters:
         model.size.check_targets(request.lora_targets)
+    if request.lora_rank and any(kind.expert_products for kind in model.size.kinds):
+        notes.append("the adapters are on the model's linear layers. Its experts stay as they are")
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 

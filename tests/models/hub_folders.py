@@ -107,6 +107,42 @@ KINDS: dict[str, tuple[str, dict]] = {
         **_SHAPE, "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8,
         "mamba_d_head": 8, "mamba_d_state": 16, "layer_types": ["mamba", "attention"],
     }),
+    "ministral3": ("Ministral3", {**_SHAPE, **_HEADS}),
+    "qwen3_moe": ("Qwen3Moe", {
+        **_SHAPE, **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    }),
+    "olmoe": ("Olmoe", {**_SHAPE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_next": ("Qwen3Next", {
+        **_SHAPE, **_HEADS, **_LINEAR_ATTENTION, "num_hidden_layers": 4, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {
+        **_SHAPE, **_HEADS, **_LINEAR_ATTENTION, "num_hidden_layers": 4, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                            "mrope_section": [1, 1, 0]},
+    }),
+    "deepseek_v3": ("DeepseekV3", {
+        **_SHAPE, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+    }),
+    "glm4_moe": ("Glm4Moe", {
+        **_SHAPE, **_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }),
+    "llama4_text": ("Llama4Text", {
+        **_SHAPE, **_HEADS, "intermediate_size_mlp": 48, "num_local_experts": 2,
+        "attention_chunk_size": 16, "interleave_moe_layer_step": 1,
+        "no_rope_layers": [1, 0],
+    }),
+    "gpt_oss": ("GptOss", {
+        **_SHAPE, **_HEADS, **_MIXED, "intermediate_size": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }),
     "diffllama": ("DiffLlama", _SHAPE),  # its constructor draws on the CPU, even under "meta"
     # tests/parity/test_lora.py also uses these.
     "llama": ("Llama", _SHAPE),

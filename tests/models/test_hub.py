@@ -168,7 +168,6 @@ def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path
         ({"model_type": "bert-generation"}, ("bert-generation",)),
         ({"model_type": "nobody"}, ("nobody",)),
         ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("custom code",)),
-        ({"model_type": "olmo2", "quantization_config": {"quant_method": "gptq"}}, ("quantized",)),
         ({"model_type": "olmo2", "hidden_size": "wide"}, ("config.json",)),
         ({"model_type": "olmo2", "num_attention_heads": 0}, ("config.json",)),
         ({"model_type": "olmo2", "hidden_act": "nobody"}, ("config.json", "nobody")),

@@ -19,6 +19,7 @@ _TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 # Type -> (kind of its text decoder, shape of its vision tower)
 _TYPES = {
     "qwen3_5": ("qwen3_5_text", {"depth": 1, "hidden_size": 32, "out_hidden_size": 32}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"depth": 1, "hidden_size": 32, "out_hidden_size": 32}),
     "gemma3": ("gemma3_text", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),
     "gemma4": ("gemma4_text", {**_TOWER, "num_attention_heads": 2, "head_dim": 16}),
     "mistral3": ("mistral-window", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),

@@ -74,7 +74,7 @@ def text_document(document: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         return document
     of_whole = {}
-    for key in ("tie_word_embeddings", "eos_token_id", "dtype"):
+    for key in ("tie_word_embeddings", "eos_token_id", "dtype", "quantization_config"):
         if document.get(key) is not None:
             of_whole[key] = document[key]
     return {**text, **of_whole}
@@ -86,8 +86,6 @@ def _check_model_type(document: dict[str, Any]) -> None:
 
     if document.get("auto_map"):
         raise UnsupportedError("comes with custom code, which is never run")
-    if document.get("quantization_config"):
-        raise UnsupportedError("has quantized weights. Use an unquantized version of the model")
     text = text_document(document)
     if document.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise UnsupportedError("is an encoder-decoder")
@@ -109,7 +107,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
 
     import torch
 
-    from distributed_training.models.hub import files, model
+    from distributed_training.models.hub import files, model, packing
     from distributed_training.models.hub.trace import trace
 
     text = text_document(document)
@@ -117,6 +115,8 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     if not getattr(config, "num_attention_heads", 0):
         raise UnsupportedError("has no attention heads")
     types = getattr(config, "layer_types", None) or ()
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedError("adds a loss for its router. Set output_router_logits to false")
     if "sliding_attention" in types and not getattr(config, "sliding_window", None):
         raise UnsupportedError("has sliding-window layers but no sliding_window")
     net = model.build_net(config, torch.bfloat16)
@@ -137,8 +137,8 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         "blocks": path,
         "embedding": embedding_name,
     }
-    files.check_round_trip(settings)
     kinds, packs = trace(net, inner, blocks)
+    files.check_round_trip(settings, [kind.layers[0] for kind in kinds])
     in_blocks = sum(len(kind.layers) * kind.parameters for kind in kinds)
     return ModelSize(
         vocab_size=vocab_size,
@@ -150,6 +150,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         tied=tied,
         splits=False,
         packs=packs,
+        has_linear_attention=packing.has_linear_attention(net),
         config={**settings, "head": model.read_logit_transform(net)},
     )
 
@@ -187,11 +188,14 @@ def to_files(
     name: str,
     tensor: torch.Tensor,
     size: ModelSize,
+    *,
+    whole: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that weight files of the text decoder contain for its tensor `name`."""
+    """Return the tensors that weight files of the text decoder or of the whole model contain for
+    the text decoder's tensor `name`."""
     from distributed_training.models.hub import files
 
-    return files.to_files(name, tensor, size.config)
+    return files.to_files(name, tensor, size.config, whole=whole)
 
 
 def read_original(
@@ -206,7 +210,9 @@ def read_original(
     from distributed_training.models.hub import files
 
     matched = files.match(open_weights(folder), size.config)
-    return matched.others, matched.file_names, load_model_json(folder / CONFIG_FILE)
+    document = load_model_json(folder / CONFIG_FILE)
+    document.pop("quantization_config", None)
+    return matched.others, matched.file_names, document
 
 
 def is_multimodal(size: ModelSize) -> bool:
@@ -232,6 +238,7 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     """Return the config.json of the text decoder, with `tie_word_embeddings` set to `size.tied`. If
     the config has no end-of-text token, add `eos_token_id`."""
     document = {**text_document(size.config["document"]), "tie_word_embeddings": size.tied}
+    document.pop("quantization_config", None)
     if document.get("eos_token_id") is None:
         document["eos_token_id"] = eos_token_id
     return document

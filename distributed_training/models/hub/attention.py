@@ -26,12 +26,15 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Documents | None = None,
+    first_position: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K].
 
-    A token attends to the last `sliding_window` tokens, including itself. T must equal S, unless T
-    is 1 and q belongs to the last of the S tokens. The model's own eager function handles soft caps
+    A token attends to the last `sliding_window` tokens, including itself. In layers with chunked
+    attention, it attends only within its chunk. T must equal S, unless T
+    is 1 and q belongs to the last of the S tokens. `first_position` is the position of the first of
+    the T tokens. The model's own eager function handles soft caps
     and additional tensors, such as attention sinks. Raises UnsupportedError if there is a mask or
     if attention is not causal."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
@@ -44,15 +47,24 @@ def attention(
         if torch.is_tensor(value) and name not in _IGNORED_OPTIONS:
             extra[name] = value
     window = sliding_window or length
+    chunk = _chunk_size(module)
+    if chunk is None:
+        chunk = length
+    elif length == 1:
+        num_visible = first_position % chunk + 1
+        k, v = k[:, :, -num_visible:], v[:, :, -num_visible:]
     mask = None if documents is None else documents.mask
-    if length > 1 and (window < length or extra):
-        # The kernel that reads document ends supports neither windows nor caps.
+    if length > 1 and (min(window, chunk) < length or extra):
+        # The kernel that reads document ends supports neither windows, chunks nor caps.
         indices = torch.arange(length, device=q.device)
         positions = indices[None] if documents is None else documents.positions
         if mask is None:
             mask = mask_documents(positions, q.dtype)
         if window < length:
             mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
+        if chunk < length:
+            chunks = positions[:, None] // chunk
+            mask = mask.masked_fill(chunks[..., :, None] != chunks[..., None, :], -torch.inf)
         documents = Documents(positions, mask=mask)
     if extra:
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
@@ -76,3 +88,12 @@ def attention(
         dropout=dropout,
         scale=scaling,
     ), None
+
+
+def _chunk_size(module: nn.Module) -> int | None:
+    """Return the number of tokens in a chunk, within which tokens attend, or None."""
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)
+    if types is None or types[module.layer_idx] != "chunked_attention":
+        return None
+    return config.attention_chunk_size  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ the whole model. Files have the names of the whole model, or earlier names of it
 import copy
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from distributed_training.models.hub import UnsupportedError, model, text_document
 from distributed_training.models.private import is_ignored
@@ -65,6 +66,20 @@ class StoredModel(NamedTuple):
     others: dict[str, StoredTensor]  # of other parts, such as a vision tower, by name in the files
 
 
+def find_quantizer(document: dict[str, Any]) -> Any:
+    """Return what transformers needs to read the quantized weights of a model, or None if they are
+    not quantized. Raises UnsupportedError if transformers cannot dequantize them on a CPU."""
+    quantization = document.get("quantization_config")
+    if quantization is None:
+        return None
+    config: Any = AutoQuantizationConfig.from_dict(quantization)
+    if not hasattr(config, "dequantize"):
+        method = quantization.get("quant_method")
+        raise UnsupportedError(f"has {method} weights. Use an unquantized version of the model")
+    config.dequantize = True
+    return AutoHfQuantizer.from_config(config)
+
+
 def find_whole(settings: Settings) -> _Whole:
     """Return the model of the class that weight files belong to."""
     net = _build(json.dumps(settings["document"]))
@@ -97,7 +112,8 @@ def match(
     transformers does not know keeps its name. Values are converted when they are read."""
     whole = find_whole(settings)
     net = whole.net
-    conversions: list[Any] = get_model_conversion_mapping(net)
+    quantizer = find_quantizer(settings["document"])
+    conversions: list[Any] = get_model_conversion_mapping(net, hf_quantizer=quantizer)
     renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
     converters = [item for item in conversions if not isinstance(item, WeightRenaming)]
     expected = net.state_dict()
@@ -164,24 +180,39 @@ def to_files(
     text_name: str,
     tensor: torch.Tensor,
     settings: Settings,
+    *,
+    whole: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors, by name, that files of the text decoder contain for its tensor
-    `text_name`."""
-    return revert_weight_conversion(_text_net(settings), {text_name: tensor})  # type: ignore[no-any-return]
+    """Return the tensors, by name, that files of the text decoder or of the whole model contain for
+    the text decoder's tensor `text_name`."""
+    net = _text_net(settings)
+    if whole:
+        net = find_whole(settings).net
+        text_name = find_whole(settings).name(text_name)
+    return revert_weight_conversion(net, {text_name: tensor})  # type: ignore[no-any-return]
 
 
-def check_round_trip(settings: Settings) -> None:
-    """Raise UnsupportedError if weight files cannot contain each tensor of a model separately."""
-    stored: dict[str, StoredTensor] = {}
-    state = _text_net(settings).state_dict()
-    for name, tensor in state.items():
-        for file_name, part in to_files(name, tensor.to("meta"), settings).items():
-            code = _CODES[dtype_name(part.dtype)]
-            stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
-    text = match(stored, settings).text
-    for name, tensor in state.items():
-        if name not in text or text[name].shape != [*tensor.shape]:
-            raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
+def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
+    """Raise UnsupportedError if weight files cannot contain each tensor of a model separately. Only
+    the blocks with the indices `layers` are checked."""
+    prefix = f"{settings['blocks']}."
+    state = {}
+    for name, tensor in _text_net(settings).state_dict().items():
+        layer, _, _ = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix) or int(layer) in layers:
+            state[name] = tensor
+    text_settings = {**settings, "document": text_document(settings["document"])}
+    for whole, read_settings in ((False, text_settings), (True, settings)):
+        stored: dict[str, StoredTensor] = {}
+        for name, tensor in state.items():
+            parts = to_files(name, tensor.to("meta"), settings, whole=whole)
+            for file_name, part in parts.items():
+                code = _CODES[dtype_name(part.dtype)]
+                stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
+        text = match(stored, read_settings).text
+        for name, tensor in state.items():
+            if name not in text or text[name].shape != [*tensor.shape]:
+                raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
 
 
 def _meta_tensor(tensor: StoredTensor) -> torch.Tensor:

@@ -36,6 +36,8 @@ def make_config(
 
     config_class = CONFIG_MAPPING[document["model_type"]]
     config = config_class.from_dict(private.decode_floats(document))
+    if document.get("head_dim", 0) is None:  # HunYuan's default, which its code cannot use
+        config.head_dim = config.hidden_size // config.num_attention_heads
     for key, value in config.to_dict().items():
         if "drop" in key and type(value) in (float, int):
             setattr(config, key, 0.0 if key.endswith("layerdrop") else dropout)
@@ -180,6 +182,8 @@ class HubDecoder(private.MovedModule, Decoder):
         if past is not None:
             past.cache = past.cache or transformers.DynamicCache(config=self.net.config)
             options["past_key_values"] = past.cache
+            if getattr(self.net.config, "attention_chunk_size", None):
+                options["first_position"] = past.length
         return self.inner(input_ids=x, **options).last_hidden_state  # type: ignore[no-any-return]
 
     def apply_head(

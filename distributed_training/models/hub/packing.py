@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from distributed_training.models import private
 from distributed_training.models.attention import Documents, mask_documents
 
+_LINEAR_ATTENTION = "torch_chunk_gated_delta_rule"
 # Logarithm of the factor by which the state is multiplied before a record. Smaller factors lose
 # digits of the logarithms of other factors, which are summed up over a chunk.
 _RESET = -30.0
@@ -30,15 +31,25 @@ def separate_recurrences(net: nn.Module) -> None:
     """Make the convolutions and linear attention in a model's code separate packed records."""
     wrappers = {
         "causal_conv1d_fn": _separate_convolution,
-        "torch_chunk_gated_delta_rule": _separate_states,
+        _LINEAR_ATTENTION: _separate_states,
     }
-    for module_name in {type(module).__module__ for module in net.modules()}:
-        functions = vars(sys.modules[module_name])
+    for functions in _modeling_code(net):
         for name, wrap in wrappers.items():
             function = functions.get(name)
             if function is not None and not hasattr(function, "separates_documents"):
                 functions[name] = wrap(function)
                 functions[name].separates_documents = True
+
+
+def has_linear_attention(net: nn.Module) -> bool:
+    """Return whether a model's code computes linear attention."""
+    return any(_LINEAR_ATTENTION in functions for functions in _modeling_code(net))
+
+
+def _modeling_code(net: nn.Module) -> list[dict[str, Any]]:
+    """Return the global names in the files that define a model's modules."""
+    names = {type(module).__module__ for module in net.modules()}
+    return [vars(sys.modules[name]) for name in names]
 
 
 def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
