@@ -376,17 +376,6 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("tools.models").export_checkpoint(a)
 
 
-def push(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Upload a run's model to the Hub."""
-    add = parser.add_argument
-    add("run", help="folder of a run, such as runs/latest, or its hf/ or best/")
-    add("name", help="user/name on the Hub")
-    add_model(parser)
-    add("--best", action="store_true", help="upload best/ instead of hf/")
-    add("--public", action="store_true", help="create a public repository instead of a private one")
-    return lambda a: _load("tools.models").push(a)
-
-
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
@@ -395,7 +384,6 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "generate": generate,
     "eval": eval_,
     "export": export,
-    "push": push,
 }
 
 

@@ -1,8 +1,6 @@
 """Generate text, export models in the Hugging Face format with model cards, and upload them."""
 
 import json
-import os
-import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,27 +11,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distributed_training.checkpoint.trained import TrainedModel
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
-from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
 from distributed_training.models.decoder import COMPUTE_DTYPES, KVCache
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
+from distributed_training.records.display import fill_template, in_markdown, short_name
 from distributed_training.records.record import BEST, Record
-from distributed_training.settings.errors import UserError, describe
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder, plural, replace_file
 
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
-# Files of a model in Hugging Face format. `push` uploads no other files.
-_MODEL_FILE = re.compile(
-    r"README\.md|(adapter_|generation_|tokenizer_)?config\.json"
-    r"|(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-    r"|(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt"
-    r"|(tokenizer|spiece|sentencepiece\.bpe)\.model"
-    r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
-)
 
 
 def generate_ids(
@@ -187,43 +176,3 @@ def write_card(folder: Path, r: Record) -> None:
 def _local_name(folder: Path) -> str:
     """Return the name of an exported model in its card, which must not contain local paths."""
     return f"path/to/{folder.absolute().parent.name}/{folder.name}"
-
-
-def push_folder(
-    folder: Path,
-    repo_id: str,
-    *,
-    public: bool = False,
-) -> str:
-    """Upload the model in `folder` as `repo_id` and return the model's URL. A new repository is
-    private unless `public` is set. Other files in `folder`, and links, are not uploaded. Raises
-    UserError if the Hub rejects the upload, or if adapters have a base model that is not on the
-    Hub."""
-    from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.utils import disable_progress_bars
-
-    base = base_name(folder) if is_adapter(folder) else ""
-    if os.path.isabs(base):
-        why = f"{folder / ADAPTER_CONFIG} names {base}, which exists only on this machine"
-        fix = "set base_model_name_or_path to a name on the Hub, or push a folder from "
-        fix += "export --merge"
-        raise UserError(f"{short_path(folder)} was not pushed", why, fix)
-    files: dict[str, Path | bytes] = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if _MODEL_FILE.fullmatch(name) and path.is_file() and not path.is_symlink():
-            files[name] = path
-    if CARD in files:
-        card = (folder / CARD).read_text()
-        files[CARD] = card.replace(_local_name(folder), repo_id).encode()
-    disable_progress_bars()
-    api = HfApi()
-    try:
-        url = str(api.create_repo(repo_id, private=not public, exist_ok=True))
-        operations = [CommitOperationAdd(*file) for file in files.items()]
-        api.create_commit(repo_id, operations, commit_message="Trained model")
-    except Exception as error:  # the exception type depends on the library's HTTP client
-        command = f"python real_model_example.py push {short_path(folder)} {repo_id}"
-        fix = f"check the token's write access (hf auth login), then run: {command}"
-        raise UserError(f"{short_path(folder)} was not pushed", describe(error), fix) from None
-    return url

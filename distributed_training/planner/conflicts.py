@@ -150,12 +150,6 @@ def check_swapping_on_cpu(plan: Draft) -> None:
         _refuse(plan, "model", other, why, "set model to gpt2-tiny for a smoke test")
 
 
-def check_push(plan: Draft) -> None:
-    if plan.config.push is not None and not plan.config.export:
-        why = "push uploads hf/, which is then not written"
-        _refuse(plan, "push", "export=False", why, "set export to True")
-
-
 def check_frozen_weights_on_disk(plan: Draft) -> None:
     config = plan.config
     if config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32":
@@ -283,7 +277,6 @@ CHECKS = (
     check_sequence_parallel,
     check_precision,
     check_swapping_on_cpu,
-    check_push,
     check_frozen_weights_on_disk,
     check_pipeline_schedule,
     check_activation_checkpointing,

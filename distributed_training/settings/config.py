@@ -234,8 +234,6 @@ class Config(KeyModel):
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""
-    push: Text | None = checkpoint_key(None)
-    """After training, upload hf/ to this repository (user/name) on the Hugging Face Hub."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
     rollback: return to the last checkpoint and skip the failed batch, at most once per run."""

@@ -1,4 +1,4 @@
-"""Use the model from a finished run: generate, evaluate, export and push."""
+"""Use the model from a finished run: generate, evaluate and export."""
 
 import argparse
 import contextlib
@@ -21,7 +21,6 @@ from distributed_training.checkpoint.trained import (
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus
-from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, RUNNING, Message
 from distributed_training.data.samples import Samples, read_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
@@ -362,12 +361,3 @@ def _new_folder(to: str | None, default: Path) -> Path:
     if folder.exists():
         raise UserError(f"{folder} already exists", fix="name another folder with --to")
     return folder
-
-
-def push(arguments: argparse.Namespace) -> int:
-    """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
-    _, folder = find_weights(arguments.run, BEST if arguments.best else LAST)
-    check_push(arguments.name)
-    url = export.push_folder(folder, arguments.name, public=arguments.public)
-    print(f"Uploaded the model to {url}")
-    return 0

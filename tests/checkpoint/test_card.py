@@ -1,13 +1,11 @@
 """Test that a model card matches the run's record, and that the Hub accepts the card's front
 matter."""
 
-import json
-
 import pytest
 from huggingface_hub import ModelCard
 
-from distributed_training.checkpoint.export import CARD, push_folder, write_card
-from tests.support import made_record, refused
+from distributed_training.checkpoint.export import CARD, write_card
+from tests.support import made_record
 
 
 @pytest.fixture
@@ -61,13 +59,3 @@ def test_markup_in_names_is_escaped(card):
     text = card(config__dataset=name, work__dataset=name, config__weights="random").text
     assert "\x1b" not in text
     assert text.count(r"\[click\](evil) \<b\>\`x\`\|y\\x1b\[2J.txt") == 2
-
-
-def test_adapters_for_a_folder_of_this_machine_are_not_pushed(tmp_path):
-    base, adapters = tmp_path / "base", tmp_path / "adapters"
-    base.mkdir()
-    adapters.mkdir()
-    values = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": str(base)}
-    (adapters / "adapter_config.json").write_text(json.dumps(values))
-    with refused(str(base), "base_model_name_or_path", "--merge"):
-        push_folder(adapters, "user/name")
