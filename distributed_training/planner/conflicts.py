@@ -224,7 +224,7 @@ def check_gradient_compression(plan: Draft) -> None:
 def check_on_nonfinite(plan: Draft) -> None:
     if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.averages_with_torch:
         why = "the strategy's engine updates the weights before it reports the gradient norm"
-        fix = "set on_nonfinite to rollback or stop"
+        fix = "set on_nonfinite to stop"
         _refuse(plan, "on_nonfinite", _setting(plan, "strategy"), why, fix)
 
 

@@ -234,9 +234,8 @@ class Config(KeyModel):
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
     """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
     weights."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
-    """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
-    rollback: return to the last checkpoint and skip the failed batch, at most once per run."""
+    on_nonfinite: Literal["stop", "skip"] = failure_key("stop")
+    """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update."""
     hang_timeout_s: CountOrZero | None = failure_key(None)
     """End the run after this many seconds without progress. 0: never. None: no limit for a single
     process. With several processes, the limit is 600 s. With --num_gpus, the limit of a step is 20

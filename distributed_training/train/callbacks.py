@@ -190,7 +190,7 @@ class Checkpoints:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
             what = f"step {self.saved_step} was not saved: {error}"
-            raise trainer.results.build_error(self.saved_step, what) from None
+            raise trainer.results.build_error(what) from None
         waited_before = not all(save["copied"] for save in trainer.history.saves)
         trainer.history.saves.append(row)
         trainer.call("on_history")
