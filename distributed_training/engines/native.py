@@ -91,7 +91,6 @@ def parallelize(
             stage.compute_dtype,
             keep_gathered=topology.pp > 1,
         )
-        blocks.apply_prefetch(stage, config.fsdp_prefetch)
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     blocks.reset_shards(stage)
     if plan.embeds_from_host:

@@ -19,7 +19,6 @@ from distributed_training.parallel.private import (
     WAIT_OPERATION,
     ComputeStreamReduceScatter,
     compile_with_less_memory,
-    disable_fsdp_prefetch,
     keep_headers_private,
     reset_fsdp_shards,
 )
@@ -213,18 +212,3 @@ def reset_shards(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             reset_fsdp_shards(module)
-
-
-def apply_prefetch(model: Decoder, num_ahead: int) -> None:
-    """Let each FSDP block prefetch the `num_ahead` blocks that run next in the forward and backward
-    passes. FSDP's default is 1. With 0, gathering a block does not overlap with computation."""
-    blocks: list[Any] = list(model.blocks.values())
-    if num_ahead == 0:
-        for module in (model, *blocks):
-            disable_fsdp_prefetch(module)
-    elif num_ahead > 1:
-        for index, block in enumerate(blocks):
-            next_blocks = blocks[index + 1 : index + 1 + num_ahead]
-            previous_blocks = blocks[max(0, index - num_ahead) : index]
-            block.set_modules_to_forward_prefetch(next_blocks)
-            block.set_modules_to_backward_prefetch(previous_blocks[::-1])

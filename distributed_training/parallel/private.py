@@ -107,13 +107,6 @@ def reset_fsdp_shards(module: Any) -> None:
     module._apply(lambda tensor: tensor, recurse=False)
 
 
-def disable_fsdp_prefetch(module: Any) -> None:
-    """Make an FSDP module all-gather its parameters on the compute stream when the module is
-    called, and disable its prefetching of other modules."""
-    module._set_unshard_async_op(True)
-    module.set_modules_to_backward_prefetch([module])  # overrides FSDP's default
-
-
 class PlannedPartition:
     """Mixin that makes the stages of DeepSpeed's PipelineModule begin at the layer indices in
     `parts`. List the mixin before PipelineModule among the base classes."""

@@ -54,11 +54,6 @@ def _uses_ddp(plan: Draft) -> bool:
 
 CONDITIONS = (
     Condition(
-        keys=("fsdp_prefetch",),
-        is_met=lambda plan: plan.uses_fsdp and plan.mesh["pp"] == 1,
-        otherwise="only FSDP gathers parameters by block",
-    ),
-    Condition(
         keys=("bucket_cap_mb", "gradient_compression"),
         is_met=_uses_ddp,
         otherwise="PyTorch's DDP does not average the gradients",

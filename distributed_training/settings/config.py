@@ -189,8 +189,6 @@ class Config(KeyModel):
     async_tp: bool | Auto = speed_key(AUTO)
     """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
     on Hopper GPUs, such as H100 and H200."""
-    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed_key(1)
-    """With fsdp: number of blocks whose parameters are gathered ahead of their use."""
     bucket_cap_mb: Annotated[float, Field(ge=0.01)] | None = speed_key(None)
     """With dp: size in MiB of the buckets in which gradients are averaged. None: PyTorch's default,
     25."""

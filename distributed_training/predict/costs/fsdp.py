@@ -38,7 +38,7 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
 def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the sizes in bytes of gathered parameters, and of unsharded gradients before their
     reduce-scatter. Parameters outside the blocks stay gathered. Only the current block and the
-    prefetched blocks are gathered."""
+    next block, which FSDP prefetches, are gathered."""
     if rank.pp > 1:  # see costs/pp.py
         return {}
     if point == "update" and rank.trained_share:
@@ -51,7 +51,7 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
     base_per_block = (base_bytes(rank) - outer_bytes) / rank.num_blocks
     adapters_per_block = rank.dtype_bytes * rank.adapter_parameters / rank.num_blocks
-    gathered_blocks = (1 + rank.config.fsdp_prefetch) * (base_per_block + adapters_per_block)
+    gathered_blocks = 2 * (base_per_block + adapters_per_block)
     block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
     return {
         "copies": outer_bytes + gathered_blocks,
