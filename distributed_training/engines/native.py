@@ -77,7 +77,8 @@ def parallelize(
     blocks.apply_checkpointing(stage, mode, config.checkpointed_blocks, compiled=compiled)
     stage.loss = blocks.build_loss(config)
     if tp_mesh is not None:
-        stage.loss, stage.project = shard_output(stage.loss, tp_mesh, plan.tp_parts)
+        loss = blocks.build_chunked_loss(config)
+        stage.loss, stage.project = shard_output(loss, tp_mesh, plan.tp_parts)
     blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
     if config.offloads_activations and topology.device.type == "cuda":
         offload_saved(stage, config.checkpointed_blocks)

@@ -1,6 +1,7 @@
 """Apply activation checkpointing, torch.compile and FSDP2 to each block of a model."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +141,14 @@ def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
     tokens is computed separately."""
     if not config.loss_chunk_tokens:
         return summed_cross_entropy
-    return ChunkedCrossEntropy(config.loss_chunk_tokens, compiled=config.compile)
+    return build_chunked_loss(config)
+
+
+def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
+    """Return the loss computed in chunks of `loss_chunk_tokens` tokens, or of all tokens if it is
+    0. Only this loss can be sharded by vocabulary."""
+    tokens = config.loss_chunk_tokens or sys.maxsize
+    return ChunkedCrossEntropy(tokens, compiled=config.compile)
 
 
 def _compile(function: Any, backend: Any = "inductor") -> Any:
@@ -167,7 +175,7 @@ def apply_compile(
     backend: Any = "inductor"
     if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
         backend = compile_with_less_memory
-    has_chunked_loss = config.loss_chunk_tokens > 0
+    has_chunked_loss = model.loss is not summed_cross_entropy
     for block in model.blocks.values():
         block.forward = _compile(block.forward, backend)
     if compile_outer_layers:

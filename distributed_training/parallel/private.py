@@ -39,9 +39,7 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
     import torch.nn.attention.varlen  # registers the operation with torch
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
-# Collectives that torch.compile can capture. Their arguments are (tensor, "sum" or "max", group)
-# and (tensor, dimension, group).
-all_reduce_functional = functional_collectives.all_reduce
+# Collective that torch.compile can capture. Its arguments are (tensor, dimension, group).
 all_gather_functional = functional_collectives.all_gather_tensor
 group_of_name = _distributed_c10d._resolve_process_group
 # Names of the operations that these collectives become in a graph
