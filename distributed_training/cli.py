@@ -30,11 +30,9 @@ from distributed_training.settings.keys import (
     find_option,
     read_keys,
 )
-from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch
-from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import (
     open_closed_streams,
     open_lasting,
@@ -290,26 +288,8 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Check whether this machine is ready for training. With --nodes, check the network."""
-    add = parser.add_argument
-    add("--nodes", action="store_true", help="check the network between processes instead")
-    num_gpus_help = "with --nodes: number of processes to start. Omit this option under torchrun"
-    add("--num_gpus", metavar="N", help=num_gpus_help)
-
-    def act(arguments: argparse.Namespace) -> int:
-        if not arguments.nodes:
-            if arguments.num_gpus is not None:
-                raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
-            return _load("tools.doctor").main(program.output_dir)
-        if current_process() is not None:
-            return _load("tools.links").check_nodes()
-        count = launch.requested_processes(arguments.num_gpus or "all", detect_machine(), {})
-        if count == 1:
-            fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
-            raise UserError("one process has no links to measure", fix=fix)
-        return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
-
-    return act
+    """Check whether this machine is ready for training."""
+    return lambda a: _load("tools.doctor").main(program.output_dir)
 
 
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:

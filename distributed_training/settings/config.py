@@ -155,7 +155,7 @@ class Config(KeyModel):
     cost."""
     network_gbit: Positive | None = layout_key(None)
     """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
-    `doctor --nodes`. None: 400."""
+    results/lab/links.py. None: 400."""
     activation_checkpointing: Literal[
         "none", "selective", "full", "offload-attention", "offload"
     ] = memory_key("none")
