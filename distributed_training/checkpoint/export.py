@@ -1,7 +1,6 @@
-"""Generate text, export models in the Hugging Face format with model cards, and upload them."""
+"""Generate text, and export models in the Hugging Face format."""
 
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,19 +9,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.checkpoint.trained import TrainedModel
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import find_model
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
 from distributed_training.models.decoder import COMPUTE_DTYPES, KVCache
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import fill_template, in_markdown, short_name
-from distributed_training.records.record import BEST, Record
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import atomic_folder, plural, replace_file
+from distributed_training.settings.files import atomic_folder
 
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CARD = "README.md"
 
 
 def generate_ids(
@@ -146,33 +141,3 @@ def find_stop_ids(
     elif base_ids is not None:
         ids.append(base_ids)
     return list(dict.fromkeys(ids))
-
-
-def write_card(folder: Path, r: Record) -> None:
-    """Write README.md, the model card, to `folder`. The folder contains an exported model and may
-    be, for example, a run's hf/, best/ or merged/ folder."""
-    from huggingface_hub import ModelCardData  # slow to import
-
-    is_pretrained = r.config["weights"] == "pretrained"
-    front_matter = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=find_model(r.config["model"]).hub_id if is_pretrained else None,
-    )
-    text = fill_template(
-        "card.md.jinja",
-        r=r,
-        front=front_matter.to_yaml(),
-        folder=_local_name(folder),
-        best=r.best if folder.name == BEST else None,
-        processes=plural(r.world_size, "process"),
-        short_name=short_name,
-        in_markdown=in_markdown,
-        quote=shlex.quote,
-    )
-    replace_file(folder / CARD, text.encode())
-
-
-def _local_name(folder: Path) -> str:
-    """Return the name of an exported model in its card, which must not contain local paths."""
-    return f"path/to/{folder.absolute().parent.name}/{folder.name}"

@@ -178,12 +178,6 @@ def short_name(source: str) -> str:
     return " ".join(labels)
 
 
-def in_markdown(text: str) -> str:
-    """Escape characters that Markdown interprets as links, HTML, code or the end of a table
-    cell."""
-    return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
-
-
 def fill_template(template: str, **values: Any) -> str:
     """Fill a template in pages/ with `values` and return the text. In an HTML template, the values
     are escaped."""

@@ -313,9 +313,9 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     folder = _new_folder(arguments.to, run_dir / LAST)
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
-    plan, record = load_plan(run_dir), load_record(run_dir)
+    plan = load_plan(run_dir)
     tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
-    chat = tokenizer.is_chat_form(record.data.get("form"))
+    chat = tokenizer.is_chat_form(load_record(run_dir).data.get("form"))
     prefix = "weight/"
     weight_names = [name for name in files.stored_parts if name.startswith(prefix)]
     trained = trained_model_of_run(
@@ -325,10 +325,6 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
         meta.base_fingerprint,
     )
     export.write_folder(trained, plan, tokenizer, chat, folder)
-    export.write_card(
-        folder,
-        record.model_copy(update={"step": meta.step}),
-    )
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")
     return 0
@@ -345,8 +341,6 @@ def merge_adapters(exported: Path, to: str | None) -> int:
     base = base_folder(exported)
     dtype = getattr(torch, weights.stored_dtype(base))
     export.save_full_model(trained, tokenizer, chat, base, folder, dtype)
-    if (exported.parent / RECORD_FILE).is_file():
-        export.write_card(folder, load_record(exported.parent))
     if trained.adapters and trained.adapters.config.has_quantized_base:
         base_dtype = trained.adapters.config.base_dtype
         note = f"the base model was in {base_dtype}. The export contains its dequantized weights "

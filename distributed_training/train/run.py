@@ -14,7 +14,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distributed_training.checkpoint.export import write_card
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine
@@ -175,8 +174,7 @@ def finish_record(
     trainer: Trainer,
     signum: int,
 ) -> None:
-    """Write a run's results to its record and the cards of its models. Unless a signal stopped the
-    run, print them."""
+    """Write a run's results to its record. Unless a signal stopped the run, print them."""
     plan = trainer.plan
     claims.check(plan.run_dir, plan.run_id)
     status = "interrupted" if signum else "ok"
@@ -188,9 +186,6 @@ def finish_record(
         script = shlex.split(plan.command)[1]
         command = shlex.join(["python", script, "generate", short_path(plan.run_dir)])
         trainer.display.say(f"To use the model, run:\n  {command}")
-    for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
-        if folder.is_dir():
-            write_card(folder, finished_record)
 
 
 def build_topology(
