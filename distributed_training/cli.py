@@ -282,8 +282,8 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         type=Path,
         help="runs, folders of runs, or records (default: output_dir)",
     )
-    html_help = "also write the tables and plots of losses into one HTML page"
-    add("--html", type=Path, metavar="FILE", help=html_help)
+    plot_help = "also plot the losses into an image file, such as losses.png"
+    add("--plot", type=Path, metavar="FILE", help=plot_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 

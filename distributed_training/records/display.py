@@ -1,5 +1,4 @@
-"""Print the header, progress and summary of a run on rank 0, and fill page templates. This module
-does not import torch."""
+"""Print the header, progress and summary of a run on rank 0. This module does not import torch."""
 
 import contextlib
 import os
@@ -176,21 +175,6 @@ def short_name(source: str) -> str:
     For weights in a run's folder, the name also contains the run's model."""
     labels = [folder_label(Path(name.rstrip("/"))) or name for name in source.split(" ")]
     return " ".join(labels)
-
-
-def fill_template(template: str, **values: Any) -> str:
-    """Fill a template in pages/ with `values` and return the text. In an HTML template, the values
-    are escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
-
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("pages")),
-        autoescape=".html" in template,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return templates.get_template(template).render(values)
 
 
 def verdict(
