@@ -212,9 +212,8 @@ class Config(KeyModel):
     verbose: bool = logging_key(False)
     """True: also show informational messages from libraries."""
     output_dir: PathText = checkpoint_key("runs")
-    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
-    shared_disk: bool = checkpoint_key(True)
-    """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
+    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script.
+    All nodes must share it."""
     checkpoint_every: CountOrZero | Literal["signal"] | None = checkpoint_key(None)
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
     0: never. Unless the value is 0, Ctrl-C and SIGTERM also save a checkpoint."""

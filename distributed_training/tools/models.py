@@ -312,7 +312,8 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     run_dir = checkpoint.parents[1]
     folder = _new_folder(arguments.to, run_dir / LAST)
     meta = resume.read_meta(checkpoint)
-    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
+    resume.check_files(checkpoint, meta)
+    files = TensorFiles(checkpoint / name for name in meta.files)
     plan = load_plan(run_dir)
     tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(load_record(run_dir).data.get("form"))
