@@ -72,12 +72,13 @@ def rank_file_name(rank: int) -> str:
 def check_files(folder: Path, meta: Meta) -> None:
     """Raise UserError if a file of a checkpoint is missing or damaged."""
     advice = resume_advice(folder)
-    for name in meta.files:
-        if not (folder / name).is_file():
+    files = {name: folder / name for name in meta.files}
+    for name, file in files.items():
+        if not file.is_file():
             raise UserError(f"Checkpoint {folder} is damaged", f"{name} is missing", advice)
     with ThreadPoolExecutor(8) as pool:
-        checksums = pool.map(crc32, [folder / name for name in meta.files])
-        for name, checksum in zip(meta.files, checksums, strict=True):
+        checksums = pool.map(crc32, files.values())
+        for name, checksum in zip(files, checksums, strict=True):
             if checksum != meta.checksums.get(name):
                 why = f"{name} has changed since it was written"
                 raise UserError(f"Checkpoint {folder} is damaged", why, advice)
@@ -125,8 +126,10 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
         changed -= STEPS
-    if "model" in changed and load_plan(checkpoint.parents[1]).model.size != plan.model.size:
-        changed.remove("model")
+    if "model" in changed:
+        saved_plan = load_plan(checkpoint.parents[1])
+        if saved_plan.model.size != plan.model.size:
+            changed.remove("model")
     if differences := _differences(meta.work, meta.data_fingerprint, plan, changed):
         fix = "restore these settings, or start a new run from that run's weights: --weights "
         fix += f"{checkpoint.parents[1] / LAST}. The export command writes this folder"

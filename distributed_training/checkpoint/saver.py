@@ -241,8 +241,11 @@ def load_rank_local_parts(engine: Engine, saved: TensorFiles, topology: Topology
     if topology.device_type == "cuda":
         torch.cuda.set_rng_state(saved.read_whole(f"random/cuda/{topology.rank}"))
     prefix = f"own/{topology.rank}/"
-    names = [name for name in saved.stored_parts if name.startswith(prefix)]
-    engine.load_local_state({name.removeprefix(prefix): saved.read_whole(name) for name in names})
+    state = {}
+    for name in saved.stored_parts:
+        if name.startswith(prefix):
+            state[name.removeprefix(prefix)] = saved.read_whole(name)
+    engine.load_local_state(state)
 
 
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:

@@ -177,8 +177,9 @@ class DeepSpeedEngine(base.Engine):
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
         first, *_ = private.zero_partitions(self.optimizer)
+        state = adam.state.get(first, {})  # empty before the first step
         return {
-            "adam_steps": float(adam.state.get(first, {}).get("step", 0)),
+            "adam_steps": float(state.get("step", 0)),
             "loss_scale": float(scaler.cur_scale),
             "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0,
         }
