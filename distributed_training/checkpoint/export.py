@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distributed_training.checkpoint.trained import TrainedModel
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
-from distributed_training.models.decoder import COMPUTE_DTYPES, KVCache
+from distributed_training.models.decoder import KVCache
+from distributed_training.models.weights import stored_dtype
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder
@@ -76,12 +77,14 @@ def write_folder(
 ) -> None:
     """Write a run's trained weights and tokenizer to `folder`, which appears only when it is
     complete. For a LoRA run, only the adapters are written unless the base model has random
-    weights.
+    weights. A whole model has the dtype of the weights that the run began with, or fp32.
 
     Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
     if trained.adapters is None or plan.weights_dir is None:
-        dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
+        dtype = torch.float32
+        if plan.weights_dir is not None:
+            dtype = getattr(torch, stored_dtype(plan.weights_dir))
         save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
         return
     from distributed_training.models.peft import save_adapters

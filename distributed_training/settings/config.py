@@ -227,10 +227,8 @@ class Config(KeyModel):
     """Run to resume: a run's folder, or auto for the unfinished run with the most steps and the
     same model, data and training settings."""
     export: bool = checkpoint_key(True)
-    """After training, write the weights to hf/ in Hugging Face format."""
-    export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
-    """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
-    weights."""
+    """After training, write the weights to hf/ in Hugging Face format, in the dtype of the loaded
+    weights, or in fp32 for random weights."""
     on_nonfinite: Literal["stop", "skip"] = failure_key("stop")
     """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update."""
     hang_timeout_s: CountOrZero | None = failure_key(None)
@@ -269,7 +267,7 @@ def today() -> str:
 class DraftConfig(Config):
     """CONFIG after the model, the strategy and the layout have been chosen. Only the values that
     depend on the data and the weights may still be "auto": `model`, `dataset`, `tokenizer` and
-    `weights` as names, and `learning_rate`, `pack`, `keep_best` and `export_dtype`."""
+    `weights` as names, and `learning_rate`, `pack` and `keep_best`."""
 
     batch_size: Count
     micro_batch_size: Count
@@ -289,7 +287,6 @@ class RunConfig(DraftConfig):
     learning_rate: Rate
     pack: bool
     keep_best: bool
-    export_dtype: Literal["fp32", "fp16", "bf16"]
 
 
 class Request(Config):

@@ -73,7 +73,7 @@ def random_words(number):
 
 
 def find_nothing(draft, *_, **__):
-    return draft.with_config(learning_rate=1e-3, export_dtype="fp32"), FOLDERS
+    return draft.with_config(learning_rate=1e-3), FOLDERS
 
 
 @pytest.fixture
