@@ -9,7 +9,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -267,17 +266,6 @@ def compile_with_less_memory(graph: Any, inputs: Any) -> Any:
 
     with functorch_config.patch(activation_memory_budget=0.9):
         return compile_fx(graph, inputs)
-
-
-def record_memory_history() -> None:
-    """Start recording allocations and frees of GPU memory. The latest 100,000 events are kept."""
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
-
-
-def dump_memory_history(path: Path) -> None:
-    """Write the recorded history to `path` for pytorch.org/memory_viz, and stop recording."""
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def forget_pipeline_grid() -> None:

@@ -34,7 +34,6 @@ LAST = "hf"  # folder with the final weights in Hugging Face format
 BEST = "best"  # folder with the weights that had the lowest validation loss
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
-MEMORY_FILE = "memory-rank{}.pickle"
 OWNER_FILE = ".owner.json"  # lock of a run's folder (supervise/claims.py)
 LOST_PEER = "lost the connection to another process"
 

@@ -207,8 +207,7 @@ class Config(KeyModel):
     log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = logging_key(None)
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
-    """Number of steps that each rank traces. On a GPU, a memory snapshot is also written. 0: no
-    trace."""
+    """Number of steps that each rank traces. 0: no trace."""
     verbose: bool = logging_key(False)
     """True: also show informational messages from libraries."""
     output_dir: PathText = checkpoint_key("runs")
