@@ -74,8 +74,7 @@ class DeepSpeedEngine(base.Engine):
                 fused=topology.device_type == "cuda",
                 **settings,
             )
-        discard_stdout = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its arguments
-        with contextlib.nullcontext() if config.verbose else discard_stdout:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its arguments
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,

@@ -208,8 +208,6 @@ class Config(KeyModel):
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
     """Number of steps that each rank traces. 0: no trace."""
-    verbose: bool = logging_key(False)
-    """True: also show informational messages from libraries."""
     output_dir: PathText = checkpoint_key("runs")
     """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script.
     All nodes must share it."""
