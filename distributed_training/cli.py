@@ -96,14 +96,6 @@ def add_keys(
     add = parser.add_argument
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
     add("--preset", metavar="NAME", help=preset_help)
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        dest="overrides",
-        help="set several keys",
-    )
     num_gpus_help = (
         f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
         "GPUs"

@@ -41,7 +41,7 @@ class Draft:
     """Part of a plan that can be determined from CONFIG and the machine before any file is read.
     Predictions need only this part."""
 
-    requested: Request  # merged from CONFIG, preset and --set
+    requested: Request  # merged from CONFIG, preset and command line
     config: DraftConfig  # its type says which values are still open
     strategy: Strategy
     model: ModelSpec

@@ -293,7 +293,7 @@ def train(run: Run, out: Path) -> None:
     SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORD_PATTERN))
-    settings = ["--set", *format_overrides(run.values), f"output_dir={folder}"]
+    settings = [f"--{text}" for text in format_overrides(run.values | {"output_dir": folder})]
     command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
     with (
         open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,
