@@ -30,11 +30,9 @@ from distributed_training.settings.keys import (
     find_option,
     read_keys,
 )
-from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch
-from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import (
     open_closed_streams,
     open_lasting,
@@ -98,14 +96,6 @@ def add_keys(
     add = parser.add_argument
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
     add("--preset", metavar="NAME", help=preset_help)
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        dest="overrides",
-        help="set several keys",
-    )
     num_gpus_help = (
         f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
         "GPUs"
@@ -284,32 +274,14 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         type=Path,
         help="runs, folders of runs, or records (default: output_dir)",
     )
-    html_help = "also write the tables and plots of losses into one HTML page"
-    add("--html", type=Path, metavar="FILE", help=html_help)
+    plot_help = "also plot the losses into an image file, such as losses.png"
+    add("--plot", type=Path, metavar="FILE", help=plot_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
 def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Check whether this machine is ready for training. With --nodes, check the network."""
-    add = parser.add_argument
-    add("--nodes", action="store_true", help="check the network between processes instead")
-    num_gpus_help = "with --nodes: number of processes to start. Omit this option under torchrun"
-    add("--num_gpus", metavar="N", help=num_gpus_help)
-
-    def act(arguments: argparse.Namespace) -> int:
-        if not arguments.nodes:
-            if arguments.num_gpus is not None:
-                raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
-            return _load("tools.doctor").main(program.output_dir)
-        if current_process() is not None:
-            return _load("tools.links").check_nodes()
-        count = launch.requested_processes(arguments.num_gpus or "all", detect_machine(), {})
-        if count == 1:
-            fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
-            raise UserError("one process has no links to measure", fix=fix)
-        return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
-
-    return act
+    """Check whether this machine is ready for training."""
+    return lambda a: _load("tools.doctor").main(program.output_dir)
 
 
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
@@ -377,17 +349,6 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("tools.models").export_checkpoint(a)
 
 
-def push(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Upload a run's model to the Hub."""
-    add = parser.add_argument
-    add("run", help="folder of a run, such as runs/latest, or its hf/ or best/")
-    add("name", help="user/name on the Hub")
-    add_model(parser)
-    add("--best", action="store_true", help="upload best/ instead of hf/")
-    add("--public", action="store_true", help="create a public repository instead of a private one")
-    return lambda a: _load("tools.models").push(a)
-
-
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
@@ -396,7 +357,6 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "generate": generate,
     "eval": eval_,
     "export": export,
-    "push": push,
 }
 
 

@@ -118,8 +118,8 @@ def hub_pool() -> Pool:
 
 
 def settings(values: dict[str, object]) -> list[str]:
-    """Return the --set arguments for the given CONFIG values."""
-    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    """Return the options for the given CONFIG values."""
+    return [f"--{key}={value}" for key, value in values.items()]
 
 
 def script(

@@ -38,7 +38,6 @@ def test_every_key_is_an_option(name):
     value, dashed = OTHER[name], name.replace("_", "-")
     for argv in ([f"--{name}={value}"], [f"--{dashed}={value}"], [f"--{name}", value]):
         assert overrides(*argv) == [f"{name}={value}"]
-    assert overrides("--set", f"{name}={value}", "seed=1") == [f"{name}={value}", "seed=1"]
 
 
 def test_options_of_other_programs_that_mean_a_key_set_it():
@@ -49,8 +48,8 @@ def test_options_of_other_programs_that_mean_a_key_set_it():
 
 
 def test_options_keep_the_order_of_the_command_line():
-    argv = ("--strategy", "dp", "--set", "strategy=tp", "seed=1", "--set", "seed=2", "--seed", "3")
-    assert overrides(*argv) == ["strategy=dp", "strategy=tp", "seed=1", "seed=2", "seed=3"]
+    argv = ("--strategy", "dp", "--strategy=tp", "--seed=1", "--seed", "3")
+    assert overrides(*argv) == ["strategy=dp", "strategy=tp", "seed=1", "seed=3"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,12 @@ def test_options_of_other_programs_give_advice_that_is_accepted():
     for advice in table.values():
         named = re.findall(r"--(\w+)", advice)
         assert set(named) <= {*KEYS, "num_gpus"}
-        other_advice = ("leave it out, ", "set CUDA_VISIBLE_DEVICES", "use generate")
+        other_advice = (
+            "leave it out, ",
+            "set CUDA_VISIBLE_DEVICES",
+            "use generate",
+            "use hf upload",
+        )
         assert named or advice.startswith(other_advice)
 
 
@@ -94,7 +98,7 @@ def test_help_is_complete_grouped_and_narrow():
         for choice in key.choices if any("enum" in schema for schema in key.schemas) else ():
             assert choice in text
     assert ", ".join(list_strategies()) in text
-    for option in ("--preset", "--set", "--num_gpus", "--dry-run"):
+    for option in ("--preset", "--num_gpus", "--dry-run"):
         assert f"  {option}" in answer.stdout
 
 
@@ -126,7 +130,7 @@ def run(tmp_path, monkeypatch):
     def call(*argv, machine=CPU_MACHINE, process=None):
         argv = [
             "--strategy", "dp", "--model", "gpt2-tiny", "--output_dir", tmp_path / "runs",
-            "--set", f"dataset={small_text()}", "num_samples=4", *argv,
+            f"--dataset={small_text()}", "--num_samples=4", *argv,
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
         monkeypatch.setattr("distributed_training.start.launch.detect_machine", lambda: machine)
@@ -220,8 +224,6 @@ def test_output_dir_of_config_is_relative_to_the_script(monkeypatch, tmp_path):
         ("darwin", ["train"], ["darwin", "WSL 2"]),
         ("linux", ["--preset", "key.json"], ["key.json", "'epoch'", "epochs"]),
         ("linux", ["--output_dir", "key.json"], ["key.json"]),
-        ("linux", ["--push", "a/b/c"], ["push='a/b/c'", "user/name"]),
-        ("linux", ["--push", "user/tiny", "--export", "false"], ["export=False"]),
         ("linux", ["--tokenizer", "none"], ["tokenizer=", "vocab.json"]),
     ],
 )

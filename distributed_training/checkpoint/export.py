@@ -1,9 +1,6 @@
-"""Generate text, export models in the Hugging Face format with model cards, and upload them."""
+"""Generate text, and export models in the Hugging Face format."""
 
 import json
-import os
-import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,28 +9,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.checkpoint.trained import TrainedModel
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import find_model
-from distributed_training.models.adapters import ADAPTER_CONFIG, base_name, is_adapter
 from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
-from distributed_training.models.decoder import COMPUTE_DTYPES, KVCache
+from distributed_training.models.decoder import KVCache
+from distributed_training.models.weights import stored_dtype
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import fill_template, in_markdown, short_name, short_path
-from distributed_training.records.record import BEST, Record
-from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import atomic_folder, plural, replace_file
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import atomic_folder
 
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CARD = "README.md"
-# Files of a model in Hugging Face format. `push` uploads no other files.
-_MODEL_FILE = re.compile(
-    r"README\.md|(adapter_|generation_|tokenizer_)?config\.json"
-    r"|(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-    r"|(tokenizer|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt"
-    r"|(tokenizer|spiece|sentencepiece\.bpe)\.model"
-    r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
-)
 
 
 def generate_ids(
@@ -92,13 +77,15 @@ def write_folder(
 ) -> None:
     """Write a run's trained weights and tokenizer to `folder`, which appears only when it is
     complete. For a LoRA run, only the adapters are written unless the base model has random
-    weights.
+    weights. A whole model has the dtype of the weights that the run began with, or fp32.
 
     Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
     if trained.adapters is None or plan.weights_dir is None:
-        dtype = COMPUTE_DTYPES[config.export_dtype] or torch.float32
+        dtype = torch.float32
         original = plan.weights_dir
+        if original is not None:
+            dtype = getattr(torch, stored_dtype(original))
         save_full_model(trained, tokenizer, chat, original, folder, dtype, text=config.export_text)
         return
     from distributed_training.models.peft import save_adapters
@@ -162,73 +149,3 @@ def find_stop_ids(
     elif base_ids is not None:
         ids.append(base_ids)
     return list(dict.fromkeys(ids))
-
-
-def write_card(folder: Path, r: Record) -> None:
-    """Write README.md, the model card, to `folder`. The folder contains an exported model and may
-    be, for example, a run's hf/, best/ or merged/ folder."""
-    from huggingface_hub import ModelCardData  # slow to import
-
-    is_pretrained = r.config["weights"] == "pretrained"
-    front_matter = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=find_model(r.config["model"]).hub_id if is_pretrained else None,
-    )
-    text = fill_template(
-        "card.md.jinja",
-        r=r,
-        front=front_matter.to_yaml(),
-        folder=_local_name(folder),
-        best=r.best if folder.name == BEST else None,
-        processes=plural(r.world_size, "process"),
-        short_name=short_name,
-        in_markdown=in_markdown,
-        quote=shlex.quote,
-    )
-    replace_file(folder / CARD, text.encode())
-
-
-def _local_name(folder: Path) -> str:
-    """Return the name of an exported model in its card, which must not contain local paths."""
-    return f"path/to/{folder.absolute().parent.name}/{folder.name}"
-
-
-def push_folder(
-    folder: Path,
-    repo_id: str,
-    *,
-    public: bool = False,
-) -> str:
-    """Upload the model in `folder` as `repo_id` and return the model's URL. A new repository is
-    private unless `public` is set. Other files in `folder`, and links, are not uploaded. Raises
-    UserError if the Hub rejects the upload, or if adapters have a base model that is not on the
-    Hub."""
-    from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.utils import disable_progress_bars
-
-    base = base_name(folder) if is_adapter(folder) else ""
-    if os.path.isabs(base):
-        why = f"{folder / ADAPTER_CONFIG} names {base}, which exists only on this machine"
-        fix = "set base_model_name_or_path to a name on the Hub, or push a folder from "
-        fix += "export --merge"
-        raise UserError(f"{short_path(folder)} was not pushed", why, fix)
-    files: dict[str, Path | bytes] = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if _MODEL_FILE.fullmatch(name) and path.is_file() and not path.is_symlink():
-            files[name] = path
-    if CARD in files:
-        card = (folder / CARD).read_text()
-        files[CARD] = card.replace(_local_name(folder), repo_id).encode()
-    disable_progress_bars()
-    api = HfApi()
-    try:
-        url = str(api.create_repo(repo_id, private=not public, exist_ok=True))
-        operations = [CommitOperationAdd(*file) for file in files.items()]
-        api.create_commit(repo_id, operations, commit_message="Trained model")
-    except Exception as error:  # the exception type depends on the library's HTTP client
-        command = f"python real_model_example.py push {short_path(folder)} {repo_id}"
-        fix = f"check the token's write access (hf auth login), then run: {command}"
-        raise UserError(f"{short_path(folder)} was not pushed", describe(error), fix) from None
-    return url

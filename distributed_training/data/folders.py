@@ -60,8 +60,6 @@ def find_splits(
             return {"train": [path]}
         raise _unusable_error(what, [path])
     check_dataset_exists(path, what)
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _read_saved_splits(path, what)
     files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
     texts = [file for file in files if suffix_of(file) in TEXT_SUFFIXES]
     records = [file for file in files if suffix_of(file) in RECORD_SUFFIXES]
@@ -79,8 +77,10 @@ def find_splits(
 
 def _has_samples(file: Path, folder: Path) -> bool:
     """Return whether a file contains samples: its suffix is known, and it is not hidden, not in
-    METADATA_FILES and not a link to a file outside the folder."""
+    METADATA_FILES, not a cache of the datasets library and not a link to a file outside the
+    folder."""
     is_sample = suffix_of(file) in SUFFIXES and file.name not in METADATA_FILES
+    is_sample = is_sample and not file.match("cache-*.arrow")
     is_sample = is_sample and not file.is_dir() and not is_hidden(file.relative_to(folder))
     # A pipe, device or broken link is refused when it is opened.
     return is_sample and not (file.is_file() and is_outside(file, folder))
@@ -170,22 +170,6 @@ def _find_splits_by_convention(
         if used_files:
             splits[str(split)] = sorted(used_files)
     return splits
-
-
-def _read_saved_splits(folder: Path, what: str) -> Splits:
-    """Return the Arrow files of each split of a dataset that `save_to_disk` wrote. Raises UserError
-    if the dataset cannot be read."""
-    import datasets
-
-    try:
-        dataset = datasets.load_from_disk(str(folder))
-    except Exception as error:  # errors from datasets and pyarrow
-        raise UserError(f"{what} cannot be read", describe(error)) from None
-    dataset_by_split = dataset if isinstance(dataset, dict) else {"train": dataset}
-    return {
-        str(name): [Path(file["filename"]) for file in split.cache_files]
-        for name, split in dataset_by_split.items()
-    }
 
 
 def _unusable_error(what: str, files: Sequence[Path]) -> UserError:

@@ -129,19 +129,6 @@ def fetch_error(
     return UserError(what, str(error), f"{fix}: {command}")
 
 
-def check_push(repo_id: str) -> None:
-    """Raise UserError unless `repo_id` is a valid name for the Hub and the user has a Hub token."""
-    from huggingface_hub import get_token
-
-    if not is_repo_id(repo_id):
-        what = f"push={repo_id!r} is not a valid model name"
-        fix = "write user/name with only letters, digits, hyphens, underscores and periods"
-        raise UserError(what, fix=fix)
-    if get_token() is None:
-        what = f"uploading to {repo_id!r} needs a Hugging Face token"
-        raise UserError(what, fix="set HF_TOKEN, or run: hf auth login")
-
-
 def fetch_folder(
     repo_id: str,
     filenames: tuple[str, ...],

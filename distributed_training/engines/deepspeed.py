@@ -74,8 +74,7 @@ class DeepSpeedEngine(base.Engine):
                 fused=topology.device_type == "cuda",
                 **settings,
             )
-        discard_stdout = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its arguments
-        with contextlib.nullcontext() if config.verbose else discard_stdout:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its arguments
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -157,10 +156,8 @@ class DeepSpeedEngine(base.Engine):
             count = max(0, min(count, num_unpadded))
             flat_range = slice(offset, offset + count)
             # With a pipeline, only the first stage has the embedding, unless it is tied. The last
-            # stage then has a copy, which is written only if the stages may be on nodes without a
-            # shared disk.
-            is_copy = name == "token_embedding.weight" and self.topology.pp_rank > 0
-            written_here = not is_copy or self.plan.has_node_local_files
+            # stage then has a copy, which is not written.
+            written_here = name != "token_embedding.weight" or self.topology.pp_rank == 0
             for tensor_name in tensor_names:
 
                 def get(tensor_name: str = tensor_name, flat_range: slice = flat_range) -> Any:
@@ -179,8 +176,9 @@ class DeepSpeedEngine(base.Engine):
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
         first, *_ = private.zero_partitions(self.optimizer)
+        state = adam.state.get(first, {})  # empty before the first step
         return {
-            "adam_steps": float(adam.state.get(first, {}).get("step", 0)),
+            "adam_steps": float(state.get("step", 0)),
             "loss_scale": float(scaler.cur_scale),
             "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0,
         }

@@ -77,7 +77,8 @@ def parallelize(
     blocks.apply_checkpointing(stage, mode, config.checkpointed_blocks, compiled=compiled)
     stage.loss = blocks.build_loss(config)
     if tp_mesh is not None:
-        stage.loss, stage.project = shard_output(stage.loss, tp_mesh, plan.tp_parts)
+        loss = blocks.build_chunked_loss(config)
+        stage.loss, stage.project = shard_output(loss, tp_mesh, plan.tp_parts)
     blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
     if config.offloads_activations and topology.device.type == "cuda":
         offload_saved(stage, config.checkpointed_blocks)
@@ -91,7 +92,6 @@ def parallelize(
             stage.compute_dtype,
             keep_gathered=topology.pp > 1,
         )
-        blocks.apply_prefetch(stage, config.fsdp_prefetch)
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     blocks.reset_shards(stage)
     if plan.embeds_from_host:
@@ -399,19 +399,15 @@ class NativeEngine(base.Engine):
         return output
 
     def state_parts(self) -> Iterator[Part]:
-        rank = self.topology.rank
-        disk = self.plan.ranks_on_disk(rank)
-        # A copy of the tied embedding is written only if the files of the first stage may be on
-        # another disk.
-        writes_copies = self.plan.has_node_local_files and self.topology.pp_rank > 0
         for number, (name, parameter) in enumerate(self.named_params):
             local, start = locate_local(parameter)
             shape = list(parameter.shape)
             if name in self.vocab_names:
                 shape[0] = self.plan.size.vocab_size
-            written_here = rank == choose_writer(parameter, number, self.topology, disk)
-            if parameter in self.embedding_copies and not writes_copies:
-                written_here = False
+            written_here = (
+                parameter not in self.embedding_copies  # the first stage writes the tied embedding
+                and self.topology.rank == choose_writer(parameter, number, self.topology)
+            )
             tensors = {"weight": local, **self._adam_state(parameter)}
             tensors.pop("step", None)
             for key, tensor in tensors.items():

@@ -1,6 +1,7 @@
 """Apply activation checkpointing, torch.compile and FSDP2 to each block of a model."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from distributed_training.parallel.private import (
     WAIT_OPERATION,
     ComputeStreamReduceScatter,
     compile_with_less_memory,
-    disable_fsdp_prefetch,
     keep_headers_private,
     reset_fsdp_shards,
 )
@@ -141,7 +141,14 @@ def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
     tokens is computed separately."""
     if not config.loss_chunk_tokens:
         return summed_cross_entropy
-    return ChunkedCrossEntropy(config.loss_chunk_tokens, compiled=config.compile)
+    return build_chunked_loss(config)
+
+
+def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
+    """Return the loss computed in chunks of `loss_chunk_tokens` tokens, or of all tokens if it is
+    0. Only this loss can be sharded by vocabulary."""
+    tokens = config.loss_chunk_tokens or sys.maxsize
+    return ChunkedCrossEntropy(tokens, compiled=config.compile)
 
 
 def _compile(function: Any, backend: Any = "inductor") -> Any:
@@ -168,7 +175,7 @@ def apply_compile(
     backend: Any = "inductor"
     if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
         backend = compile_with_less_memory
-    has_chunked_loss = config.loss_chunk_tokens > 0
+    has_chunked_loss = model.loss is not summed_cross_entropy
     for block in model.blocks.values():
         block.forward = _compile(block.forward, backend)
     if compile_outer_layers:
@@ -213,18 +220,3 @@ def reset_shards(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             reset_fsdp_shards(module)
-
-
-def apply_prefetch(model: Decoder, num_ahead: int) -> None:
-    """Let each FSDP block prefetch the `num_ahead` blocks that run next in the forward and backward
-    passes. FSDP's default is 1. With 0, gathering a block does not overlap with computation."""
-    blocks: list[Any] = list(model.blocks.values())
-    if num_ahead == 0:
-        for module in (model, *blocks):
-            disable_fsdp_prefetch(module)
-    elif num_ahead > 1:
-        for index, block in enumerate(blocks):
-            next_blocks = blocks[index + 1 : index + 1 + num_ahead]
-            previous_blocks = blocks[max(0, index - num_ahead) : index]
-            block.set_modules_to_forward_prefetch(next_blocks)
-            block.set_modules_to_backward_prefetch(previous_blocks[::-1])

@@ -9,7 +9,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +38,7 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
     import torch.nn.attention.varlen  # registers the operation with torch
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
-# Collectives that torch.compile can capture. Their arguments are (tensor, "sum" or "max", group)
-# and (tensor, dimension, group).
-all_reduce_functional = functional_collectives.all_reduce
+# Collective that torch.compile can capture. Its arguments are (tensor, dimension, group).
 all_gather_functional = functional_collectives.all_gather_tensor
 group_of_name = _distributed_c10d._resolve_process_group
 # Names of the operations that these collectives become in a graph
@@ -105,13 +102,6 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
 def reset_fsdp_shards(module: Any) -> None:
     """Make an FSDP module use the tensors that have replaced its shards."""
     module._apply(lambda tensor: tensor, recurse=False)
-
-
-def disable_fsdp_prefetch(module: Any) -> None:
-    """Make an FSDP module all-gather its parameters on the compute stream when the module is
-    called, and disable its prefetching of other modules."""
-    module._set_unshard_async_op(True)
-    module.set_modules_to_backward_prefetch([module])  # overrides FSDP's default
 
 
 class PlannedPartition:
@@ -276,17 +266,6 @@ def compile_with_less_memory(graph: Any, inputs: Any) -> Any:
 
     with functorch_config.patch(activation_memory_budget=0.9):
         return compile_fx(graph, inputs)
-
-
-def record_memory_history() -> None:
-    """Start recording allocations and frees of GPU memory. The latest 100,000 events are kept."""
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
-
-
-def dump_memory_history(path: Path) -> None:
-    """Write the recorded history to `path` for pytorch.org/memory_viz, and stop recording."""
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def forget_pipeline_grid() -> None:

@@ -29,14 +29,9 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
-from distributed_training.parallel.private import (
-    LayerStyle,
-    all_gather_functional,
-    all_reduce_functional,
-)
+from distributed_training.parallel.private import LayerStyle, all_gather_functional
 
 
 def apply_tp(
@@ -79,15 +74,13 @@ def apply_tp(
 
 
 def shard_output(
-    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, tp_parts: tuple[int, int]
+    loss: ChunkedCrossEntropy, mesh: DeviceMesh, tp_parts: tuple[int, int]
 ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     """Return the functions `loss` and `project` of a Decoder whose output layer is sharded over
-    `mesh` by vocabulary. `loss` is the loss of an unsharded model. The sharded loss is computed in
-    chunks if `loss` is."""
+    `mesh` by vocabulary. `loss` is the loss of an unsharded model."""
     placement = _place_activations(tp_parts)
-    chunked_loss = loss if isinstance(loss, ChunkedCrossEntropy) else None
     return (
-        partial(_vocab_parallel_loss, mesh, placement, chunked_loss),
+        partial(_vocab_parallel_loss, mesh, placement, loss),
         partial(_vocab_parallel_logits, mesh, placement),
     )
 
@@ -201,7 +194,7 @@ def _vocab_parallel_logits(
 def _vocab_parallel_loss(
     mesh: DeviceMesh,
     placement: Placement,
-    chunked_loss: ChunkedCrossEntropy | None,
+    loss: ChunkedCrossEntropy,
     x: torch.Tensor,
     weight: DTensor,
     targets: torch.Tensor,
@@ -210,57 +203,6 @@ def _vocab_parallel_loss(
     """Compute `decoder.summed_cross_entropy` with the rows of the output layer's `weight` sharded
     over the ranks."""
     rows = weight.to_local()  # (P / R, D)
-    vocab_start = mesh.get_local_rank() * rows.shape[0]
-    group = mesh.get_group()
-    x = _gather_tokens(x, mesh, placement)
-    if chunked_loss is not None:
-        return chunked_loss(
-            x, rows, targets, vocab_size, VocabularyShard(vocab_start, group, all_gather_functional)
-        )
-    logits = F.linear(x, rows).flatten(0, 1)  # (B T, P / R)
-    return vocab_parallel_cross_entropy(logits, targets.flatten(), vocab_start, vocab_size, group)
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of N targets. The result is the same on every rank.
-
-    This rank has the logits [N, P / R] for token ids starting at `vocab_start`. Two fp32
-    all-reduces over `group` compute the largest logit, the sum of exponentials and the target's
-    logit for each target."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, vocab_start, vocab_size, group):  # type: ignore[no-untyped-def]
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        x = logits.float().masked_fill(vocab_start + columns >= vocab_size, -torch.inf)
-        # All logits of a rank may belong to padding rows.
-        max_logits = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
-        max_logits = all_reduce_functional(max_logits, "max", group)
-        is_target = vocab_start + columns == targets[:, None]
-        target_logits = torch.where(
-            is_target,
-            x - max_logits[:, None],
-            0.0,
-        ).sum(dim=1)
-        sums = torch.stack([(x - max_logits[:, None]).exp().sum(dim=1), target_logits])
-        exp_sums, target_logits = all_reduce_functional(sums, "sum", group).unbind(0)
-        loss_mask = targets != IGNORE_INDEX
-        # The compiler would keep the exponentials above in fp32 if they were used again.
-        probabilities = (x - (max_logits + exp_sums.log())[:, None]).exp()
-        gradient = (probabilities - is_target.float()) * loss_mask[:, None]
-        # In fp16, small probabilities would become 0 before the loss scale is applied.
-        saved_dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
-        ctx.save_for_backward(gradient.to(saved_dtype))
-        ctx.dtype = logits.dtype
-        return torch.where(
-            loss_mask,
-            exp_sums.log() - target_logits,
-            0.0,
-        ).sum()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        (grad_logits,) = ctx.saved_tensors
-        return (grad_logits.float() * gradient).to(ctx.dtype), None, None, None, None
-
-
-vocab_parallel_cross_entropy = _VocabParallelCrossEntropy.apply
+    first = mesh.get_local_rank() * rows.shape[0]
+    shard = VocabularyShard(first, mesh.get_group(), all_gather_functional)
+    return loss(_gather_tokens(x, mesh, placement), rows, targets, vocab_size, shard)

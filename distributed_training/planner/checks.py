@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.sort import suggest, suggest_settings
 from distributed_training.predict.costs.precision import SAVED_BYTES
@@ -34,8 +33,6 @@ def check_run(
         check_extensions(plan)
     check_gpus(plan)
     check_memory(prediction, cluster)
-    if plan.config.push is not None:
-        check_push(plan.config.push)
 
 
 def check_packages(plan: Draft) -> None:

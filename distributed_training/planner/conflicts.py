@@ -54,11 +54,6 @@ def _uses_ddp(plan: Draft) -> bool:
 
 CONDITIONS = (
     Condition(
-        keys=("fsdp_prefetch",),
-        is_met=lambda plan: plan.uses_fsdp and plan.mesh["pp"] == 1,
-        otherwise="only FSDP gathers parameters by block",
-    ),
-    Condition(
         keys=("bucket_cap_mb", "gradient_compression"),
         is_met=_uses_ddp,
         otherwise="PyTorch's DDP does not average the gradients",
@@ -150,12 +145,6 @@ def check_swapping_on_cpu(plan: Draft) -> None:
         _refuse(plan, "model", other, why, "set model to gpt2-tiny for a smoke test")
 
 
-def check_push(plan: Draft) -> None:
-    if plan.config.push is not None and not plan.config.export:
-        why = "push uploads hf/, which is then not written"
-        _refuse(plan, "push", "export=False", why, "set export to True")
-
-
 def check_frozen_weights_on_disk(plan: Draft) -> None:
     config = plan.config
     if config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32":
@@ -230,7 +219,7 @@ def check_gradient_compression(plan: Draft) -> None:
 def check_on_nonfinite(plan: Draft) -> None:
     if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.averages_with_torch:
         why = "the strategy's engine updates the weights before it reports the gradient norm"
-        fix = "set on_nonfinite to rollback or stop"
+        fix = "set on_nonfinite to stop"
         _refuse(plan, "on_nonfinite", _setting(plan, "strategy"), why, fix)
 
 
@@ -283,7 +272,6 @@ CHECKS = (
     check_sequence_parallel,
     check_precision,
     check_swapping_on_cpu,
-    check_push,
     check_frozen_weights_on_disk,
     check_pipeline_schedule,
     check_activation_checkpointing,

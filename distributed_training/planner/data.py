@@ -82,11 +82,6 @@ def find_sources(
         "weights": source,
         "dataset": dataset,
     }
-    if config.export_dtype == AUTO:
-        stored_dtype = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
-        config_values["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(
-            stored_dtype, "fp32"
-        )
     if spec.weights_dir is not None:  # a link such as runs/latest may change
         config_values["model"] = spec.path
     folders = {

@@ -84,7 +84,7 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
-    """Format settings for `--set`, for example "tp=1 dp_shard=4"."""
+    """Format settings for messages, for example "tp=1 dp_shard=4"."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
 

@@ -1,5 +1,4 @@
-"""Print the header, progress and summary of a run on rank 0, and fill page templates. This module
-does not import torch."""
+"""Print the header, progress and summary of a run on rank 0. This module does not import torch."""
 
 import contextlib
 import os
@@ -23,6 +22,19 @@ from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
 
 WIDTH = 80  # maximum length of the lines that a run prints
+_MAGNITUDES = {
+    "P": 1e15,
+    "T": 1e12,
+    "B": 1e9,
+    "M": 1e6,
+    "k": 1e3,
+}
+_SECONDS = {
+    "years": 365.25 * 86400,
+    "days": 86400,
+    "hours": 3600,
+    "min": 60,
+}
 
 
 class Display:
@@ -149,7 +161,7 @@ def describe_evaluation(row: JsonObject) -> str:
 def format_count(number: float) -> str:
     """Format a number with three significant digits and a letter for its magnitude, such as
     1.23M."""
-    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for letter, size in _MAGNITUDES.items():
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
@@ -158,7 +170,7 @@ def format_count(number: float) -> str:
 def format_duration(seconds: float) -> str:
     """Format a duration in the largest unit in which its value is at least 2. Durations under 2
     minutes are in seconds."""
-    for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
+    for name, unit in _SECONDS.items():
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds:.3g} s"
@@ -176,27 +188,6 @@ def short_name(source: str) -> str:
     For weights in a run's folder, the name also contains the run's model."""
     labels = [folder_label(Path(name.rstrip("/"))) or name for name in source.split(" ")]
     return " ".join(labels)
-
-
-def in_markdown(text: str) -> str:
-    """Escape characters that Markdown interprets as links, HTML, code or the end of a table
-    cell."""
-    return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
-
-
-def fill_template(template: str, **values: Any) -> str:
-    """Fill a template in pages/ with `values` and return the text. In an HTML template, the values
-    are escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
-
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("pages")),
-        autoescape=".html" in template,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return templates.get_template(template).render(values)
 
 
 def verdict(

@@ -177,7 +177,6 @@ def build_tracker(
 
     The trackers are:
     - TensorBoard: `tensorboard --logdir runs` shows the values.
-    - MLflow: MLFLOW_TRACKING_URI names the server.
     - wandb: WANDB_MODE=offline is supported.
     - trackio: `trackio show` shows the values. TRACKIO_SPACE_ID names a Space that stores them.
 
@@ -187,16 +186,6 @@ def build_tracker(
         return _build_tensorboard(run_dir, step)
     module = importlib.import_module(log_to)
     name = run_dir.name
-    if log_to == "mlflow":
-        module.set_experiment(PROJECT)
-        query = f"attributes.run_name = '{name}'"
-        old_runs = module.search_runs(filter_string=query, output_format="list") if step else []
-        if old_runs:
-            module.start_run(run_id=old_runs[0].info.run_id)
-        else:
-            module.start_run(run_name=name)
-            module.log_params(tracker_config)
-        return Tracker(module.log_metrics, module.end_run)
     # trackio has wandb's interface, but identifies a run by its name
     own_options = {"id": name, "dir": str(run_dir)} if log_to == "wandb" else {}
     module.init(

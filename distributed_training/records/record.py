@@ -34,7 +34,6 @@ LAST = "hf"  # folder with the final weights in Hugging Face format
 BEST = "best"  # folder with the weights that had the lowest validation loss
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
-MEMORY_FILE = "memory-rank{}.pickle"
 OWNER_FILE = ".owner.json"  # lock of a run's folder (supervise/claims.py)
 LOST_PEER = "lost the connection to another process"
 
@@ -49,7 +48,7 @@ class History(BaseModel):
     # A value is None if it is not finite or if there is no text. Earlier records lack bits_per_byte
     # and num_bytes.
     evaluations: list[JsonObject] = []
-    # Steps that were skipped because of non-finite gradients or a rollback
+    # Steps that were skipped because of non-finite gradients
     skipped_steps: list[int] = []
     # Keys: step, copied (whether a copy in host memory was written), stall_s (how long the save
     # blocked training), write_s (time until the checkpoint was on disk), bytes.

@@ -1,9 +1,7 @@
-"""Find the records of runs and compare them on a terminal or as a page. This module implements the
+"""Find the records of runs and compare them in tables and a plot. This module implements the
 command `report`."""
 
 import argparse
-import base64
-import io
 import os
 import textwrap
 from collections.abc import Sequence
@@ -12,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.records.display import fill_template, fold, short_name, short_path
+from distributed_training.records.display import fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.results import TEXT_COLUMNS, Comparison, LayoutRow, differing_keys
+from distributed_training.records.results import Comparison, LayoutRow, differing_keys, format_table
 from distributed_training.settings.errors import UserError, describe, print_stderr, printable
-from distributed_training.settings.files import check_replaced, plural, resolve_user_path, write_own
+from distributed_training.settings.files import plural, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
 Figure = Any  # matplotlib.figure.Figure, which is slow to import
@@ -24,41 +22,26 @@ _SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in 
 _KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
 
 
-def render(
-    form: str,
-    title: str,
-    heading: str,
-    comparison: Comparison,
-) -> str:
-    """Return a page with the tables, notes and plot of a comparison.
-
-    The forms are:
-    - txt: text for a terminal, with only the first table and without the plot
-    - html: a single file without scripts or network access"""
-    page = fill_template(
-        f"page.{form}.jinja",
-        title=title,
-        heading=heading,
-        comparison=comparison,
-        text_columns=TEXT_COLUMNS,
-        b64encode=base64.b64encode,
-        draw_losses=draw_losses,
-        fold=fold,
-        zip=zip,
-    )
-    if form == "txt":
-        page = "\n".join(map(printable, page.splitlines()))
-    return page
+def render(heading: str, comparison: Comparison) -> str:
+    """Return the tables and notes of a comparison as text for a terminal."""
+    settings = ", ".join(f"{name} {text}" for name, text in comparison.settings.items())
+    model = comparison.settings.get("model", "Runs")
+    texts = [f"{model}: {settings}" if settings else model]
+    if comparison.verdict:
+        texts.insert(0, comparison.verdict)
+    parts = [fold(heading), "", *map(fold, texts), format_table(comparison.results)]
+    if predictions := comparison.predictions:
+        parts += ["Measured and predicted before the run:", format_table(predictions)]
+    page = "\n".join([*parts, *map(fold, comparison.notes)])
+    return "\n".join(map(printable, page.splitlines()))
 
 
-def draw_losses(layouts: Sequence[LayoutRow]) -> bytes | None:
-    """Return the plot of the losses as a PNG file, or None if there are no losses."""
+def save_plot(layouts: Sequence[LayoutRow], file: Path) -> None:
+    """Write the plot of the losses to an image file, unless there are no losses."""
     figure = plot_losses(layouts)
-    if figure is None:
-        return None
-    file = io.BytesIO()
-    figure.savefig(file, dpi=130)
-    return file.getvalue()
+    if figure is not None:
+        figure.savefig(file, dpi=130)
+        print(f"Wrote {short_path(file)}.")
 
 
 def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
@@ -156,7 +139,7 @@ def _check_values(record: Record) -> None:
     other runs."""
     other = record.model_copy(update={"run_dir": ""})  # tables of two runs read more values
     try:
-        render("txt", "", "", compare_runs([record, other]))
+        render("", compare_runs([record, other]))
     except Exception as error:  # each value may have any type
         what = f"record {record.run_dir}/{RECORD_FILE} contains a value that cannot be shown"
         raise UserError(what, describe(error)) from None
@@ -164,7 +147,7 @@ def _check_values(record: Record) -> None:
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     """Show the runs that `arguments` name or, by default, all runs in `output_dir`, and write the
-    HTML page. Return the exit code."""
+    plot. Return the exit code."""
     paths = arguments.paths or [output_dir]
     records = find_records(paths)
     if not records:
@@ -172,10 +155,8 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
         raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
     folder = short_path(os.path.commonpath([r.run_dir for r in records]))
     heading = f"{plural(len(records), 'run')} in {folder}"
-    page = ("Training runs", heading, compare_runs(records))
-    print(render("txt", *page), flush=True)
-    if html := arguments.html:
-        check_replaced(html)
-        write_own(html, render("html", *page))
-        print(f"Wrote {short_path(html)}.")
+    comparison = compare_runs(records)
+    print(render(heading, comparison), flush=True)
+    if arguments.plot is not None:
+        save_plot(comparison.finished, arguments.plot)
     return 0

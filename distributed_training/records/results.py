@@ -13,7 +13,6 @@ from tabulate import tabulate
 
 from distributed_training.records.display import (
     amount_of,
-    bottleneck_name,
     describe_overfitting,
     describe_work,
     format_bytes,
@@ -27,15 +26,8 @@ from distributed_training.settings.files import plural
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
 _NAME_WIDTH = 26  # width of the first column on a terminal
-# Columns that only pages show, because a terminal has 80 columns
-_PAGE_COLUMNS = {
-    "ms per step",
-    "MFU",
-    "peak RAM",
-    "training loss",
-    "validation perplexity",
-    "bits per byte",
-}
+# Columns of a comparison, because a terminal is narrow. The summary of each run has all of RESULTS.
+_COMPARED = ("tokens/s", "reserved GPU memory", "validation loss")
 # Left-aligned columns
 TEXT_COLUMNS = {"run", "pick", "layout", "status", "verdict", "bottleneck"}
 
@@ -130,24 +122,6 @@ RESULTS = {
 }
 
 
-def _compare(
-    heading: str,
-    measured: Column,
-    predict: Callable[[Record], Any],
-) -> dict[str, Column]:
-    """Return the columns of a measurement, its prediction and the error of the prediction."""
-
-    def error(r: Record) -> float | None:
-        actual, expected = measured.value(r), predict(r)
-        return None if actual is None or expected is None else expected / actual - 1
-
-    return {
-        f"{heading} measured": measured,
-        f"{heading} predicted": Column(predict, measured.show),
-        f"{heading} error": Column(error, "{:+.0%}".format),
-    }
-
-
 def _peak_bytes(r: Record) -> float | None:
     """Return the peak size in bytes of the tensors on the GPU with the highest peak. Without GPUs,
     return the peak RAM in bytes of the process with the highest peak."""
@@ -159,9 +133,10 @@ def _predicted_peak_bytes(r: Record) -> float | None:
 
 
 PREDICTIONS = {
-    **_compare("ms per step", RESULTS["ms per step"], predicted("step_time_s")),
-    **_compare("peak", Column(_peak_bytes, format_bytes), _predicted_peak_bytes),
-    "bottleneck": Column(predicted("bound_by"), bottleneck_name),
+    "ms per step": RESULTS["ms per step"],
+    "predicted ms": Column(predicted("step_time_s"), _milliseconds),
+    "peak memory": Column(_peak_bytes, format_bytes),
+    "predicted peak": Column(_predicted_peak_bytes, format_bytes),
 }
 
 
@@ -264,15 +239,8 @@ class Comparison:
         """Return the columns of the table of speed, memory and losses. Failed layouts also have a
         row."""
         statuses = [layout.status for layout in self.layouts]
-        return {**_build_columns(self.layouts, RESULTS), "status": statuses}
-
-    @property
-    def terminal_table(self) -> str:
-        """Return the table of results for a terminal, without the columns that only pages show."""
-        columns = self.results
-        for name in _PAGE_COLUMNS.intersection(columns):
-            del columns[name]
-        return format_table(columns)
+        columns = {name: RESULTS[name] for name in _COMPARED}
+        return {**_build_columns(self.layouts, columns), "status": statuses}
 
     @property
     def predictions(self) -> dict[str, list[str]]:

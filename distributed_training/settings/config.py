@@ -155,7 +155,7 @@ class Config(KeyModel):
     cost."""
     network_gbit: Positive | None = layout_key(None)
     """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
-    `doctor --nodes`. None: 400."""
+    results/lab/links.py. None: 400."""
     activation_checkpointing: Literal[
         "none", "selective", "full", "offload-attention", "offload"
     ] = memory_key("none")
@@ -189,8 +189,6 @@ class Config(KeyModel):
     async_tp: bool | Auto = speed_key(AUTO)
     """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
     on Hopper GPUs, such as H100 and H200."""
-    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed_key(1)
-    """With fsdp: number of blocks whose parameters are gathered ahead of their use."""
     bucket_cap_mb: Annotated[float, Field(ge=0.01)] | None = speed_key(None)
     """With dp: size in MiB of the buckets in which gradients are averaged. None: PyTorch's default,
     25."""
@@ -206,17 +204,13 @@ class Config(KeyModel):
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = logging_key("The value of")
     """Prompt for the samples generated before and after training. None: generate no samples."""
-    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = logging_key(None)
+    log_to: Literal["tensorboard", "wandb", "trackio"] | None = logging_key(None)
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
-    """Number of steps that each rank traces. On a GPU, a memory snapshot is also written. 0: no
-    trace."""
-    verbose: bool = logging_key(False)
-    """True: also show informational messages from libraries."""
+    """Number of steps that each rank traces. 0: no trace."""
     output_dir: PathText = checkpoint_key("runs")
-    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
-    shared_disk: bool = checkpoint_key(True)
-    """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
+    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script.
+    All nodes must share it."""
     checkpoint_every: CountOrZero | Literal["signal"] | None = checkpoint_key(None)
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
     0: never. Unless the value is 0, Ctrl-C and SIGTERM also save a checkpoint."""
@@ -230,18 +224,13 @@ class Config(KeyModel):
     """Run to resume: a run's folder, or auto for the unfinished run with the most steps and the
     same model, data and training settings."""
     export: bool = checkpoint_key(True)
-    """After training, write the weights to hf/ in Hugging Face format."""
+    """After training, write the weights to hf/ in Hugging Face format, in the dtype of the loaded
+    weights, or in fp32 for random weights."""
     export_text: bool = checkpoint_key(False)
     """Of a multimodal model, write only the text decoder, as a model of its own. By default, hf/
     contains the whole model, with its other parts as they were."""
-    export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = checkpoint_key(AUTO)
-    """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
-    weights."""
-    push: Text | None = checkpoint_key(None)
-    """After training, upload hf/ to this repository (user/name) on the Hugging Face Hub."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = failure_key("stop")
-    """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update.
-    rollback: return to the last checkpoint and skip the failed batch, at most once per run."""
+    on_nonfinite: Literal["stop", "skip"] = failure_key("stop")
+    """Reaction to a non-finite loss or gradient. stop: end the run. skip: skip the update."""
     hang_timeout_s: CountOrZero | None = failure_key(None)
     """End the run after this many seconds without progress. 0: never. None: no limit for a single
     process. With several processes, the limit is 600 s. With --num_gpus, the limit of a step is 20
@@ -278,7 +267,7 @@ def today() -> str:
 class DraftConfig(Config):
     """CONFIG after the model, the strategy and the layout have been chosen. Only the values that
     depend on the data and the weights may still be "auto": `model`, `dataset`, `tokenizer` and
-    `weights` as names, and `learning_rate`, `pack`, `keep_best` and `export_dtype`."""
+    `weights` as names, and `learning_rate`, `pack` and `keep_best`."""
 
     batch_size: Count
     micro_batch_size: Count
@@ -298,7 +287,6 @@ class RunConfig(DraftConfig):
     learning_rate: Rate
     pack: bool
     keep_best: bool
-    export_dtype: Literal["fp32", "fp16", "bf16"]
 
 
 class Request(Config):

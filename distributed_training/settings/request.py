@@ -10,7 +10,6 @@ from typing import Any
 from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, KEYS, Request, validate
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
 from distributed_training.settings.keys import check_names, read_keys
 from distributed_training.settings.strategies import list_strategies, strategy_options
 
@@ -73,14 +72,11 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
-    """Map the name of each key in the `key=value` strings to its last value. Raises UserError for
-    text without "="."""
+    """Map the name of each key in the `key=value` strings to its last value."""
     values = {}
     for text in overrides:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {shown(text)} has no '='", fix="write --set key=value")
-        values[name.strip()] = value
+        name, _, value = text.partition("=")
+        values[name] = value
     return values
 
 

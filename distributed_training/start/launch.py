@@ -181,8 +181,7 @@ def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
     record = load_record(plan.run_dir)
     if record.status in ("oom", "failed"):
         print_stderr(f"{record.status}: {record.error}")
-    # The run had finished, and there was no upload to the Hub that could fail.
-    elif record.status == "ok" and code and plan.config.push is None:
+    elif record.status == "ok" and code:
         reason = outcome.reason or "a process failed"
         print_stderr(f"note: after the run had finished: {reason}")
         return 0

@@ -10,7 +10,6 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from distributed_training.checkpoint.export import push_folder
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
@@ -77,9 +76,6 @@ def run(
                     os._exit(0)
                 end_failed(plan, topology, error)
     progress.set_activity("")
-    if code == 0 and plan.config.push is not None and process.rank == 0:
-        url = push_folder(plan.run_dir / records.LAST, plan.config.push)
-        print(f"Uploaded the model to {url}", flush=True)
     return code
 
 

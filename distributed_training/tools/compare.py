@@ -1,4 +1,4 @@
-"""Train the same model on the same data under several strategies, and write a comparison page.
+"""Train the same model on the same data under several strategies, and compare the runs.
 
 A plan is a JSON file with this form:
 
@@ -31,13 +31,7 @@ from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    check_replaced,
-    load_json,
-    parse_as,
-    plural,
-    write_own,
-)
+from distributed_training.settings.files import load_json, parse_as, plural
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
@@ -131,7 +125,6 @@ def run(
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
-    check_replaced(out / "compare.html")
     attach_finished_records(runs, out)
     num_finished = count_runs(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
@@ -300,7 +293,7 @@ def train(run: Run, out: Path) -> None:
     SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORD_PATTERN))
-    settings = ["--set", *format_overrides(run.values), f"output_dir={folder}"]
+    settings = [f"--{text}" for text in format_overrides(run.values | {"output_dir": folder})]
     command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
     with (
         open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,
@@ -337,7 +330,7 @@ def train(run: Run, out: Path) -> None:
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
-    """Write compare.html, and print the tables."""
+    """Print the tables, and write them and the plot of the losses to files."""
     layouts: dict[str, LayoutRow] = {}
     for run in runs:
         layout = layouts.setdefault(
@@ -352,12 +345,11 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         elif run.record:
             layout.records.append(run.record)
     comparison = Comparison(layouts=[*layouts.values()])
-    title = "Strategies side by side"
     heading = (
         f"{count_runs(runs, 'ok')} of {plural(len(runs), 'run')} finished. The runs were executed "
         "one after another, each in new processes."
     )
-    page = report.render("html", title, heading, comparison)
-    write_own(out / "compare.html", page)
-    print(f"\n{report.render('txt', title, heading, comparison)}")
-    print(f"\nWrote {short_path(out)}/compare.html.")
+    text = report.render(heading, comparison)
+    (out / "compare.txt").write_text(f"{text}\n", encoding="utf-8")
+    print(f"\n{text}")
+    report.save_plot(comparison.finished, out / "losses.png")

@@ -1,4 +1,4 @@
-"""Use the model from a finished run: generate, evaluate, export and push."""
+"""Use the model from a finished run: generate, evaluate and export."""
 
 import argparse
 import contextlib
@@ -21,7 +21,6 @@ from distributed_training.checkpoint.trained import (
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache_dir, tokenize
 from distributed_training.data.corpus import find_corpus
-from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, RUNNING, Message
 from distributed_training.data.samples import Samples, read_samples
 from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
@@ -313,12 +312,13 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     run_dir = checkpoint.parents[1]
     folder = _new_folder(arguments.to, run_dir / LAST)
     meta = resume.read_meta(checkpoint)
-    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
-    plan, record = load_plan(run_dir), load_record(run_dir)
+    resume.check_files(checkpoint, meta)
+    files = TensorFiles(checkpoint / name for name in meta.files)
+    plan = load_plan(run_dir)
     if arguments.text:
         plan = replace(plan, config=plan.config.model_copy(update={"export_text": True}))
     tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
-    chat = tokenizer.is_chat_form(record.data.get("form"))
+    chat = tokenizer.is_chat_form(load_record(run_dir).data.get("form"))
     prefix = "weight/"
     weight_names = [name for name in files.stored_parts if name.startswith(prefix)]
     trained = trained_model_of_run(
@@ -328,10 +328,6 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
         meta.base_fingerprint,
     )
     export.write_folder(trained, plan, tokenizer, chat, folder)
-    export.write_card(
-        folder,
-        record.model_copy(update={"step": meta.step}),
-    )
     where = f"{short_path(folder)} in Hugging Face format"
     print(f"Exported the weights after step {meta.step} to {where}.")
     return 0
@@ -354,8 +350,6 @@ def merge_adapters(
     base = base_folder(exported)
     dtype = getattr(torch, weights.stored_dtype(base))
     export.save_full_model(trained, tokenizer, chat, base, folder, dtype, text=text)
-    if (exported.parent / RECORD_FILE).is_file():
-        export.write_card(folder, load_record(exported.parent))
     if trained.adapters and trained.adapters.config.has_quantized_base:
         base_dtype = trained.adapters.config.base_dtype
         note = f"the base model was in {base_dtype}. The export contains its dequantized weights "
@@ -370,12 +364,3 @@ def _new_folder(to: str | None, default: Path) -> Path:
     if folder.exists():
         raise UserError(f"{folder} already exists", fix="name another folder with --to")
     return folder
-
-
-def push(arguments: argparse.Namespace) -> int:
-    """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
-    _, folder = find_weights(arguments.run, BEST if arguments.best else LAST)
-    check_push(arguments.name)
-    url = export.push_folder(folder, arguments.name, public=arguments.public)
-    print(f"Uploaded the model to {url}")
-    return 0

@@ -13,7 +13,7 @@ from distributed_training.checkpoint import saver
 from distributed_training.parallel import agree
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.display import describe_evaluation
+from distributed_training.records.display import describe_evaluation, short_path
 
 if TYPE_CHECKING:
     from distributed_training.train.loop import Trainer
@@ -190,7 +190,7 @@ class Checkpoints:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
             what = f"step {self.saved_step} was not saved: {error}"
-            raise trainer.results.build_error(self.saved_step, what) from None
+            raise trainer.results.build_error(what) from None
         waited_before = not all(save["copied"] for save in trainer.history.saves)
         trainer.history.saves.append(row)
         trainer.call("on_history")
@@ -201,7 +201,7 @@ class Checkpoints:
             )
 
     def restore(self, trainer: Trainer, folder: Path) -> None:
-        """Restore the run from a checkpoint: engine, random numbers, history, record and
+        """Continue the run from a checkpoint: restore engine, random numbers, history, record and
         metrics."""
         plan = trainer.plan
         history = trainer.history
@@ -217,3 +217,8 @@ class Checkpoints:
         trainer.call("on_history")
         if trainer.topology.rank == 0:
             records.truncate_metrics(plan.run_dir, step)
+        trainer.display.say(f"resumed from {short_path(folder)}")
+        num_targets = int(trainer.data.validation.num_targets.sum())
+        if history.evaluations and history.evaluations[-1]["num_targets"] != num_targets:
+            text = "the validation samples are not those of the earlier evaluations (eval_samples)"
+            trainer.display.note(f"{text}, so best/ and stop_after start again")

@@ -23,7 +23,6 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
-from distributed_training.records.folder import CHECKPOINTS, checkpoint_name, list_checkpoints
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise.process import STOP_SIGNALS, handle_signals
@@ -60,31 +59,6 @@ def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class NonFiniteError(RunError):
-    """Raised when a step has a non-finite loss or gradient. `checkpoint` is the run's last earlier
-    checkpoint. `skipped_step` is the step that a rollback has already skipped (0 if there is
-    none)."""
-
-    def __init__(
-        self,
-        step: int,
-        what: str,
-        checkpoint: Path | None,
-        skipped_step: int,
-    ) -> None:
-        fix = "the run has no earlier checkpoint. Lower learning_rate, or look for a bad sample"
-        if skipped_step:
-            what += f", after step {skipped_step} was skipped"
-            fix = "lower learning_rate"
-        elif checkpoint:
-            fix = f"to continue from {checkpoint.name} and skip this batch, repeat the command "
-            fix += "with --resume auto --on_nonfinite rollback"
-        super().__init__(what, fix=fix)
-        self.step = step
-        self.what = what
-        self.rollback_checkpoint = None if skipped_step else checkpoint
-
-
 def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
     """Return whether a step has non-finite gradients, according to this rank's result.
 
@@ -103,11 +77,10 @@ class StepResults:
         self, plan: Plan, history: records.History, engine: Engine, device: torch.device
     ) -> None:
         self.config = plan.config
-        self.run_dir = plan.run_dir
+        self.can_skip = plan.strategy.traits.averages_with_torch
         self.history = history
         self.engine = engine
         self.first_step = 0  # first step of this process, which includes compilation
-        self.skipped_step = 0  # step whose batch is skipped after a rollback; 0 if there is none
         self.timer = metrics.StepTimer(device)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
         self._flushed_at = 0.0
@@ -120,7 +93,6 @@ class StepResults:
 
     def restart(self) -> None:
         """Begin the next step now. The time since the last step is not attributed to any step."""
-        self._pending = []  # If a save found non-finite values, later steps may be pending.
         self.timer.restart()
         self._flushed_at = time.monotonic()
 
@@ -203,15 +175,14 @@ class StepResults:
             what += f", as in the previous {MAX_CONSECUTIVE_SKIPS} steps"
         return what
 
-    def build_error(self, step: int, what: str) -> NonFiniteError:
-        """Return a NonFiniteError for `step`, with a message that begins with `what`. All ranks
-        must call this method."""
-        # All ranks use rank 0's list. If the run was resumed from an earlier checkpoint, the list
-        # may contain later checkpoints, which remain until the next save.
-        names = broadcast_from_rank_0([folder.name for folder in list_checkpoints(self.run_dir)])
-        earlier = [name for name in names if name <= checkpoint_name(step)]
-        checkpoint = self.run_dir / CHECKPOINTS / earlier[-1] if earlier else None
-        return NonFiniteError(step, what, checkpoint, self.skipped_step)
+    def build_error(self, what: str) -> RunError:
+        """Return the error for a step with a non-finite loss or gradient, which `what`
+        describes."""
+        fix = "lower learning_rate, or look for a bad sample"
+        if self.can_skip and self.config.on_nonfinite != "skip":
+            fix = "lower learning_rate. To continue and skip such steps, repeat the command with "
+            fix += "--resume auto --on_nonfinite skip"
+        return RunError(what, fix=fix)
 
 
 class StopSignal:
@@ -304,10 +275,7 @@ class Trainer:
                 self.display.start(self.step, self.num_steps)
                 self._begin_measuring()
                 while self.step < self.num_steps and not self.stop_signum:
-                    try:
-                        self._advance()
-                    except NonFiniteError as error:
-                        self._roll_back(error)
+                    self._advance()
                 self.peak_memory.end()
                 self.call("after_training")
                 if self.step == self.num_steps:
@@ -318,14 +286,8 @@ class Trainer:
         return 0 if is_done else self.stop_signum
 
     def _advance(self) -> None:
-        """Run or skip one step, then perform the tasks that are due: save and evaluate."""
-        if self.step + 1 == self.results.skipped_step:  # the batch that made a rollback necessary
-            self._flush()
-            self.history.step += 1
-            self.history.skipped_steps.append(self.step)
-            self.say("skipped")
-        else:
-            self._run_step()
+        """Run one step, then perform the tasks that are due: save and evaluate."""
+        self._run_step()
         # Only rank 0's clock decides when to flush. If a save has ended on any rank, all finish it.
         write = self.checkpoints.saver.pending_write
         flush_is_due, save_has_ended = self._vote(
@@ -385,7 +347,7 @@ class Trainer:
     def _flush(self) -> None:
         """Collect the results of the pending steps, and pass them to the callbacks.
 
-        Raises NonFiniteError on all ranks at the first step with a non-finite loss or gradient,
+        Raises RunError on all ranks at the first step with a non-finite loss or gradient,
         unless `on_nonfinite` allows the step to be skipped."""
         rows, fault = self.results.flush()
         if rows:
@@ -395,7 +357,7 @@ class Trainer:
             self.checkpoints.finish(self)
             self.history.truncate(step)
             self.call("on_history")
-            raise self.results.build_error(step, fault)
+            raise self.results.build_error(fault)
 
     def _evaluate(self) -> None:
         """Compute loss, perplexity and bits per byte on the validation samples. If a signal arrives
@@ -498,21 +460,6 @@ class Trainer:
                 self.data.is_chat,
                 folder,
             )
-
-    def _roll_back(self, error: NonFiniteError) -> None:
-        """Restore the last checkpoint, and skip the failed batch when training reaches it again.
-        Raises `error` if `on_nonfinite` is not "rollback", if there is no checkpoint, or if a
-        rollback has already skipped a step."""
-        checkpoint = error.rollback_checkpoint
-        if self.plan.config.on_nonfinite != "rollback" or checkpoint is None:
-            raise error
-        self.results.skipped_step = error.step
-        self.peak_memory.end()
-        self.checkpoints.restore(self, checkpoint)
-        self.display.note(
-            f"{error.what}. Training returned to step {self.step} and will skip that batch"
-        )
-        self._begin_measuring()
 
     def _begin_measuring(self) -> None:
         self.peak_memory.begin()

@@ -1,9 +1,8 @@
-"""Trace a few steps on every rank and, on GPUs, record the memory history. The key `profile` sets
-the number of steps to trace.
+"""Trace a few steps on every rank. The key `profile` sets the number of steps to trace.
 
 Traces are Chrome JSON files, which you can open at ui.perfetto.dev and analyze with
-results/lab/overlap.py. You can open memory snapshots at pytorch.org/memory_viz. The first steps are
-not traced, because they compile, allocate memory and capture graphs."""
+results/lab/overlap.py. The first steps are not traced, because they compile, allocate memory and
+capture graphs."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
-from distributed_training.parallel.private import dump_memory_history, record_memory_history
 from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
-from distributed_training.records.record import MEMORY_FILE, TRACE_FILE
+from distributed_training.records.record import TRACE_FILE
 from distributed_training.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -58,9 +56,7 @@ class Profile(Callback):
         self._profiler.start()
 
     def after_step(self, trainer: Trainer) -> None:
-        """Tell the profiler that a step has ended. After the last traced step, write the files."""
-        if trainer.topology.device_type == "cuda" and trainer.step == self._steps[0] - 1:
-            record_memory_history()
+        """Tell the profiler that a step has ended. After the last traced step, write the file."""
         self._profiler.step()
 
     def after_training(self, trainer: Trainer) -> None:
@@ -76,10 +72,7 @@ class Profile(Callback):
         # Nothing was traced if a signal stopped the run before the first traced step ended.
         if trainer.step < self._steps[0]:
             return
-        run_dir = trainer.plan.run_dir
-        rank = trainer.topology.rank
-        if trainer.topology.device_type == "cuda":
-            dump_memory_history(run_dir / MEMORY_FILE.format(rank))
-        profiler.export_chrome_trace(str(run_dir / TRACE_FILE.format(rank)))
+        file = trainer.plan.run_dir / TRACE_FILE.format(trainer.topology.rank)
+        profiler.export_chrome_trace(str(file))
         files = f"{TRACE_FILE.format('*')} in the run's folder (open at ui.perfetto.dev)"
         trainer.display.say(f"traced steps {self._steps[0]} to {trainer.step}: {files}")

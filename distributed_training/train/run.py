@@ -7,14 +7,12 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from distributed_training.checkpoint.export import write_card
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine
@@ -72,7 +70,7 @@ def train(
         set_activity=set_activity,
     )
     if plan.checkpoint is not None:
-        restore(trainer, plan.checkpoint)
+        trainer.checkpoints.restore(trainer, plan.checkpoint)
     signum = trainer.run()
     set_activity(END_ACTIVITY)
     results = recorder.collect_results(trainer)
@@ -158,39 +156,25 @@ def build_profilers(plan: Plan, history: records.History) -> list[Callback]:
     return [Profile(traced_steps)] if traced_steps else []
 
 
-def restore(trainer: Trainer, checkpoint: Path) -> None:
-    """Continue from a checkpoint. All ranks must call this function."""
-    trainer.checkpoints.restore(trainer, checkpoint)
-    trainer.display.say(f"resumed from {short_path(checkpoint)}")
-    evaluations = trainer.history.evaluations
-    num_targets = int(trainer.data.validation.num_targets.sum())
-    if evaluations and evaluations[-1]["num_targets"] != num_targets:
-        text = "the validation samples are not those of the earlier evaluations (eval_samples)"
-        trainer.display.note(f"{text}, so best/ and stop_after start again")
-
-
 def finish_record(
     record: records.RunRecord,
     results: dict[str, Any],
     trainer: Trainer,
     signum: int,
 ) -> None:
-    """Write a run's results to its record and the cards of its models. Unless a signal stopped the
-    run, print them."""
+    """Write a run's results to its record. Unless a signal stopped the run, print them."""
     plan = trainer.plan
     claims.check(plan.run_dir, plan.run_id)
     status = "interrupted" if signum else "ok"
     record.update(**results, status=status, finished_at=records.timestamp())
     finished_record = records.Record.model_validate(record.values)
-    if not signum:
-        trainer.display.table(summary_rows(finished_record))
-    if not signum and plan.config.export:
+    if signum:
+        return
+    trainer.display.table(summary_rows(finished_record))
+    if plan.config.export:
         script = shlex.split(plan.command)[1]
         command = shlex.join(["python", script, "generate", short_path(plan.run_dir)])
         trainer.display.say(f"To use the model, run:\n  {command}")
-    for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
-        if folder.is_dir():
-            write_card(folder, finished_record)
 
 
 def build_topology(

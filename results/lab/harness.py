@@ -30,15 +30,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
-from distributed_training.parallel.mesh import Topology, set_nccl_variables
+from distributed_training.parallel.mesh import Topology, process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.config import Request
+from distributed_training.settings.config import RENDEZVOUS_S, Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
+from distributed_training.start import launch, worker
 from distributed_training.start.launched import agree_on_plan
+from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process
-from distributed_training.tools import links
 from distributed_training.train.run import build_engine, build_sampler, build_topology
 
 
@@ -70,8 +71,14 @@ class Group:
 
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
-    """Open a group with `links.open_group` and create a temporary folder that all ranks share."""
-    with links.open_group() as (process, device):
+    """Join the process group that the launcher describes, and create a temporary folder that all
+    ranks share. Without a launcher, the group contains only this process."""
+    process = current_process() or single_process()
+    launch.prepare_environment(process.local_world_size)
+    device = worker.prepare_device(torch.cuda.device_count(), process)
+    store = worker.open_store(process, RENDEZVOUS_S)
+    # The limit is only three minutes, because another rank may have failed.
+    with process_group(device, store, timeout_s=180):
         rank = process.rank
         folder = Path(broadcast_from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
         try:

@@ -6,7 +6,8 @@ Each size is the size of the whole tensor, as in predict/mechanism.py. The algor
 `size / seconds`. The bus bandwidth is `sent bytes / seconds`. Sent bytes are the bytes that each
 process sends in a ring. The fit is `seconds = latency + sent bytes / bandwidth`. The fit minimizes
 relative errors, so small messages count as much as large messages. Rank 0 prints the fits and
-writes FOLDER/links.json.
+writes FOLDER/links.json. On several nodes, use --tp with the number of GPUs per node: 8 times the
+GB/s of `dp_replicate all_gather` is then the value of the key network_gbit.
 """
 
 import math
@@ -30,7 +31,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
-from distributed_training.tools.links import open_group
+from results.lab.harness import open_group
 
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 
@@ -156,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("links"))
     options = parser.parse_args(argv)
     groups = {}  # axis -> its size and the `summarize` result of its slowest group
-    with open_group() as (process, device):
+    with open_group() as group:
+        process, device = group.process, group.device
         axes = mesh_of(options, process.world_size)
         used_axes = {axis: size for axis, size in axes.items() if size > 1}
         mesh = init_device_mesh(

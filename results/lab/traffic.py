@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for count in PLAN["cases"]:
             file = Path(folder) / f"{count}.json"
             command = [str(Path(__file__)), str(file)]
-            if run_ranks(command, count).exit_code != 0:
+            if run_ranks(command, int(count)).exit_code != 0:
                 raise UserError(f"measuring {count} processes failed", fix="see the output above")
             cases.update(json.loads(file.read_text()))
     rows = {name: table_row(case) for name, case in cases.items()}

@@ -112,7 +112,6 @@ def test_keep_best_exports_the_weights_with_the_lowest_validation_loss(tmp_path)
     assert validation_loss(run_dir, run_dir / "best") == pytest.approx(lowest["loss"], rel=1e-5)
     last = validation_loss(run_dir, run_dir / "hf")
     assert last == pytest.approx(trained[-1]["loss"], rel=1e-5)
-    assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
     shutil.rmtree(run_dir / "best")  # then the next evaluation finds the best weights, though worse
     record, _ = run(tmp_path / "best", "fsdp", **values, resume=run_dir, max_steps=7)
     assert record["best"]["step"] == 7
@@ -176,7 +175,6 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     assert_refused(command("export", killed), "hf already exists", "--to")
     older = killed / "checkpoints" / "step-00000002"
     assert_ok(command("export", older, "--to", tmp_path / "older"))
-    assert "after step 2" in (tmp_path / "older" / "README.md").read_text()
     other = load_file(tmp_path / "older" / "model.safetensors")
     for name, weight in load_file(run_dir / "hf" / "model.safetensors").items():
         assert other[name].shape == weight.shape

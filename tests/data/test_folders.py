@@ -132,6 +132,9 @@ def test_a_dataset_written_by_save_to_disk_is_read(tmp_path):
     splits = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "all")
     splits["test"].save_to_disk(tmp_path / "one")
+    # `map` writes its cache beside the data.
+    datasets.load_from_disk(tmp_path / "one").map(lambda row: {"text": f"{row['text']}!"})
+    assert [*(tmp_path / "one").glob("cache-*.arrow")]
     assert splits_of(tmp_path / "all") == {"train": ["train"]}
     assert splits_of(tmp_path / "one") == {"train": ["test"]}
 

@@ -1,9 +1,7 @@
 """Serve a small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
-With the stub, the libraries huggingface_hub and datasets can list a dataset, download a file, and
-upload a model with the token TOKEN."""
+With the stub, the libraries huggingface_hub and datasets can list a dataset and download a file."""
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -17,7 +15,6 @@ from urllib.parse import parse_qs, unquote
 
 from tests.conftest import HUB_OFFLINE_VARIABLE
 
-TOKEN = "hf_of_the_stub"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -28,8 +25,6 @@ class Hub:
 
     files: dict[str, bytes]
     endpoint: str = ""
-    pushed: dict[str, bytes] = field(default_factory=dict)
-    visibilities: list[str] = field(default_factory=list)  # of the created repositories
     requests: list[str] = field(default_factory=list)  # "METHOD path" of each request, in order
 
 
@@ -48,10 +43,10 @@ def serve(files: dict[str, bytes]) -> Iterator[Hub]:
             server.shutdown()
 
 
-def hub_environment(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
+def hub_environment(endpoint: str, home: Path) -> dict[str, Any]:
     """Return options for `script` and `train` that make a run use the Hub at `endpoint` and cache
     downloads in `home`."""
-    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
+    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": ""}
     return {"unset": [HUB_OFFLINE_VARIABLE], **variables, "NO_PROXY": "127.0.0.1"}
 
 
@@ -79,37 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Answer requests for information about a dataset's files, and the requests that an upload
-        sends: repos/create, validate-yaml, preupload and commit. The stub treats every file as
-        small."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path.startswith("/api/datasets/"):
-            self._body = body
-            self.do_GET()
-            return
-        self.hub.requests.append(f"POST {self.path}")
-        repo = self.path.removeprefix("/api/models/").partition("/preupload/")[0]
-        repo = repo.partition("/commit/")[0]
-        if self.path == "/api/validate-yaml":
-            self._send_json({"errors": [], "warnings": []})
-        elif self.headers["Authorization"] != f"Bearer {TOKEN}":
-            self._send(401, b'{"error": "Invalid credentials"}')
-        elif self.path == "/api/repos/create":
-            request = json.loads(body)
-            self.hub.visibilities.append(request["visibility"])
-            name = "/".join(filter(None, (request.get("organization"), request["name"])))
-            self._send_json({"url": f"{self.hub.endpoint}/{name}", "name": name})
-        elif "/preupload/" in self.path:
-            answer = {"uploadMode": "regular", "shouldIgnore": False}
-            files = json.loads(body)["files"]
-            self._send_json({"files": [{"path": file["path"], **answer} for file in files]})
-        else:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    content = base64.b64decode(line["value"]["content"])
-                    self.hub.pushed[f"{repo}/{line['value']['path']}"] = content
-            url = f"{self.hub.endpoint}/{repo}/commit/{COMMIT}"
-            self._send_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
+        """Answer requests for information about a dataset's files."""
+        self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
 
     def _send_about_model(self, name: str) -> None:
         prefix = f"{name}/resolve/main/"

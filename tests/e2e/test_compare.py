@@ -31,12 +31,12 @@ def test_an_interrupted_comparison_continues(tmp_path):
     assert "Interrupted with 1 run remaining" in log.read_text()
     assert remaining_processes(str(out)) == []
     (kept,) = finished(out).items()
-    assert "1 of 3 runs" in (out / "compare.html").read_text()
+    assert "1 of 3 runs" in (out / "compare.txt").read_text()
     again = run_command(command)
     assert_ok(again)
     assert "1 run already finished." in again.stdout
     assert kept in finished(out).items()
     assert len(finished(out)) == 2
-    page = (out / "compare.html").read_text()
-    assert "2 of 3 runs" in page
-    assert "hybrid failed: " in page
+    text = (out / "compare.txt").read_text()
+    assert "2 of 3 runs" in text
+    assert "hybrid failed: " in text

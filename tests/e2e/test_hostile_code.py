@@ -93,7 +93,7 @@ WALK = {
     "data": [("--model {model} --tokenizer {model}", False), ("--preset {preset}", True)],
     "compare": [("--seeds 1 {runs}", True), ("--strategies dp --preset {preset}", True)],
     "parity": [("--strategies dp --preset {preset}", True)],
-    "report": [("{named_in_plan} {named_in_record} --html {to}/page.html", False)],
+    "report": [("{named_in_plan} {named_in_record} --plot {to}.png", False)],
     "generate": [
         ("{adapter} --prompt a", True),
         ("{named_in_plan} --prompt a", True),
@@ -110,10 +110,6 @@ WALK = {
         ("{named_in_plan} --to {to}", True),
         ("{named_in_record} --to {to}-2", False),
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", False),
-    ],
-    "push": [
-        ("{named_in_plan} a/b", False),
-        ("{adapter} a/b", True),
     ],
     "doctor": [],  # none of these commands reads such files
 }  # fmt: skip

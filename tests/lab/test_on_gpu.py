@@ -1,7 +1,5 @@
 """Test the lab's programs on real GPUs."""
 
-import pickle
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from tests.gpu.test_gpu import BASE, pytestmark, run_script  # noqa: F401
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_profiled_run_writes_kernel_traces_and_memory_snapshots(graphs, tmp_path):
+def test_a_profiled_run_writes_kernel_traces(graphs, tmp_path):
     count = min(2, torch.cuda.device_count())
     values = {
         **BASE, "strategy": "dp", "profile": 2, "max_steps": 20, "num_samples": 320,
@@ -22,7 +20,6 @@ def test_a_profiled_run_writes_kernel_traces_and_memory_snapshots(graphs, tmp_pa
     first = 15 if record["config"]["cuda_graphs"] else 6
     assert record["profile"] == {
         "first_step": first, "last_step": first + 1, "traces": "trace-rank*.json.gz",
-        "memory": "memory-rank*.pickle",
     }  # fmt: skip
     folder = next(tmp_path.glob("*-*/record.json")).parent
     assert main([str(folder)]) == 0
@@ -31,6 +28,3 @@ def test_a_profiled_run_writes_kernel_traces_and_memory_snapshots(graphs, tmp_pa
     for rank in ranks:
         assert rank.seconds()["computing"] > 0
         assert bool(rank.by_kind) == (count > 1)
-        snapshot = pickle.loads((folder / f"memory-rank{rank.rank}.pickle").read_bytes())
-        assert any(snapshot["segments"])
-        assert graphs or any(snapshot["device_traces"])  # a replayed graph allocates almost nothing

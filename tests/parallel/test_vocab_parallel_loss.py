@@ -4,31 +4,33 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.parallel.tensor import _pad_rows, vocab_parallel_cross_entropy
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
+from distributed_training.models.decoder import summed_cross_entropy
+from distributed_training.parallel.private import all_gather_functional
+from distributed_training.parallel.tensor import _pad_rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize("padding", [0, 1, 5])
-def test_loss_and_gradient_equal_torchs_cross_entropy(padding):
+def test_loss_and_gradients_equal_torchs_cross_entropy(padding):
     torch.manual_seed(padding)
     vocab_size = 11
-    logits = (20 * torch.randn(7, vocab_size + padding)).requires_grad_()
-    targets = torch.tensor([0, 10, 3, IGNORE_INDEX, 5, IGNORE_INDEX, 10])
-    actual = vocab_parallel_cross_entropy(logits, targets, 0, vocab_size, dist.group.WORLD)
-    (gradient,) = torch.autograd.grad(2 * actual, logits)
-    unpadded_logits = logits.detach()[:, :vocab_size].requires_grad_()
-    reference = F.cross_entropy(
-        unpadded_logits, targets, ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    (expected,) = torch.autograd.grad(2 * reference, unpadded_logits)
+    x = torch.randn(1, 7, 4, requires_grad=True)
+    weight = (9 * torch.randn(vocab_size + padding, 4)).requires_grad_()
+    targets = torch.tensor([[0, 10, 3, IGNORE_INDEX, 5, IGNORE_INDEX, 10]])
+    loss = ChunkedCrossEntropy(7, compiled=False)
+    shard = VocabularyShard(0, dist.group.WORLD, all_gather_functional)
+    actual = loss(x, weight, targets, vocab_size, shard)
+    gradients = torch.autograd.grad(2 * actual, (x, weight))
+    reference = summed_cross_entropy(x, weight, targets, vocab_size)
     torch.testing.assert_close(actual, reference)
-    torch.testing.assert_close(gradient[:, :vocab_size], expected)
-    assert not gradient[:, vocab_size:].any(), "padding is never trained on"
-    assert not gradient[targets == IGNORE_INDEX].any()
+    expected = torch.autograd.grad(2 * reference, (x, weight))
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-4)
+    assert not gradients[1][vocab_size:].any(), "padding is never trained on"
+    assert not gradients[0][targets == IGNORE_INDEX].any()
 
 
 @pytest.mark.parametrize(("rows", "parts", "padded"), [(8, 4, 8), (8, 5, 10), (7, 2, 8)])

@@ -31,7 +31,7 @@ class LayoutResult(NamedTuple):
 
 
 def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
-    """Return the mesh, layout and batch for the CONFIG values `config` and the --set arguments
+    """Return the mesh, layout and batch for the CONFIG values `config` and the
     `overrides`. Raises UserError if there is no valid layout."""
     requested = candidate(*overrides, **config)
     requested = replace(requested, mesh=fill_mesh(requested, world_size))
@@ -39,7 +39,7 @@ def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
 
 
 def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
-    """Return a Candidate for CONFIG values and --set arguments. The default `mesh` is the
+    """Return a Candidate for CONFIG values and overrides. The default `mesh` is the
     strategy's mesh."""
     built = build_config({"model": "gpt2-medium", **config}, overrides=overrides)
     strategy = load_strategy(built)
@@ -48,7 +48,7 @@ def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any
 
 
 def merged(config: Mapping[str, Any], *texts: str) -> Config:
-    """Merge CONFIG values and --set arguments as the command line does."""
+    """Merge CONFIG values and overrides as the command line does."""
     return build_config(config, overrides=texts)
 
 

@@ -52,15 +52,15 @@ def test_swapping_without_a_gpu_is_refused(tmp_path):
 
 def test_missing_packages_are_refused_only_if_they_are_used(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
-    gone = {"deepspeed", "mlflow"}
+    gone = {"deepspeed", "wandb"}
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
     checks.check_packages(draft(tmp_path, "fsdp"))
     with refused("'zero1'", "deepspeed", "-r requirements.txt"):
         checks.check_packages(draft(tmp_path, "zero1"))
-    with refused("log_to='mlflow'", "pip install mlflow"):
-        checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
+    with refused("log_to='wandb'", "pip install wandb"):
+        checks.check_packages(draft(tmp_path, "fsdp", log_to="wandb"))
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path):

@@ -11,9 +11,6 @@ from tests.support import CPU_MACHINE
 LORA, COMPRESSED = {"lora_rank": 2}, {"strategy": "compressed"}
 # (key and value, CONFIG under which the key has an effect, CONFIG under which it has none)
 CASES = [
-    ("fsdp_prefetch=2", {"strategy": "fsdp"}, {}),
-    ("fsdp_prefetch=2", {"strategy": "fsdp"}, {"strategy": "pp"}),
-    ("fsdp_prefetch=2", {"strategy": "cp"}, {"strategy": "tp"}),
     ("bucket_cap_mb=25", {}, {"strategy": "zero3"}),
     ("gradient_compression=none", {}, {"strategy": "fsdp"}),
     ("pipeline_schedule=gpipe", {"strategy": "pp"}, {}),

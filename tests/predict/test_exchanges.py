@@ -53,15 +53,6 @@ def test_unsupported_exchange_settings_are_refused(values, said):
         plan_of(**{"strategy": "dp", "machine": H200.machine, **values})
 
 
-def test_prefetched_blocks_are_gathered():
-    three, one, none = (
-        estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
-        for ahead in (3, 1, 0)
-    )
-    block = one.by_rank[0]["copies"] - none.by_rank[0]["copies"]
-    assert three.by_rank[0]["copies"] - one.by_rank[0]["copies"] == pytest.approx(2 * block) != 0
-
-
 def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
     file = tmp_path / "own.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')

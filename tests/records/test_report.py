@@ -1,8 +1,7 @@
-"""Test `report` and the comparison page, in a terminal and as HTML."""
+"""Test `report`, its tables and its plot."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -110,28 +109,14 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch):
             main(typed, tmp_path / "empty" / "runs")
 
 
-def test_the_page_has_the_values_of_the_records_and_needs_no_network():
-    records = [
-        made_record(run_dir="runs/1-a"),
-        made_record(run_dir="runs/2-b", strategy__name="dp", performance__tokens_per_s=65536.0),
-        made_record(run_dir="runs/4-d", work__seed=7, status="failed", error="<b>&", step=5),
-    ]
-    comparison = compare_runs(records)
-    text = render("html", "Training runs", "4 runs: runs/<run>...", comparison)
-    assert "http" not in text
-    assert "<tr><th>precision</th><td>bf16</td></tr>" in text
-    cells = re.findall(r'<td data-name="(.*?)".*?>(.*?)</td>', text)
-    rows = [dict(cells[10 * row : 10 * row + 10]) for row in range(3)]
-    assert [(row["run"], row["tokens/s"], row["status"]) for row in rows] == [
-        ("1-a zero2, seed 42", "131,072", "ok"),
-        ("2-b dp, seed 42", "65,536", "ok"),
-        ("4-d zero2, seed 7", "131,072", "failed 5/64"),
-    ]
-    assert "&lt;b&gt;&amp;" in text
-    before_plot, _, after_plot = text.partition('<img alt="loss" src="data:image/png;base64,')
-    assert comparison.verdict in before_plot
-    assert "<table" in after_plot
-    assert "<table" not in before_plot
+def test_predictions_are_printed_and_losses_are_plotted(runs, tmp_path, capsys):
+    prediction = {"step_time_s": 0.15, "peak_bytes": 9 * 2**30}
+    write_run(runs / "20260101-000004-dp-x", strategy__name="dp", prediction=prediction)
+    lines = printed(capsys, "--plot", tmp_path / "losses.png", runs)
+    assert "Measured and predicted before the run:" in lines
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "Wrote losses.png."
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_table_fits_a_terminal():
@@ -142,7 +127,7 @@ def test_a_table_fits_a_terminal():
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 10**6),
         made_record(status="failed", run_dir="runs/3-c", error="\x1b[2Jgone"),
     ]
-    text = render("txt", "", "", compare_runs(records))
+    text = render("", compare_runs(records))
     assert max(map(len, text.splitlines())) <= 80
     assert len(text) < 3000
     assert "MFU" not in text

@@ -56,13 +56,13 @@ KILLED = {1: -signal.SIGKILL}
 def spawn(tmp_path, monkeypatch):
     """Return a function that calls spawn() with fake ranks, which end with the given exit codes."""
 
-    def call(codes, *, signum=0, push=None):
+    def call(codes, *, signum=0):
         def run_ranks(command, count, monitor):
             assert (command[:2], count) == (["x.py", str(tmp_path)], 2)
             return RanksOutcome(signum=signum, codes=codes)
 
         monkeypatch.setattr(launch, "run_ranks", run_ranks)
-        config = SimpleNamespace(push=push, hang_timeout_s=None)
+        config = SimpleNamespace(hang_timeout_s=None)
         plan = SimpleNamespace(
             run_dir=tmp_path, offload_dir=None, config=config, num_processes=2, notes=()
         )
@@ -96,7 +96,6 @@ def test_record_shows_how_the_ranks_ended(status, codes, code, message, spawn, t
     if status == "running":
         assert printed == f"failed: {state.error}\n"
     if status == "ok" and codes == KILLED:
-        assert spawn(codes, push="user/name") == 1, "it was being sent to the Hub"
         assert spawn({}, signum=signal.SIGTERM) == 0, "a job must not start it again"
 
 

@@ -101,7 +101,7 @@ def test_a_damaged_owner_file_does_not_prevent_a_claim(content, tmp_path):
     "name",
     [
         ".owner.json", ".writing-hf", ".replaced-best", "checkpoints", "metrics.jsonl",
-        "record.json", "plan.json", "hf", "hf/README.md", "checkpoints/.writing-00000001",
+        "record.json", "plan.json", "hf", "best", "checkpoints/.writing-00000001",
         "checkpoints/step-00000001", "tensorboard", "wandb",
     ],
 )  # fmt: skip

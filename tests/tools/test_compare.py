@@ -90,12 +90,12 @@ def test_a_published_plan_is_accepted_as_input(tmp_path):
 
 
 def test_a_typed_option_of_an_engine_reaches_only_its_strategy():
-    words = "--strategies", "dp,local_sgd", "--local_steps", "4", "--fsdp_prefetch", "2"
+    words = "--strategies", "dp,local_sgd", "--local_steps", "4", "--bucket_cap_mb", "2"
     shown = light_pool().script(["compare", *words, "--num_gpus", "2", "--dry-run"])
     assert_ok(shown)
     _, _, *runs = shown.stdout.splitlines()
     assert ["local_steps=4" in run for run in runs] == [False, True]
-    assert ["fsdp_prefetch=2" in run for run in runs] == [True, True]
+    assert ["bucket_cap_mb=2" in run for run in runs] == [True, True]
 
 
 @pytest.mark.parametrize(

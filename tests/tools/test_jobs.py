@@ -73,7 +73,7 @@ def random_words(number):
 
 
 def find_nothing(draft, *_, **__):
-    return draft.with_config(learning_rate=1e-3, export_dtype="fp32"), FOLDERS
+    return draft.with_config(learning_rate=1e-3), FOLDERS
 
 
 @pytest.fixture
@@ -249,9 +249,9 @@ def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypa
 
 
 def run_skypilot_job(document, folder):
-    """Run a job's script on the second of its nodes, and return the arguments of Python."""
+    """Run a job's script on the second of its nodes, and return the arguments of torchrun."""
     (folder / "strategies").mkdir(exist_ok=True)
-    (folder / "strategies/setup_env.sh").write_text("python() { printf '%s\\0' \"$@\"; }")
+    (folder / "strategies/setup_env.sh").write_text("torchrun() { printf '%s\\0' \"$@\"; }")
     environment = {
         **document["envs"], "HOME": str(folder), "PATH": "/usr/bin:/bin",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1",
@@ -280,13 +280,12 @@ def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, ca
         else:
             options = shlex.split(document["envs"]["TRAIN"])
             assert run_skypilot_job(document, tmp_path) == [
-                "-m", "distributed_training.tools.mirror", "1", f"{tmp_path}/runs", "/mirror",
-                "torchrun", f"--nnodes={document['num_nodes']}", "--node_rank=1",
+                f"--nnodes={document['num_nodes']}", "--node_rank=1",
                 "--nproc_per_node=8", "--master_addr=10.0.0.1", "--master_port=29500",
                 "--rdzv_conf=timeout=1800", "real_model_example.py", "--strict", "--resume",
-                "auto", *options, "--shared_disk", "false", "--output_dir", f"{tmp_path}/runs",
+                "auto", *options, "--output_dir", "/runs",
             ]  # fmt: skip
-            assert document["file_mounts"]["/mirror"]["mode"] == "MOUNT"
+            assert "/runs" in document["volumes"]
         run = re.search(r"run=\((.*) \"\$@\"\)", files[1].read_text())[1]
         assert shlex.split(run)[1:] == [*options, "--strict", "--resume", "auto"]
     assert written > 3

@@ -1,4 +1,4 @@
-"""Test which step results are non-finite, how many are skipped, and what a rollback restores."""
+"""Test which step results are non-finite, and how many are skipped."""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from distributed_training.engines.base import StepResult
 from distributed_training.records.record import History
 from distributed_training.settings.request import build_config
-from distributed_training.train import loop
+from distributed_training.settings.strategies import load_strategy
 from distributed_training.train.loop import (
     MAX_CONSECUTIVE_SKIPS,
     StepResults,
@@ -20,8 +20,9 @@ pytestmark = pytest.mark.usefixtures("process_group")
 NAMES = ["blocks.0.qkv.weight", "blocks.1.qkv.weight", "norm_out.weight"]
 
 
-def make_results(tmp_path, **config):
-    plan = SimpleNamespace(config=build_config(config), run_dir=tmp_path)
+def make_results(**config):
+    config = build_config({"strategy": "dp", **config})
+    plan = SimpleNamespace(config=config, strategy=load_strategy(config))
     engine = SimpleNamespace(gradient_names=NAMES)
     step_results = StepResults(plan, History(), engine, torch.device("cpu"))
     step_results.restart()
@@ -46,8 +47,8 @@ def test_gradients_that_are_not_finite(norm, skipped, precision, expected):
     assert has_nonfinite_gradients(result, config) == expected
 
 
-def test_skipped_steps_are_limited(tmp_path):
-    step_results = make_results(tmp_path, on_nonfinite="skip")
+def test_skipped_steps_are_limited():
+    step_results = make_results(on_nonfinite="skip")
     last = MAX_CONSECUTIVE_SKIPS + 1
     for step in range(1, last + 1):
         result = StepResult(torch.tensor(1.0), torch.tensor(math.nan), False, torch.ones(3))
@@ -56,14 +57,3 @@ def test_skipped_steps_are_limited(tmp_path):
         assert rows[0]["skipped"]
         assert (fault is not None) == (step == last)
     assert step_results.history.skipped_steps == list(range(1, last + 1))
-
-
-def test_a_rollback_restores_the_last_checkpoint_before_the_step_once(tmp_path, monkeypatch):
-    steps = (3, 6, 9)  # 9 is of an earlier attempt
-    folders = [tmp_path / f"checkpoints/step-{step:08d}" for step in steps]
-    monkeypatch.setattr(loop, "list_checkpoints", lambda _: folders)
-    step_results = make_results(tmp_path)
-    assert step_results.build_error(8, "").rollback_checkpoint == folders[1]
-    assert step_results.build_error(2, "").rollback_checkpoint is None
-    step_results.skipped_step = 8
-    assert step_results.build_error(10, "").rollback_checkpoint is None

@@ -38,7 +38,7 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
 def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     """Return the sizes in bytes of gathered parameters, and of unsharded gradients before their
     reduce-scatter. Parameters outside the blocks stay gathered. Only the current block and the
-    prefetched blocks are gathered."""
+    next block, which FSDP prefetches, are gathered."""
     if rank.pp > 1:  # see costs/pp.py
         return {}
     if point == "update" and rank.trained_share:
@@ -54,8 +54,7 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     # The largest blocks may be next to each other.
     mean_parameters = rank.size.block_parameters / rank.size.num_layers
     relative_size = max(kind.parameters for kind in rank.size.kinds) / mean_parameters
-    per_block = relative_size * (base_per_block + adapters_per_block)
-    gathered_blocks = (1 + rank.config.fsdp_prefetch) * per_block
+    gathered_blocks = 2 * relative_size * (base_per_block + adapters_per_block)
     block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
     return {
         "copies": outer_bytes + gathered_blocks,

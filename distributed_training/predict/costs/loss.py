@@ -13,12 +13,22 @@ from distributed_training.predict.mechanism import (
     Mechanism,
     PassCosts,
     PipelineRank,
+    Sizes,
     StepPoint,
     Timing,
 )
 from distributed_training.predict.rates import FITTED
 
 EAGER_BYTES_PER_LOGIT = 17  # allocated by loss_and_gradient for a chunk, without compilation
+
+
+def _chunk_tokens(sizes: Sizes) -> int:
+    """Return the number of tokens per chunk, or 0 if the loss is not computed in chunks. A loss
+    that is sharded over tp always has at least one chunk."""
+    tokens = int(sizes.config.loss_chunk_tokens)
+    if not tokens and sizes.tp > 1:
+        return sizes.tokens
+    return tokens
 
 
 class LossBytes(NamedTuple):
@@ -45,7 +55,7 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
         rank.hidden_share + 2
     )  # input and output of the norm, and one gradient
     num_logits = rank.tokens * rank.size.padded_vocab_size / rank.tp
-    chunk = int(rank.config.loss_chunk_tokens)
+    chunk = _chunk_tokens(rank)
     if chunk:
         # The gradients of the hidden states and of the output layer's weight are kept. The peak
         # also includes one chunk. If the weights are fp32, an fp32 copy of the weight's gradient
@@ -87,7 +97,7 @@ def head_costs(timing: Timing) -> PassCosts:
     traffic = 0.5 * (logit_bytes / rate) * MEMORY
     # Each chunk reads and writes the gradient of the output layer's weight. In a pipeline, the
     # gradient is added to those of earlier micro-batches.
-    chunk = int(timing.config.loss_chunk_tokens)
+    chunk = _chunk_tokens(timing)
     num_accesses = 2 * math.ceil(timing.tokens / chunk) if chunk else 0
     per_parameter = num_accesses * timing.dtype_bytes
     per_parameter += GRADIENT_SUM_BYTES if timing.pp > 1 else 0

@@ -30,10 +30,8 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
     gathered_bytes = 0
     if rank.has_last_stage:
         exchanged_bytes += num_microbatches * rank.hidden_bytes
-        if rank.config.loss_chunk_tokens:  # two fp32 numbers per token and process
-            gathered_bytes += num_microbatches * 8 * rank.tokens * rank.tp
-        else:
-            reduced_bytes += num_microbatches * 12 * rank.tokens
+        # Two fp32 numbers per token and process
+        gathered_bytes += num_microbatches * 8 * rank.tokens * rank.tp
     if rank.has_first_stage:
         rounds = rank.plan.num_processes > rank.tp  # FSDP rounds parameters
         embedding_bytes_per_value = rank.dtype_bytes if rounds else rank.weight_bytes
