@@ -3,7 +3,6 @@ receive the plan before they begin their part of it."""
 
 import contextlib
 import os
-import socket
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_object
 from distributed_training.settings.machine import detect_machine
-from distributed_training.start import run_dir, worker
+from distributed_training.start import rendezvous, run_dir, worker
 from distributed_training.supervise.process import Process
 
 
@@ -30,6 +29,7 @@ def run(request: Request, process: Process) -> int:
     planning_store = dist.PrefixStore("planning", store)
     gather_values = agree.build_store_gather(planning_store, process.rank, process.world_size)
     plan = agree_on_plan(request, process, gather_values)
+    rendezvous.check_disks(plan, process, gather_values)
     return worker.run(plan, process, store)
 
 
@@ -40,8 +40,7 @@ def agree_on_plan(
 ) -> Plan:
     """Make the plan on rank 0 and return it on all ranks. If torchrun has restarted the processes
     of a run, the plan continues that run. All ranks raise rank 0's UserError. They also raise
-    UserError if settings or code differ between ranks, or if a node does not see the run's folder.
-    All ranks must call this function."""
+    UserError if settings or code differ between ranks. All ranks must call this function."""
     settings = request.to_key_values()
     del settings["output_dir"]  # paths of checkouts may differ
     agree.check_ranks_agree(
@@ -60,13 +59,7 @@ def agree_on_plan(
             continued_config, notes = continue_run(request)
             plan = make_plan(continued_config, cluster, read_data)
             text = PLAN_AS_JSON.dump_json(run_dir.reserve_run_dir(plan, notes)).decode()
-    plan = PLAN_AS_JSON.validate_json(gather_values(text)[0])
-    with agree.raise_on_all_ranks(gather_values):
-        if not (plan.run_dir / PLAN_FILE).is_file():
-            what = f"rank {process.rank} on {socket.gethostname()} does not see {plan.run_dir}"
-            fix = "set output_dir to a folder on a disk that all nodes share"
-            raise UserError(what, "rank 0 has created this folder", fix)
-    return plan
+    return PLAN_AS_JSON.validate_json(gather_values(text)[0])
 
 
 def continue_run(request: Request) -> tuple[Request, list[str]]:

@@ -1,4 +1,5 @@
-"""Connect the ranks that a launcher such as torchrun started.
+"""Connect the ranks that a launcher such as torchrun started, and check that all nodes have the
+run's folder.
 
 Launchers pass the address of rank 0 to every process. By default, gloo announces the address to
 which the host's name resolves. On many machines, this is a loopback address (127.0.1.1 on Debian).
@@ -13,6 +14,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from distributed_training.parallel import agree
+from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.start.ranks import LOOPBACK, LOOPBACK_INTERFACES
 from distributed_training.supervise.process import Process
@@ -72,3 +75,17 @@ def _use_interface(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             # Without "=", eth1 would match eth10.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def check_disks(
+    plan: Plan,
+    process: Process,
+    gather_values: agree.Gather,
+) -> None:
+    """Check that all nodes share the run's folder. Raises an error on every rank if a node does
+    not see it. All ranks must call this function."""
+    with agree.raise_on_all_ranks(gather_values):
+        if not (plan.run_dir / PLAN_FILE).is_file():
+            what = f"rank {process.rank} on {socket.gethostname()} does not see {plan.run_dir}"
+            fix = "set output_dir to a folder on a disk that all nodes share"
+            raise UserError(what, "rank 0 has created this folder", fix)
