@@ -4,6 +4,7 @@ not import torch. saver.py writes checkpoints and documents the files in them.""
 import contextlib
 import os
 import shlex
+import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,14 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import LAST, is_alive, load_record, write_json
+from distributed_training.records.record import (
+    LAST,
+    RECORD_FILE,
+    Record,
+    is_alive,
+    load_record,
+    write_json,
+)
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, load_object, parse_as, shown
@@ -24,6 +32,14 @@ FORMAT = 6
 # and the model's folder may have been moved. `load_checkpoint` compares the weights.
 STEPS = {"max_steps", "epochs"}
 CHANGEABLE = {*STEPS, "model", "weights"}
+MERGE_ADVICE = (
+    "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
+    "use another layout, merge the run's folders of all nodes and copy the result to every node"
+)
+
+
+class FilesOnOtherNodesError(UserError):
+    """Raised if this node lacks files that are on other nodes."""
 
 
 class Meta(BaseModel, strict=True):
@@ -39,6 +55,7 @@ class Meta(BaseModel, strict=True):
     counters: dict[str, float]  # `Engine.counters`
     files: dict[str, int]  # file -> bytes
     checksums: dict[str, int]  # file -> CRC-32
+    hosts: dict[str, str] = {}  # file -> host; only without a shared disk
 
 
 def resume_advice(checkpoint: Path) -> str:
@@ -69,19 +86,54 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def check_files(folder: Path, meta: Meta) -> None:
-    """Raise UserError if a file of a checkpoint is missing or damaged."""
-    advice = resume_advice(folder)
-    files = {name: folder / name for name in meta.files}
-    for name, file in files.items():
-        if not file.is_file():
-            raise UserError(f"Checkpoint {folder} is damaged", f"{name} is missing", advice)
+def files_to_read(
+    folder: Path,
+    meta: Meta,
+    plan: Plan | None,
+    rank: int,
+) -> list[str]:
+    """Return the names of the files that `rank` needs to load a checkpoint. Raises UserError if a
+    needed file is missing, or FilesOnOtherNodesError if the file is on another node.
+
+    Usually, a rank needs all files. If its node lacks some of them, the nodes have no shared disk
+    and the layout is unchanged, the rank needs only the files written on its node."""
+    names = list(meta.files)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if (
+        missing
+        and plan is not None
+        and plan.has_node_local_files
+        and meta.spread == plan.layout_fingerprint
+    ):
+        names = [rank_file_name(other) for other in plan.ranks_on_disk(rank)]
+        missing = [name for name in missing if name in names]
+    if missing and meta.hosts:
+        hosts = ", ".join(sorted({meta.hosts[name] for name in missing}))
+        what = f"Checkpoint {folder} is not complete on {socket.gethostname()}"
+        why = f"it lacks {len(missing)} files, such as {missing[0]}, of the nodes {hosts}"
+        raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
+    if missing:
+        why = f"{missing[0]} is missing"
+        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
+    return names
+
+
+def check_files(
+    folder: Path,
+    meta: Meta,
+    plan: Plan | None = None,
+    rank: int = 0,
+) -> list[str]:
+    """Check the files that `files_to_read` returns for `rank`, and return their names. Raises
+    UserError if a file is missing or damaged."""
+    names = files_to_read(folder, meta, plan, rank)
     with ThreadPoolExecutor(8) as pool:
-        checksums = pool.map(crc32, files.values())
-        for name, checksum in zip(files, checksums, strict=True):
+        checksums = pool.map(crc32, [folder / name for name in names])
+        for name, checksum in zip(names, checksums, strict=True):
             if checksum != meta.checksums.get(name):
                 why = f"{name} has changed since it was written"
-                raise UserError(f"Checkpoint {folder} is damaged", why, advice)
+                raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
+    return names
 
 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
@@ -110,8 +162,9 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     usable checkpoint. Raises FinishedError if a run with this strategy has done the work, and
     UserError instead of starting a new run if only an obstacle prevents a run from continuing.
 
-    Raises UserError if a named checkpoint is missing or damaged, has no record of its run, or is
-    from a run with a different `work`. Its model may have been moved."""
+    Raises UserError if the run has files on other nodes. Also raises UserError if a named
+    checkpoint is missing or damaged, has no record of its run, or is from a run with a different
+    `work`. Its model may have been moved."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -137,8 +190,8 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
         what = f"Cannot resume {shown(resume)}, because that run used different settings"
         raise UserError(f"{what}: {differences}", fix=fix)
-    check_files(checkpoint, meta)
-    run = load_record(checkpoint.parents[1])
+    check_files(checkpoint, meta, plan)
+    run = load_run_record(checkpoint, meta)
     for key in sorted(changed & STEPS):
         change = f"{key} was {meta.work.get(key)} and is now {plan.work[key]}"
         notes.append(f"{change}. The learning rate follows the new schedule from step {meta.step}")
@@ -176,12 +229,12 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
         else:
             why = "has finished"
             with _skip_damaged(checkpoint, problems):
-                run = load_record(checkpoint.parents[1])
+                run = load_run_record(checkpoint, meta)
                 if not is_same and is_alive(run):
                     why = "is in use"
                 elif run.status != "ok":
                     claims.check_foreign_files(run_dir)
-                    check_files(checkpoint, meta)
+                    check_files(checkpoint, meta, plan)
                     notes += problems
                     return checkpoint
         obstacle = obstacle or f"{run_dir.name} {why}"
@@ -214,11 +267,25 @@ def _skip_damaged(
     problems: list[str],
 ) -> Iterator[None]:
     """Within the `with` block, append a note to `problems` instead of raising an error if the
-    checkpoint cannot be used."""
+    checkpoint cannot be used. Raises FilesOnOtherNodesError if some of its files are on other
+    nodes."""
     try:
         yield
+    except FilesOnOtherNodesError:
+        raise
     except (UserError, OSError) as error:
         problems.append(f"resume=auto cannot use {checkpoint}: {error}")
+
+
+def load_run_record(checkpoint: Path, meta: Meta) -> Record:
+    """Return the record of the checkpoint's run. Raises FilesOnOtherNodesError if the record is on
+    another node, and UserError if it cannot be read."""
+    run_dir = checkpoint.parents[1]
+    if meta.hosts and not (run_dir / RECORD_FILE).is_file():
+        what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
+        why = f"it is on the run's first node, {meta.hosts.get(rank_file_name(0))}"
+        raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
+    return load_record(run_dir)
 
 
 def _differences(

@@ -6,10 +6,12 @@
                                 model, and that rank's random number generator states
 
 A checkpoint appears under its final name only when it is complete. Only the last `keep_checkpoints`
-checkpoints are kept. All nodes share the run's folder. The sampler needs no file, because the step
-number determines its position. resume.py finds and checks checkpoints."""
+checkpoints are kept. Without a shared disk, each node stores meta.json and the files of that node's
+ranks, which contain every shard that the node's ranks hold. The sampler needs no file, because the
+step number determines its position. resume.py finds and checks checkpoints."""
 
 import shutil
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -58,6 +60,10 @@ class Saver:
         self.memory: HostMemory | None = None  # memory for the copy; None if the copy does not fit
         # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps_memory = topology.device_type == "cuda" and not plan.strategy.steps_on_host
+        # One rank per disk creates and removes folders.
+        self._is_disk_leader = topology.rank == 0
+        if plan.has_node_local_files:
+            self._is_disk_leader = topology.local_rank == 0
         self._group: Any = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
@@ -81,7 +87,7 @@ class Saver:
         is written, and training must wait for `finish`. All ranks must call this method."""
         start = time.monotonic()
         partial_folder = self.plan.run_dir / CHECKPOINTS / f".writing-{step:08d}"
-        if self.topology.rank == 0:
+        if self._is_disk_leader:
             remove_unfinished(self.plan.run_dir)
             # If a user has removed the run's folder, mkdir fails instead of creating it again.
             partial_folder.parent.mkdir(exist_ok=True)
@@ -152,40 +158,43 @@ class Saver:
         meta: resume.Meta,
     ) -> Path:
         """Write this rank's file. When the files of all ranks are on disk, publish them with one
-        rename, and delete old checkpoints. Return the new checkpoint's folder. The writing threads
-        of all ranks must call this method."""
+        rename per disk, and delete old checkpoints. Return the new checkpoint's folder. The writing
+        threads of all ranks must call this method."""
         start = time.monotonic()
         is_rank_0 = self.topology.rank == 0
         final_folder = partial_folder.with_name(checkpoint_name(meta.step))
         file = partial_folder / resume.rank_file_name(self.topology.rank)
         gather_values = partial(gather, group=self._group)
         with raise_on_all_ranks(gather_values):
-            file_info = write_parts(file, parts)
+            file_info = (socket.gethostname(), *write_parts(file, parts))
             if is_rank_0:
                 claims.check(self.plan.run_dir, self.plan.run_id)
-        for rank, (size, checksum) in enumerate(gather_values(file_info)):
+        for rank, (host, size, checksum) in enumerate(gather_values(file_info)):
             name = resume.rank_file_name(rank)
             meta.files[name] = size
             meta.checksums[name] = checksum
+            if self.plan.has_node_local_files:
+                meta.hosts[name] = host
+        # Rank 0 publishes last, so that every checkpoint on rank 0's node also exists on all other
+        # nodes.
+        for has_turn in (not is_rank_0, is_rank_0):
+            with raise_on_all_ranks(gather_values):
+                if self._is_disk_leader and has_turn:
+                    resume.write_meta(partial_folder, meta)
+                    publish(partial_folder, final_folder)
+        # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
+        # and this run repeats their steps.
         with raise_on_all_ranks(gather_values):
-            if is_rank_0:
-                resume.write_meta(partial_folder, meta)
-                publish(partial_folder, final_folder)
-                self._delete_others(final_folder)
+            checkpoints = list_checkpoints(self.plan.run_dir) if self._is_disk_leader else []
+            older = [checkpoint for checkpoint in checkpoints if checkpoint <= final_folder]
+            kept = older[-self.plan.config.keep_checkpoints :]
+            for checkpoint in set(checkpoints) - set(kept):
+                shutil.rmtree(checkpoint)
         self._save_row |= {
             "write_s": time.monotonic() - start,
             "bytes": sum(meta.files.values()),
         }
         return final_folder
-
-    def _delete_others(self, newest: Path) -> None:
-        """Delete old checkpoints, and also newer ones. These were damaged or not chosen when this
-        run was resumed, and this run repeats their steps."""
-        checkpoints = list_checkpoints(self.plan.run_dir)
-        older = [checkpoint for checkpoint in checkpoints if checkpoint <= newest]
-        kept = older[-self.plan.config.keep_checkpoints :]
-        for checkpoint in set(checkpoints) - set(kept):
-            shutil.rmtree(checkpoint)
 
 
 def load_checkpoint(
@@ -206,7 +215,8 @@ def load_checkpoint(
         what = f"The run of {folder} did not start from the weights {plan.config.weights}"
         why = "these weights have other values"
         raise UserError(what, why, "set model to the folder of its weights, or resume to None")
-    saved = TensorFiles(folder / name for name in meta.files)
+    names = resume.files_to_read(folder, meta, plan, topology.rank)
+    saved = TensorFiles(folder / name for name in names)
     engine.load(saved, meta.counters)
     if meta.spread == plan.layout_fingerprint:
         load_rank_local_parts(engine, saved, topology)

@@ -156,8 +156,10 @@ class DeepSpeedEngine(base.Engine):
             count = max(0, min(count, num_unpadded))
             flat_range = slice(offset, offset + count)
             # With a pipeline, only the first stage has the embedding, unless it is tied. The last
-            # stage then has a copy, which is not written.
-            written_here = name != "token_embedding.weight" or self.topology.pp_rank == 0
+            # stage then has a copy, which is written only if the stages may be on nodes without a
+            # shared disk.
+            is_copy = name == "token_embedding.weight" and self.topology.pp_rank > 0
+            written_here = not is_copy or self.plan.has_node_local_files
             for tensor_name in tensor_names:
 
                 def get(tensor_name: str = tensor_name, flat_range: slice = flat_range) -> Any:

@@ -399,15 +399,19 @@ class NativeEngine(base.Engine):
         return output
 
     def state_parts(self) -> Iterator[Part]:
+        rank = self.topology.rank
+        disk = self.plan.ranks_on_disk(rank)
+        # A copy of the tied embedding is written only if the files of the first stage may be on
+        # another disk.
+        writes_copies = self.plan.has_node_local_files and self.topology.pp_rank > 0
         for number, (name, parameter) in enumerate(self.named_params):
             local, start = locate_local(parameter)
             shape = list(parameter.shape)
             if name in self.vocab_names:
                 shape[0] = self.plan.size.vocab_size
-            written_here = (
-                parameter not in self.embedding_copies  # the first stage writes the tied embedding
-                and self.topology.rank == choose_writer(parameter, number, self.topology)
-            )
+            written_here = rank == choose_writer(parameter, number, self.topology, disk)
+            if parameter in self.embedding_copies and not writes_copies:
+                written_here = False
             tensors = {"weight": local, **self._adam_state(parameter)}
             tensors.pop("step", None)
             for key, tensor in tensors.items():

@@ -34,7 +34,7 @@ class Part:
     # Returns the values, [*size], or a box of them. If the part is in memory, writing to the result
     # changes the state.
     get: Callable[..., torch.Tensor]
-    written_here: bool = True  # False if another rank writes the same part
+    written_here: bool = True  # False if another rank writes the same part to the same disk
     dtype: torch.dtype = torch.float32
     write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
 
@@ -82,16 +82,16 @@ def choose_writer(
     parameter: torch.Tensor,
     number: int,
     topology: Topology,
+    disk: range,
 ) -> int:
-    """Return which rank writes this rank's shard of the stage's parameter `number`. The ranks that
-    hold the same shard take turns."""
+    """Return which of the ranks in `disk` writes this rank's shard of the stage's parameter
+    `number`. The ranks that hold the same shard take turns."""
     fixed_axes = {"pp"}
     if isinstance(parameter, DTensor):
         fixed_axes.add("cp")  # FSDP also shards over cp
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         fixed_axes |= {axis for axis, placement in axes if not placement.is_replicate()}
-    ranks = range(topology.world_size)
-    holders = [rank for rank in ranks if topology.shares_position(rank, fixed_axes)]
+    holders = [rank for rank in disk if topology.shares_position(rank, fixed_axes)]
     return holders[number % len(holders)]
 
 
@@ -200,13 +200,11 @@ def _aligned_bytes(part: Part) -> int:
 
 
 def _copy_overlap(
-    stored_part: Part,
-    target: torch.Tensor,
-    start: Sequence[int],
-) -> int:
-    """Copy the overlap of a stored part and `target` into `target`, and return its number of
-    values. `start` is the index of the first element of `target` in the tensor or, for a range of
-    the flattened tensor, in the flattened tensor."""
+    stored_part: Part, target: torch.Tensor, is_filled: torch.Tensor, start: Sequence[int]
+) -> None:
+    """Copy the overlap of a stored part and `target` into `target`, and mark the copied values in
+    `is_filled`. `start` is the index of the first element of `target` in the tensor or, for a range
+    of the flattened tensor, in the flattened tensor."""
     target_slices = []
     part_slices = []
     positions = zip(
@@ -220,12 +218,11 @@ def _copy_overlap(
         low = max(a, b)
         high = min(a + n, b + m)
         if low >= high:
-            return 0
+            return
         target_slices.append(slice(low - a, high - a))
         part_slices.append(slice(low - b, high - b))
-    overlap = target[tuple(target_slices)]
-    overlap.copy_(stored_part.get(*part_slices))
-    return overlap.numel()
+    target[tuple(target_slices)] = stored_part.get(*part_slices)
+    is_filled[tuple(target_slices)] = True
 
 
 class TensorFiles:
@@ -302,15 +299,24 @@ class TensorFiles:
             (last - first, *row_shape),
             dtype=part.dtype,
         )
-        num_found = 0  # ranks write different parts
+        is_filled = torch.zeros(rows.shape, dtype=torch.bool)  # parts of several nodes may overlap
         for stored_part in self.stored_parts.get(part.name, []):
             if len(stored_part.start) == len(part.shape):
-                start = (first, *(0 for _ in row_shape))
-                num_found += _copy_overlap(stored_part, rows, start)
+                _copy_overlap(
+                    stored_part,
+                    rows,
+                    is_filled,
+                    (first, *(0 for _ in row_shape)),
+                )
             else:
                 start = (first * math.prod(row_shape),)
-                num_found += _copy_overlap(stored_part, rows.view(-1), start)
-        if num_found < rows.numel():
-            counts = f"{num_found} of {rows.numel()}"
+                _copy_overlap(
+                    stored_part,
+                    rows.view(-1),
+                    is_filled.view(-1),
+                    start,
+                )
+        if not is_filled.all():
+            counts = f"{int(is_filled.sum())} of {rows.numel()}"
             raise ValueError(f"only {counts} values of {part.name} were found")
         return rows

@@ -115,6 +115,18 @@ class Draft:
         return (tp, 1) if self.batch.micro_batch_size % tp == 0 else (1, tp)
 
     @property
+    def has_node_local_files(self) -> bool:
+        """True if each node has only the files that its own ranks write."""
+        return not self.config.shared_disk and self.num_processes > self.processes_here
+
+    def ranks_on_disk(self, rank: int) -> range:
+        """Return the ranks whose files are on the same disk as the files of `rank`."""
+        if not self.has_node_local_files:
+            return range(self.num_processes)
+        first = rank // self.processes_here * self.processes_here
+        return range(first, first + self.processes_here)
+
+    @property
     def layout_fingerprint(self) -> JsonObject:
         """Values that determine how state is sharded and summed. If a checkpoint has the same
         values, a run that resumes from the checkpoint continues with bit-identical results."""

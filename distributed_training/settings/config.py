@@ -209,8 +209,9 @@ class Config(KeyModel):
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
     """Number of steps that each rank traces. 0: no trace."""
     output_dir: PathText = checkpoint_key("runs")
-    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script.
-    All nodes must share it."""
+    """Folder in which each run creates a subfolder. In CONFIG, it is relative to the script."""
+    shared_disk: bool = checkpoint_key(True)
+    """True: all nodes share output_dir. False: each node keeps its own part of a checkpoint."""
     checkpoint_every: CountOrZero | Literal["signal"] | None = checkpoint_key(None)
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
     0: never. Unless the value is 0, Ctrl-C and SIGTERM also save a checkpoint."""

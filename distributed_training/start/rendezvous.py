@@ -7,6 +7,7 @@ which the host's name resolves. On many machines, this is a loopback address (12
 
 import ipaddress
 import os
+import platform
 import socket
 from datetime import timedelta
 
@@ -14,10 +15,13 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from distributed_training.checkpoint import resume
 from distributed_training.parallel import agree
 from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.settings.errors import UserError, first_line
+from distributed_training.start import run_dir
 from distributed_training.start.ranks import LOOPBACK, LOOPBACK_INTERFACES
+from distributed_training.supervise import claims
 from distributed_training.supervise.process import Process
 
 _RANK_0_ADDRESS_KEY = "address of rank 0"  # at which other machines reach rank 0
@@ -82,10 +86,26 @@ def check_disks(
     process: Process,
     gather_values: agree.Gather,
 ) -> None:
-    """Check that all nodes share the run's folder. Raises an error on every rank if a node does
-    not see it. All ranks must call this function."""
+    """Check that all nodes have the run's folder. The folder is shared or, with
+    `shared_disk=False`, each node claims its own folder and writes the plan into it. To resume,
+    each node's own folder must contain the checkpoint files of that node. Raises an error on every
+    rank if a node lacks the folder or a file. All ranks must call this function."""
+    label = f"rank {process.rank} on {socket.gethostname()}"
     with agree.raise_on_all_ranks(gather_values):
-        if not (plan.run_dir / PLAN_FILE).is_file():
-            what = f"rank {process.rank} on {socket.gethostname()} does not see {plan.run_dir}"
-            fix = "set output_dir to a folder on a disk that all nodes share"
-            raise UserError(what, "rank 0 has created this folder", fix)
+        if process.local_rank or not process.rank:  # rank 0 checked its node when it planned
+            pass
+        elif plan.has_node_local_files:
+            plan.run_dir.mkdir(parents=True, exist_ok=True)
+            owner = claims.read_owner(plan.run_dir)
+            if owner.get("run_id") == plan.run_id and owner.get("host") != platform.node():
+                what = f"{label} shares {plan.run_dir} with another node"
+                raise UserError(what, fix="set shared_disk to True")
+            claims.claim(plan.run_dir, plan.run_id)
+            run_dir.write_plan(plan)
+            if plan.checkpoint is not None:
+                meta = resume.read_meta(plan.checkpoint)
+                resume.check_files(plan.checkpoint, meta, plan, process.rank)
+        elif not (plan.run_dir / PLAN_FILE).is_file():
+            what = f"{label} does not see {plan.run_dir}"
+            fix = "set output_dir to a folder on a disk that all nodes share, or set shared_disk "
+            raise UserError(what, "rank 0 has created this folder", f"{fix}to False")

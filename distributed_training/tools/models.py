@@ -312,8 +312,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     run_dir = checkpoint.parents[1]
     folder = _new_folder(arguments.to, run_dir / LAST)
     meta = resume.read_meta(checkpoint)
-    resume.check_files(checkpoint, meta)
-    files = TensorFiles(checkpoint / name for name in meta.files)
+    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     plan = load_plan(run_dir)
     if arguments.text:
         plan = replace(plan, config=plan.config.model_copy(update={"export_text": True}))

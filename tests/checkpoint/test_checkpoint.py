@@ -65,8 +65,9 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
     return SimpleNamespace(
         config=config, requested=Request(), run_dir=run_dir, work=work, layout_fingerprint=spread,
         checkpoint=None, attempt_id="",
-        processes_here=1, strategy=strategy, notes=[],
+        processes_here=1, strategy=strategy, notes=[], has_node_local_files=False,
         data_fingerprint="", run_id="", num_steps=None,
+        ranks_on_disk=lambda rank: range(rank, rank + 1),
     )  # fmt: skip
 
 
@@ -87,9 +88,12 @@ def begin(run_dir, engine, step, **plan):
     return saver
 
 
-def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, notes=None):
+def find_checkpoint(
+    given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True, notes=None
+):
     """Return the checkpoint that a single process finds, or a list of notes if there is none."""
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
+    plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
     notes = [] if notes is None else notes
     return resume.find_checkpoint(plan, notes) or notes

@@ -77,7 +77,8 @@ def _run_and_unplug() -> None:
 
 
 def on_each_node(job: dict[str, Any]) -> None:
-    """Run the script on each node as srun would start it."""
+    """Run the script on each node as srun would start it. If the job contains `ends_at`, the
+    process on the first node receives SIGTERM in this step."""
     rank = int(os.environ["RANK"])
     enter_namespaces(job["nodes"][rank])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -86,6 +87,14 @@ def on_each_node(job: dict[str, Any]) -> None:
     os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=str(num_nodes))
     os.environ.update(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE=f"1(x{num_nodes})")
     os.environ["MASTER_ADDR"] = job["nodes"][0].name
+    original = Trainer._run_step
+
+    def update(self: Trainer) -> None:
+        if rank == 0 and self.step + 1 == job.get("ends_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self)
+
+    Trainer._run_step = update
     run_script(*job["arguments"])
 
 

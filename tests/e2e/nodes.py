@@ -43,6 +43,10 @@ class Node:
             *map(str, command),
         ]
 
+    def outside(self, path: Path) -> Path:
+        """Return the path at which processes outside this node see the node's `path`."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
 
 def unplug(switch: int, name: str) -> None:
     """Disconnect a node from the switch."""

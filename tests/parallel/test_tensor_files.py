@@ -82,11 +82,16 @@ def test_overlapping_parts_of_two_nodes_are_read_once(tmp_path):
     assert torch.equal(files.read(part), WHOLE[2:7, 1:])
 
 
-def test_replicas_take_turns_in_writing():
+@pytest.mark.parametrize("disk", [range(4), range(4, 8), range(2, 4)])
+def test_the_replicas_on_a_disk_take_turns_in_writing(disk):
     sizes = {"world_size": 8, "dp_replicate": 4, "dp_shard": 1, "pp": 2, "device_type": "cpu"}
-    for rank in range(4, 8):
-        topology = Topology(rank=rank, local_rank=0, **sizes)
-        assert [choose_writer(WHOLE, n, topology) for n in range(5)] == [4, 5, 6, 7, 4]
+    for number in range(5):
+        for rank in disk:
+            topology = Topology(rank=rank, local_rank=0, **sizes)
+            writer = choose_writer(WHOLE, number, topology, disk)
+            assert writer == disk[number % len(disk)]
+    topology = Topology(rank=6, local_rank=0, **sizes)
+    assert [choose_writer(WHOLE, n, topology, range(8)) for n in range(5)] == [4, 5, 6, 7, 4]
 
 
 def test_missing_and_foreign_tensors_are_refused(tmp_path):

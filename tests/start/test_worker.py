@@ -56,7 +56,7 @@ def test_only_causes_known_by_type_or_number_are_explained(
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     start_test_record(tmp_path)
-    plan = SimpleNamespace(run_dir=tmp_path, offload_dir=None)
+    plan = SimpleNamespace(run_dir=tmp_path, has_node_local_files=False, offload_dir=None)
     with pytest.raises(SystemExit, match="1"):
         ending.end_failed(plan, SimpleNamespace(rank=0, local_rank=0), error)
     assert recorded in load_record(tmp_path).error

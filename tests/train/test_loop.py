@@ -105,6 +105,7 @@ def make_trainer(engine=None, record=None, **config):
             config=config,
             strategy=load_strategy(config),
             run_dir=Path("x"),
+            has_node_local_files=False,
             num_steps=NUM_STEPS,
             weights_dir=None,
         ),
