@@ -135,8 +135,10 @@ def _draw(leaf: Any) -> Any:
     """Return random numbers instead of a fake tensor of numbers, or positions."""
     if not torch.is_tensor(leaf):
         return leaf
-    if leaf.is_floating_point() or leaf.is_complex():
-        return torch.randn(leaf.shape, dtype=leaf.dtype.to_complex() if leaf.is_complex() else None)
+    if leaf.is_complex():
+        return torch.randn(leaf.shape, dtype=torch.complex64)
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape)
     return _POSITIONS.expand(leaf.shape)
 
 
