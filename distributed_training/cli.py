@@ -20,6 +20,7 @@ from typing import Any
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import one_of, shown
 from distributed_training.settings.keys import (
@@ -30,7 +31,6 @@ from distributed_training.settings.keys import (
     find_option,
     read_keys,
 )
-from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch

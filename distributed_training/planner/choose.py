@@ -343,7 +343,7 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     blocks = plan.stages.blocks_per_stage
 
     def stage_s(stage: int) -> tuple[float, float, float]:
-        forward, inputs, weights = (float(costs[kind, stage].sum()) for kind in "FIW")
+        forward, inputs, weights = (costs[kind, stage].total_s for kind in "FIW")
         return forward, inputs, weights
 
     seconds = tuple(map(stage_s, range(len(blocks))))

@@ -24,9 +24,10 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.record import has_begun, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.detect import detect_machine, threads_per_process
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import shown
-from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir

@@ -30,6 +30,7 @@ from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, KEYS, Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     check_replaced,
@@ -39,7 +40,6 @@ from distributed_training.settings.files import (
     write_own,
 )
 from distributed_training.settings.keys import at_least
-from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.launch import requested_processes

@@ -18,8 +18,8 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import Cluster, local_cluster, parse_cluster
 from distributed_training.records.display import describe_prediction, describe_work, fold
 from distributed_training.settings.config import Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import printable
-from distributed_training.settings.machine import detect_machine
 from distributed_training.start.launch import requested_cluster
 from distributed_training.supervise.process import Process
 from distributed_training.tools.jobs import build_options

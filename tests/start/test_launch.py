@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed_training.records.record import load_record
-from distributed_training.settings import machine, own_code
+from distributed_training.settings import detect, own_code
 from distributed_training.start import launch, rendezvous, run_dir, worker
 from distributed_training.start.ranks import RanksOutcome, current_process, single_process
 from distributed_training.supervise.process import Process
@@ -129,7 +129,7 @@ def test_an_address_that_cannot_be_used_is_named(host, monkeypatch):
 def run_without_planning(run_dir):
     """Start a planned run after removing all planning functions. Call this function only in a
     separate process."""
-    launch.make_plan = machine.detect_machine = None
+    launch.make_plan = detect.detect_machine = None
     load_plan = launch.load_plan
 
     def load_after_naming(folder):
