@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.hub import fetch_error, fetch_folder, is_repo_id
-from distributed_training.data.tokenizer import CLASS_KEYS
+from distributed_training.data.hub import CLASS_KEYS, fetch_error, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import (

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.corpus import split_weights
-from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
@@ -32,6 +31,7 @@ from distributed_training.predict.rates import gpu_rates
 from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
+    CAPPED_NUM_SAMPLES,
     Config,
     DraftConfig,
     Request,

@@ -22,13 +22,14 @@ from distributed_training.data.corpus import (
     split_weights,
 )
 from distributed_training.data.estimate import MIN_ERROR, sample_corpus
-from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
+from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft, Packing
+from distributed_training.plan.samples import build_tokenizer
 from distributed_training.settings.config import AUTO, Config, Request
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import plural
@@ -112,7 +113,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     num_bytes = count_corpus_bytes(corpus)
-    tokenizer = draft.build_tokenizer(tokenizer_dir)
+    tokenizer = build_tokenizer(draft, tokenizer_dir)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
             return read_data(draft, tokenizer_dir, Path(cache_dir))
@@ -148,7 +149,7 @@ def read_data(
     cache_dir = cache_dir or token_cache_dir()
     data = samples.read_data(
         corpus,
-        draft.build_tokenizer(tokenizer_dir),
+        build_tokenizer(draft, tokenizer_dir),
         config,
         cache_dir,
         can_pack=draft.size.packs,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
-from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data
+from distributed_training.plan.layout import Amount
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run

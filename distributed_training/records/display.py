@@ -1,6 +1,8 @@
 """Print the header, progress and summary of a run on rank 0, and fill page templates. This module
 does not import torch."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -10,17 +12,18 @@ import time
 from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from distributed_training.data.report import Amount
 from distributed_training.models import folder_label
-from distributed_training.plan.layout import format_axes
-from distributed_training.records.record import Record
+from distributed_training.plan.layout import Amount, format_axes
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from distributed_training.records.record import Record
 
 WIDTH = 80  # maximum length of the lines that a run prints
 
@@ -71,6 +74,8 @@ class Display:
 
     def start(self, num_done: int, total: int) -> None:
         """Begin to show progress."""
+        from tqdm import tqdm  # planning does not need it
+
         self._total = total
         if self.enabled and sys.stderr.isatty():
             bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -82,6 +87,8 @@ class Display:
         """Show the values in the last of `rows` and the average speed over all `rows`, which have
         the same keys as the rows of metrics.jsonl. The average excludes the run's first step
         (number `first_step`), which is slower than the others."""
+        from tqdm import tqdm
+
         last = rows[-1]
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]

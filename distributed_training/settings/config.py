@@ -19,6 +19,7 @@ from distributed_training.settings.files import Model, shown
 from distributed_training.settings.keys import KeyModel, config_key, read_keys
 
 AUTO = "auto"
+CAPPED_NUM_SAMPLES = 1000  # default of num_samples for comparisons, and for first runs on a CPU
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
 
 

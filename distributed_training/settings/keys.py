@@ -5,6 +5,7 @@ schemas that list the accepted values. This module does not import torch."""
 import argparse
 import contextlib
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -112,6 +113,7 @@ class Key(BaseModel):
         return text
 
 
+@functools.cache
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     """Return the keys that the fields of a pydantic model declare, in the order of the fields."""
     keys = {}

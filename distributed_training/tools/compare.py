@@ -24,12 +24,11 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys
-from distributed_training.settings.config import AUTO, KEYS, Request
+from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS, Request
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from distributed_training.data.report import Amount
+from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.sort import layout_settings
 from distributed_training.predict.predict import Prediction

@@ -32,6 +32,7 @@ from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, load_plan
+from distributed_training.plan.samples import build_tokenizer, load_data
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
@@ -217,7 +218,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.dataset is None:
         assert plan is not None
         run_config = with_values(plan.config, max_length=config.max_length)
-        data = replace(plan, config=run_config).load_data()
+        data = load_data(replace(plan, config=run_config))
         samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
@@ -315,7 +316,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     meta = resume.read_meta(checkpoint)
     files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     plan, record = load_plan(run_dir), load_record(run_dir)
-    tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
+    tokenizer = build_tokenizer(plan, plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(record.data.get("form"))
     prefix = "weight/"
     weight_names = [name for name in files.stored_parts if name.startswith(prefix)]

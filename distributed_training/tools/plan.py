@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distributed_training.data.report import Amount
+from distributed_training.plan.layout import Amount
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import count_work

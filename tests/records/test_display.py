@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from distributed_training.data.report import Amount
+from distributed_training.plan.layout import Amount
 from distributed_training.records.display import Display, header_rows, verdict
 from distributed_training.records.results import summary_rows
 from tests.support import made_record
