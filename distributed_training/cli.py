@@ -20,7 +20,6 @@ from typing import Any
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
-from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError, run_and_report_errors
 from distributed_training.settings.files import one_of, shown
 from distributed_training.settings.keys import (
@@ -31,16 +30,14 @@ from distributed_training.settings.keys import (
     find_option,
     read_keys,
 )
+from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
-from distributed_training.start import launch
-from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.start.streams import (
     open_closed_streams,
     open_lasting,
     replace_unencodable,
 )
-from distributed_training.tools.dry_run import print_plan
 
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
@@ -107,8 +104,7 @@ def add_keys(
         help="set several keys",
     )
     num_gpus_help = (
-        f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
-        "GPUs"
+        f"start N processes. all: one process per GPU, or {CPU_PROCESSES} processes without GPUs"
     )
     processes = parser.add_mutually_exclusive_group()  # both options set the number of GPUs
     processes.add_argument("--num_gpus", metavar="N", help=num_gpus_help)
@@ -231,9 +227,10 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if not arguments.dry_run:
             refuse_planned_machines(arguments)
         request = configure(arguments, program, arguments.overrides)
+        launch = _load("start.launch")
         process = launch.launched_process(arguments.num_gpus)
         if arguments.dry_run:
-            return print_plan(request, process, program.script, arguments)
+            return _load("tools.dry_run").print_plan(request, process, program.script, arguments)
         if process is None or process.rank == 0:
             print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan
@@ -301,13 +298,16 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
             if arguments.num_gpus is not None:
                 raise UserError("--num_gpus has no effect without --nodes", fix="add --nodes")
             return _load("tools.doctor").main(program.output_dir)
-        if current_process() is not None:
+        ranks = _load("start.ranks")
+        if ranks.current_process() is not None:
             return _load("tools.links").check_nodes()
-        count = launch.requested_processes(arguments.num_gpus or "all", detect_machine(), {})
+        machine = _load("settings.detect").detect_machine()
+        num_gpus = arguments.num_gpus or "all"
+        count = _load("start.launch").requested_processes(num_gpus, machine, {})
         if count == 1:
             fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
             raise UserError("one process has no links to measure", fix=fix)
-        return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
+        return ranks.run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 
     return act
 
@@ -430,6 +430,20 @@ def run_command(name: str, program: Program) -> int:
     return act(read_options(parser, program.argv))
 
 
+def _prepare_training() -> None:
+    """Prepare the process for commands that run a model. Raises UserError unless it runs on
+    Linux."""
+    if sys.platform != "linux":
+        fix = "use a Linux machine, WSL 2 or a container"
+        raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
+    # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
+    # this machine lacks and about deprecated functions of torch.
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    # If SIGCHLD is ignored, the exit codes of child processes are lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def main(
     config: Mapping[str, Any],
     description: str,
@@ -445,12 +459,6 @@ def main(
     description = description.splitlines()[0]
     open_closed_streams()
     replace_unencodable()
-    # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
-    # this machine lacks and about deprecated functions of torch.
-    for library in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    # If SIGCHLD is ignored, the exit codes of child processes are lost.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
@@ -460,16 +468,16 @@ def main(
     sys.stderr = open_lasting(sys.stderr)
 
     def act() -> int:
-        if argv[:1] == [launch.PLANNED_OPTION]:
-            return launch.run_planned_rank(*argv[1:])
-        if sys.platform != "linux":
-            fix = "use a Linux machine, WSL 2 or a container"
-            raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
+        if name != "plan":  # plan only calculates, on any system
+            _prepare_training()
+        if argv[:1] == [PLANNED_OPTION]:
+            return _load("start.launch").run_planned_rank(*argv[1:])
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
             fix = _advise_on_file(name) or "see --help"
             raise UserError(f"{shown(name)} is not a command", why, fix)
-        use_private_caches()
+        if name != "plan":
+            use_private_caches()
         allow_families([config.get("model")])
         program = Program(
             config=config,

@@ -9,7 +9,6 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,47 +203,6 @@ def fill_template(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     return templates.get_template(template).render(values)
-
-
-def verdict(
-    amount: Amount | str,
-    machine: Mapping[str, Any],
-    num_processes: int,
-    layout: str,
-    prediction: Mapping[str, Any] | None,
-    price: str | None = None,
-) -> str:
-    """Return one sentence with a run's work, machine, layout, time, cost and memory. `amount` is a
-    sentence if the amount of work is unknown. `price` is the price of a GPU-hour, as typed."""
-    num_gpus = machine["num_gpus"]
-    place = plural(num_processes, "CPU process")
-    if num_gpus:
-        place = machine["gpu_name"].removeprefix("NVIDIA ")
-        if num_processes > 1:
-            place = f"{min(num_processes, num_gpus)} x {place}"
-        if num_processes > num_gpus:
-            place = f"{num_processes // num_gpus} x {place}"
-    prediction = prediction or {}
-    seconds = prediction.get("step_time_s")
-    work = "an unknown number of steps" if isinstance(amount, str) else describe_amount(amount)
-    texts = [layout]
-    if seconds is None:
-        texts.append("time unknown")
-    elif isinstance(amount, str):
-        texts.append(f"{format_duration(seconds)} per step")
-    else:
-        seconds *= amount.num_steps
-        texts.append(f"about {format_duration(seconds)}")
-        if price is not None:
-            hours = seconds * num_processes / 3600
-            number = re.findall(r"\d*\.?\d+", price)[0]
-            texts.append(price.replace(number, f"{hours * float(number):,.2f}", 1))
-    needed, host = prediction.get("needed_bytes"), prediction.get("host_bytes")
-    if needed and num_gpus:
-        texts.append(f"{needed / GIB:.3g} of {machine['gpu_memory_bytes'] / GIB:.3g} GiB")
-    elif host:
-        texts.append(f"{format_bytes(host)} of RAM per process")
-    return f"{work[0].upper()}{work[1:]} on {place}: {', '.join(texts)}"
 
 
 def describe_work(amount: Amount) -> str:

@@ -306,6 +306,7 @@ class Request(Config):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     # key -> source of the value; "CONFIG" only if the value differs from the key's default
     set_by: dict[str, Literal["CONFIG", "preset", "command line"]] = Field(default_factory=dict)
+    typed: dict[str, str] = Field(default_factory=dict)  # values on the command line, as typed
     preset: str | None = None
     force: bool = False  # start the run even if it is predicted not to fit
     # Fail if data, weights or tokenizers are missing, instead of using the embedded ones

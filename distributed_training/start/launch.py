@@ -27,6 +27,7 @@ from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.detect import detect_machine, threads_per_process
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.files import shown
+from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.settings.strategies import load_strategy
@@ -34,9 +35,6 @@ from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import Command, current_process, run_ranks, single_process
 from distributed_training.supervise.process import Process
-
-PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
-CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
 
 
 def launched_process(num_gpus: str | None) -> Process | None:
