@@ -2,6 +2,7 @@
 does not import torch."""
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -264,6 +265,14 @@ def shown(value: object) -> str:
     """Return `repr(value)` for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return "did you mean X?" for the most similar of `names`, or "" if none is similar."""
+    by_lower = {name.lower(): name for name in names}
+    # A name that differs more would mislead the user.
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    return f"did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def one_of(words: Sequence[str]) -> str:

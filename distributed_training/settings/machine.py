@@ -1,21 +1,15 @@
 """Describe the hardware of a machine. Read the GPU data in gpus.json, from which rates are
-estimated.
+estimated. `source` names where an entry's values come from.
 
-The values come from NVIDIA's datasheets, with three exceptions:
-- RTX 3090, 4090 and 5090: the whitepapers for GA102, AD102 and GB202
-- RTX 3060: the rates follow from 3,584 cores at 1.78 GHz as in the whitepaper for GA102
-- A10G, an AWS variant of the A10: the values that CUDA reports
-
-Rates are for dense matrices, without sparsity. Memory sizes are as reported by nvidia-smi. Link
-bandwidths are in GB/s per direction:
+Rates are for dense matrices, without sparsity, with fp32 accumulation. Memory sizes are as CUDA
+reports them, or 98% of the datasheet's. Link bandwidths are in GB/s per direction:
 - NVLink: 900 for version 5, 450 for 4, 300 for 3, 150 for 2, and 200 for the H800 and A800
-- PCIe x16: about 63 for version 5, 31.5 for 4, and 15.75 for 3
+- PCIe x16: about 63 for version 5, 31.5 for 4, and 15.75 for 3; half as much for x8
 
-`host` names a typical machine with the GPU: a cloud instance, or a workstation. `ram_gib` and
-`disk_gb` are its RAM and local disks per GPU.
+`host` names a typical machine with the GPU: a cloud instance, a workstation, a PC or a laptop.
+`ram_gib` and `disk_gb` are its RAM and local disks per GPU.
 
-An entry whose name contains another entry's name comes before that entry. A plain name such as V100
-denotes the model's first entry whose form factor is not PCIe or NVL."""
+If a device's name does not contain its memory, the first entry of its model is used."""
 
 import re
 import sys
@@ -27,7 +21,14 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import Positive
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_as, parse_json, shown
+from distributed_training.settings.files import (
+    did_you_mean,
+    load_json,
+    one_of,
+    parse_as,
+    parse_json,
+    shown,
+)
 
 GIB = 2**30
 NIC_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
@@ -67,6 +68,7 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     host: str = "a workstation"  # typical machine with this GPU
     ram_gib: Positive = 64  # RAM of `host` per GPU
     disk_gb: Positive = 1000  # local disk space of `host` per GPU
+    source: str = ""  # where the values come from
 
     @property
     def flops(self) -> float:
@@ -77,33 +79,38 @@ _TABLE = load_json(Path(__file__).with_name("gpus.json"), "the table of GPUs")
 GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 
+# Words that distinguish GPUs whose names are otherwise equal
+_FORM_WORDS = {"MIG", "PCIE", "NVL", "TI", "SUPER", "LAPTOP", "D", "MAX", "Q"}
+_OTHER_VENDORS = re.compile(
+    r"\b(AMD|APPLE|INTEL|M[1-9]|MI\d+\w*|INSTINCT|RADEON|RX|RYZEN|STRIX|GAUDI|TPU|TRN|ARC)\b"
+)
+# Places between words that users write without a space, as in 4070TiSuper or RTXA6000
+_GAPS = re.compile(
+    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|[\s_-]+"
+)
+
+
 def find_gpu(device_name: str | None) -> Gpu | None:
     """Return the entry in gpus.json for a device name from nvidia-smi or CUDA. Return None for a
-    device without an entry, for a partial GPU (MIG) and for a laptop GPU."""
-    name_parts = (device_name or "").upper().replace("-", " ").split()
-    if "MIG" in name_parts or "LAPTOP" in name_parts:
-        return None
-    for gpu in GPUS.values():
-        if set(gpu.name.upper().split("-")) <= set(name_parts):
-            return gpu
-    # If no entry matches completely, for example because the memory differs, use the first entry of
-    # the same model and form factor (PCIe, NVL).
-    form_factors = {"PCIE", "NVL"}
-    for gpu in GPUS.values():
-        model, *suffixes = gpu.name.upper().removeprefix("RTX-").split("-")
-        numbered = model.isdecimal()  # "6000" alone may be part of another name
-        if (
-            model in name_parts
-            and not numbered
-            and form_factors & set(suffixes) == form_factors & set(name_parts)
-        ):
-            return gpu
-    return None
+    device without an entry and for a partial GPU (MIG)."""
+    words = (device_name or "").upper().replace("-", " ").split()
+    return next(iter(_find_gpus({*words})), None)
+
+
+def _find_gpus(words: set[str]) -> list[Gpu]:
+    """Return the entries whose names consist of these words. If there are none, for example because
+    the memory is not named, return the entries that differ only in their memory."""
+    entries = {gpu.name: {*gpu.name.upper().split("-")} for gpu in GPUS.values()}
+    same_form = {n: e for n, e in entries.items() if e & _FORM_WORDS == words & _FORM_WORDS}
+    complete = [GPUS[name] for name, entry in same_form.items() if entry <= words]
+    models = {n: {word for word in e if not word.endswith("GB")} for n, e in same_form.items()}
+    return complete or [GPUS[name] for name, model in models.items() if model <= words]
 
 
 def parse_gpu(name: str) -> Gpu:
-    """Return the GPU that a user specifies by name or as JSON. Names are not case-sensitive. A
-    suffix such as "@500W" lowers the power limit. Raises UserError for an unknown GPU."""
+    """Return the GPU that a user specifies by name or as JSON. Names are not case-sensitive, and
+    3060, rtx4090 and "RTX 4070 Ti" are names, too. A suffix such as "@500W" lowers the power limit.
+    Raises UserError for an unknown GPU, and for a name that leaves the memory open."""
     if name.lstrip().startswith("{"):
         try:
             document = parse_json(name)
@@ -116,16 +123,23 @@ def parse_gpu(name: str) -> Gpu:
         re.IGNORECASE,
     ):
         return with_power_limit(parse_gpu(match[1]), float(match[2]))
-    text = name.strip().replace(" ", "-").replace("_", "-")
-    text = re.sub(r"(?i)^(?:RTX-?)?(\d{4})", r"RTX-\1", text)
-    gpu = find_gpu(text)
-    if gpu is not None:
-        return gpu
-    if re.match(r"(?i)MI\d|INSTINCT|RX-|GAUDI|TPU|TRN|ARC-", text):
+    text = _GAPS.sub(" ", name.strip().upper()).replace("MOBILE", "LAPTOP")
+    known = _find_gpus({"RTX", *text.replace("SPARK", "GB10").split()})
+    gpus = known
+    if size := re.search(r"\b(\d+) ?GB?\b", text):
+        gib = int(size[1])
+        gpus = [gpu for gpu in known if abs(gpu.memory_gib - gib) <= gib / 10]
+    if len({gpu.memory_gib for gpu in gpus}) == 1:
+        return gpus[0]
+    if known:
+        what = f"GPU {shown(name)} does not name one of the known sizes of memory"
+        raise UserError(what, fix=f"write {one_of([gpu.name for gpu in known])}")
+    if _OTHER_VENDORS.search(text):
         what = f"GPU {shown(name)} is not supported"
         raise UserError(what, "the suite needs CUDA", "name a GPU by NVIDIA, such as H100-80GB")
-    fix = f"to describe another GPU, write --cluster 1x8 --gpu '{GPU_EXAMPLE}', for example"
-    raise UserError(f"GPU {shown(name)} is not known", f"the known GPUs are {', '.join(GPUS)}", fix)
+    fix = f"{did_you_mean(text.replace(' ', '-'), GPUS)} To describe another GPU, write "
+    fix += f"--cluster 1x8 --gpu '{GPU_EXAMPLE}', for example"
+    raise UserError(f"GPU {shown(name)} is not known", fix=fix.strip())
 
 
 def with_power_limit(gpu: Gpu, power_w: float | None) -> Gpu:

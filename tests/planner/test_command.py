@@ -135,7 +135,7 @@ def test_json_has_the_fields_that_programs_read(plan):
     ("arguments", "messages"),
     [
         (["--cluster", "4xH200", "--model", "nobody/nothing"], ["model='nobody/nothing'"]),
-        (["--cluster", "4xH201"], ["'H201'", "H200", "--gpu '{"]),
+        (["--cluster", "4xH2000"], ["'H2000'", "H200", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["NxMxGPU", "8xH200"]),
         (["--cluster", "8xH200", "--price", "-1"], ["--price", "'-1'"]),
         (["--cluster", "1000000000x8xH200"], ["'1000000000x8xH200'", "GPU"]),
@@ -161,7 +161,9 @@ def test_clusters_are_parsed():
         "2 x 8 x H100-80GB": (16, 8, "H100-80GB"),
         "8xh200": (8, 8, "H200"),
         "RTX 4090": (1, 1, "RTX-4090"),
-        "4xA100": (4, 4, "A100-80GB"),
+        "4xA100-80GB": (4, 4, "A100-80GB"),
+        "3060": (1, 1, "RTX-3060"),
+        "2x3090": (2, 2, "RTX-3090"),
     }.items():
         cluster = parse_cluster(text)
         found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)

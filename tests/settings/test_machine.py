@@ -5,6 +5,8 @@ import psutil
 import pytest
 
 from distributed_training.settings import detect
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import GPUS, find_gpu, parse_gpu
 
 ROWS = """\
 0, GPU-aaaa1111, NVIDIA H200, 143771, 9.0, 700.00
@@ -140,3 +142,48 @@ def test_bf16_support_is_read_from_cpuinfo(tmp_path, line, expected):
     assert not detect.has_bf16(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
     assert detect.has_bf16(tmp_path / "cpuinfo") == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("rtx4090", "RTX-4090"), ("RTX 4070", "RTX-4070"), ("4070TiSuper", "RTX-4070-Ti-Super"),
+        ("4060 mobile", "RTX-4060-Laptop"), ("A6000", "RTX-A6000"), ("PRO 6000", "RTX-PRO-6000"),
+        ("V100 16 GB", "V100-16GB"), ("DGX Spark", "GB10"), ("Tesla T4", "T4"),
+    ],
+)  # fmt: skip
+def test_gpus_are_found_as_users_write_them(typed, name):
+    assert parse_gpu(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("V100", "V100-32GB or V100-16GB"), ("3060 8GB", "Write RTX-3060"), ("M2", "needs CUDA"),
+        ("RX 7900", "needs CUDA"), ("RTX-4075", "Did you mean RTX-4070"),
+    ],
+)  # fmt: skip
+def test_other_gpus_are_refused_in_one_line(typed, message):
+    with pytest.raises(UserError, match=message):
+        parse_gpu(typed)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100-16GB"), ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX-3060-Laptop"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX-4060-Ti-16GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX-PRO-6000-Max-Q"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA GeForce GTX 1080 Ti", None),
+    ],
+)  # fmt: skip
+def test_devices_have_the_entry_of_their_form(device, name):
+    gpu = find_gpu(device)
+    assert (gpu and gpu.name) == name
+
+
+def test_every_gpu_is_found_by_its_name_and_says_where_its_values_come_from():
+    for gpu in GPUS.values():
+        assert parse_gpu(gpu.name) == gpu
+        assert gpu.source
