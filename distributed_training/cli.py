@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import logging
+import os
 import re
 import shlex
 import signal
@@ -20,8 +21,8 @@ from typing import Any
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
-from distributed_training.settings.errors import UserError, run_and_report_errors
-from distributed_training.settings.files import one_of, shown
+from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
+from distributed_training.settings.files import did_you_mean, one_of, shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -39,7 +40,13 @@ from distributed_training.start.streams import (
     replace_unencodable,
 )
 
-TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
+# Commands that accept CONFIG's keys, beside train, and their purposes
+TOOLS = {
+    "plan": "Answer whether a run fits, how fast it is and what fits instead, without training.",
+    "compare": "Train the same model on the same data under several strategies, and compare.",
+    "parity": "Check that every layout computes the same results as a single process.",
+    "data": "Show the first training samples, mark the tokens in the loss, and print counts.",
+}
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
 Act = Callable[[argparse.Namespace], int]
 
@@ -235,7 +242,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan
             return launch.run_launched(request, process)
-        cluster = launch.requested_cluster(request, arguments.num_gpus)
+        cluster = _load("start.local").requested_cluster(request, arguments.num_gpus)
         return launch.start(request, cluster, program.script, arguments.max_restarts)
 
     return act
@@ -303,7 +310,7 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
             return _load("tools.links").check_nodes()
         machine = _load("settings.detect").detect_machine()
         num_gpus = arguments.num_gpus or "all"
-        count = _load("start.launch").requested_processes(num_gpus, machine, {})
+        count = _load("start.local").requested_processes(num_gpus, machine, {})
         if count == 1:
             fix = "set --num_gpus to 2 or more, or start the command with torchrun on each node"
             raise UserError("one process has no links to measure", fix=fix)
@@ -401,8 +408,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
 
 def describe_command(name: str) -> str:
     """Return the purpose of a command in one line."""
-    source = _load(f"tools.{name}") if name in TOOLS else COMMANDS[name]
-    return str(source.__doc__).partition("\n")[0]
+    return TOOLS.get(name) or str(COMMANDS[name].__doc__).partition("\n")[0]
 
 
 def short_help(program: Program) -> str:
@@ -427,7 +433,10 @@ def run_command(name: str, program: Program) -> int:
         program = replace(program, argv=("--help",))
     parser = Parser(prog=f"{program.script.name} {name}", description=describe_command(name))
     act = COMMANDS[name](parser, program)
-    return act(read_options(parser, program.argv))
+    arguments = read_options(parser, program.argv)
+    if name != "plan":
+        use_private_caches()
+    return act(arguments)
 
 
 def _prepare_training() -> None:
@@ -474,10 +483,9 @@ def main(
             return _load("start.launch").run_planned_rank(*argv[1:])
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
+            advice = did_you_mean(name, COMMANDS) or why
             fix = _advise_on_file(name) or "see --help"
-            raise UserError(f"{shown(name)} is not a command", why, fix)
-        if name != "plan":
-            use_private_caches()
+            raise UserError(f"{shown(name)} is not a command", advice, fix)
         allow_families([config.get("model")])
         program = Program(
             config=config,
@@ -489,3 +497,20 @@ def main(
         return run_command(name, program)
 
     return run_and_report_errors(act)
+
+
+def command() -> int:
+    """Run the command `trainplan`, in whose CONFIG every key has its default."""
+    description = "Plan the training of a language model, then train it under any strategy."
+    try:
+        return main({"output_dir": os.path.abspath("runs")}, description, __file__)
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("distributed_training"):
+            raise
+        what = f"{error.name} is not installed. Planning does not need it, but training does"
+        print_stderr(f"error: {what}. Run:\n  pip install 'trainplan[train]'")
+        return UserError.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(command())

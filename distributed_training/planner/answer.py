@@ -231,7 +231,7 @@ def describe_total(
     work = describe_amount(amount)
     text = format_duration(gpu_hours * 3600 / choice.plan.num_processes)
     if price is not None:
-        text += f", {price.of(gpu_hours)}"
+        text += f", cost {price.of(gpu_hours)}"
     return f" {work[0].upper()}{work[1:]}: about {text}."
 
 

@@ -115,7 +115,7 @@ def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
 
 
 def _sum_bytes(parts: ComponentBytes) -> float:
-    return sum(parts.values())
+    return math.fsum(parts.values())
 
 
 def _estimate_state(
@@ -152,7 +152,7 @@ def _find_peak(
         first_block = bytes_at("first block")
         # The first block recomputes its activations if any block does.
         recomputed = math.ceil(rank.recomputed_share)
-        first_block["activations"] = sum(_block_bytes(rank, mechanisms, recomputed))
+        first_block["activations"] = math.fsum(_block_bytes(rank, mechanisms, recomputed))
         candidates.append(first_block)
     fullest = max(candidates, key=_sum_bytes)
     return {name: round(size) for name, size in fullest.items()}
@@ -163,8 +163,9 @@ def _block_bytes(
 ) -> tuple[float, float]:
     """Return (bytes that a block keeps for its backward pass, additional bytes that the first
     backward pass needs) if the share `recomputed` of the blocks recomputes activations."""
-    kept = sum(mechanism.activation_bytes(rank, recomputed) for mechanism in mechanisms)
-    return kept, sum(mechanism.backward_bytes(rank, recomputed) for mechanism in mechanisms)
+    kept = [mechanism.activation_bytes(rank, recomputed) for mechanism in mechanisms]
+    backward = [mechanism.backward_bytes(rank, recomputed) for mechanism in mechanisms]
+    return math.fsum(kept), math.fsum(backward)
 
 
 def _bytes_at(

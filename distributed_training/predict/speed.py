@@ -8,7 +8,10 @@ Durations are estimated as follows:
 - pipelines: simulation of the operations in the order of the schedule
 
 The host launches kernels while the GPU computes, so the slower of the host and the GPU determines
-the time of the step. With a CUDA graph, the host's time does not count."""
+the time of the step. With a CUDA graph, the host's time does not count.
+
+Here and in the other modules of predict/, floats are added with `math.fsum`, because `sum` rounds
+differently since Python 3.12."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,7 +52,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
         share_of_cores = min(1.0, plan.machine.num_cpus / plan.processes_here)
-        gpu_passes_s = max(sum(busy_s) / len(busy_s), gpu_passes_s * share_of_cores)
+        gpu_passes_s = max(math.fsum(busy_s) / len(busy_s), gpu_passes_s * share_of_cores)
     passes_s = gpu_passes_s
     if step.pp > 1 and not (is_graph or rates.on_host):  # each stage's host launches its operations
         passes_s = total_duration(simulate(orders, durations, consumers, step.launch_s()))
@@ -64,7 +67,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     offload_seconds = offload_s(step, max(rank.trained_parameters for rank in ranks))
     total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
     total_s += hook_wait_s
-    total_s += sum(offload_seconds.values())
+    total_s += math.fsum(offload_seconds.values())
     bottlenecks = {
         "arithmetic": computing.arithmetic_s,
         "memory": computing.memory_s + update_s,
@@ -72,7 +75,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         "bubble": max(0.0, gpu_passes_s - computing.total_s),
         **offload_seconds,
     }
-    bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))
+    bottlenecks["host"] = max(0.0, total_s - math.fsum(bottlenecks.values()))
     return StepTime(
         total_s,
         max(bottlenecks, key=lambda name: bottlenecks[name]),
@@ -129,7 +132,7 @@ class StepCosts(Timing):
 
     def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
-        num_bytes = sum(mechanism.update_bytes(process) for mechanism in self.mechanisms)
+        num_bytes = math.fsum(mechanism.update_bytes(process) for mechanism in self.mechanisms)
         return num_bytes / self.rates.memory_bytes_per_s
 
     def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:
@@ -138,7 +141,7 @@ class StepCosts(Timing):
         num_collectives = (
             1 / steps if steps else (process.num_blocks + 1.0) * self.exchanges_per_step
         )
-        seconds = sum(
+        seconds = math.fsum(
             self.collective_s(axis, operation, size, num_collectives)
             for mechanism in self.mechanisms
             for (axis, operation), size in mechanism.data_parallel_traffic(process).items()

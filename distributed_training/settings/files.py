@@ -18,7 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from distributed_training.settings.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Folder of strategies/ and configs/: the checkout, or the package if a wheel was installed
+ROOT = _PACKAGE if (_PACKAGE / "strategies").is_dir() else _PACKAGE.parent
 MARK = "written by distributed_training"  # at the beginning of files that a command may replace
 _SIGNATURE = re.compile(rf"{MARK} (\d+)".encode())  # with a checksum of the file without it
 _ERROR_TEXTS = {
@@ -181,8 +183,9 @@ def load_json(
         return parse_json(path.read_bytes(), _reject_duplicate_keys if unique else None)
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
-        why = f"the folder contains {', '.join(names) or 'no JSON file'}"
-        raise UserError(f"{what} {path} does not exist", why) from None
+        advice = did_you_mean(path.name, names)
+        advice = advice or f"the folder contains {', '.join(names) or 'no JSON file'}"
+        raise UserError(f"{what} {path} does not exist", advice) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None

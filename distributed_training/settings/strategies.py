@@ -295,7 +295,8 @@ def _find_strategy(name: str) -> _StrategyFile:
     names = list_strategies()
     if name in names:
         return names[name]
-    raise UserError(f"strategy={name!r} is not known", f"the strategies are {', '.join(names)}")
+    advice = files.did_you_mean(name, names) or f"the strategies are {', '.join(names)}"
+    raise UserError(f"strategy={name!r} is not known", advice)
 
 
 def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:

@@ -41,7 +41,7 @@ from distributed_training.settings.files import (
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import strategy_options
-from distributed_training.start.launch import requested_processes
+from distributed_training.start.local import requested_processes
 from distributed_training.supervise.process import handle_signals
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override

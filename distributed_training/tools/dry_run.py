@@ -20,7 +20,7 @@ from distributed_training.records.display import describe_prediction, describe_w
 from distributed_training.settings.config import Request
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import printable
-from distributed_training.start.launch import requested_cluster
+from distributed_training.start.local import requested_cluster
 from distributed_training.supervise.process import Process
 from distributed_training.tools.jobs import (
     FIRST_HOST,
@@ -51,7 +51,7 @@ def print_plan(
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(
         plan,
-        os.path.relpath(script),
+        script,
         [*restart_options(options), *build_options(plan)],
         job_id=secrets.token_hex(8),
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def restart_options(arguments: argparse.Namespace) -> list[str]:
 
 def launch_command(
     plan: Draft,
-    script: str,
+    script: Path,
     arguments: list[str],
     job_id: str = "JOB_ID",
 ) -> str:
@@ -42,7 +43,11 @@ def launch_command(
     options."""
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
-    launcher = ["python", script]
+    launcher = ["python", os.path.relpath(script)]
+    program = launcher[1:]
+    if script.parent.name == "distributed_training":
+        launcher = ["trainplan"]
+        program = ["-m", "distributed_training.cli"]
     if num_nodes > 1:
         # By default, torchrun waits ten minutes for the other nodes.
         timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
@@ -54,7 +59,7 @@ def launch_command(
             f"--rdzv_id={job_id}",
             timeout,
             f"--nproc_per_node={processes_here}",
-            script,
+            *program,
         ]
     elif processes_here > 1:
         launcher += ["--num_gpus", str(processes_here)]

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,7 @@ from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, load_record
 from distributed_training.settings.config import Config, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import resolve_user_path
+from distributed_training.settings.files import did_you_mean, resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
@@ -72,6 +73,9 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         if folder.exists():
             fix = "name the folder of a run or of a model in Hugging Face format"
             raise UserError(f"{name} is neither a run nor a model", fix=fix)
+        if folder.parent.is_dir() and "/" in name:  # not a name on the Hub
+            advice = did_you_mean(folder.name, os.listdir(folder.parent))
+            raise UserError(f"{name} does not exist", advice)
         spec = find_model(name)
         if spec.hub_id is None:
             raise UserError(f"{name} has no weights", fix="name a run or a published model")

@@ -3,7 +3,6 @@ torch."""
 
 import argparse
 import json
-import os
 import re
 import secrets
 import shlex
@@ -175,7 +174,7 @@ def _launch_command(
     **names: str,
 ) -> str:
     options = [*restart_options(arguments), *build_options(choice.plan)]
-    return launch_command(choice.plan, os.path.relpath(script), options, **names)
+    return launch_command(choice.plan, script, options, **names)
 
 
 def _write_job(
@@ -229,7 +228,7 @@ def _cluster(arguments: argparse.Namespace, request: Request) -> Cluster:
     """Return the cluster given by --cluster or --gpu, or this machine."""
     if cluster := planned_cluster(arguments):
         return cluster
-    from distributed_training.start.launch import requested_cluster
+    from distributed_training.start.local import requested_cluster
 
     return requested_cluster(request, arguments.num_gpus or "all")
 

@@ -13,7 +13,7 @@ import torch
 
 from distributed_training.records.record import load_record
 from distributed_training.settings import detect, own_code
-from distributed_training.start import launch, rendezvous, run_dir, worker
+from distributed_training.start import launch, local, rendezvous, run_dir, worker
 from distributed_training.start.ranks import RanksOutcome, current_process, single_process
 from distributed_training.supervise.process import Process
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
@@ -31,10 +31,10 @@ def test_number_of_processes():
         ("all", CPU_MACHINE, {"pp": 2, "dp_shard": -1, "tp": 2}, 4),
         ("all", CPU_MACHINE, {"tp": 3, "dp_shard": -1}, 3),
     ):
-        assert launch.requested_processes(text, on, mesh) == count
+        assert local.requested_processes(text, on, mesh) == count
     for wrong in ("0", "two", "1.5", "10000"):
         with refused(f"--num_gpus {wrong!r}", "all"):
-            launch.requested_processes(wrong, CPU_MACHINE, {})
+            local.requested_processes(wrong, CPU_MACHINE, {})
 
 
 def test_processes_share_the_cores(monkeypatch):

@@ -1,6 +1,8 @@
 """Estimate the cost of LoRA adapters, and of quantizing the frozen weights. This module does not
 import torch."""
 
+import math
+
 from distributed_training.predict.cost import NO_COST, PassCosts
 from distributed_training.predict.costs.block import backward_bytes, matrix_shapes, mlp_values
 from distributed_training.predict.costs.zero import OFFLOADED
@@ -27,7 +29,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
     times_forward, times_backward = (2, 5) if adds_product else (4, 7)
-    values = sum(outputs.values())
+    values = math.fsum(outputs.values())
     return PassCosts(
         forward=timing.memory_cost(times_forward * values * timing.value_bytes),
         inputs=timing.memory_cost((times_backward * values + 2.5 * in_fused) * timing.value_bytes),
