@@ -113,8 +113,7 @@ def add_keys(
     num_gpus_help = (
         f"start N processes. all: one process per GPU, or {CPU_PROCESSES} processes without GPUs"
     )
-    processes = parser.add_mutually_exclusive_group()  # both options set the number of GPUs
-    processes.add_argument("--num_gpus", metavar="N", help=num_gpus_help)
+    add("--num_gpus", metavar="N", help=num_gpus_help)
     restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add(
         "--max_restarts",
@@ -132,7 +131,7 @@ def add_keys(
     explain_help = "with plan or --dry-run: also print tables and settings"
     add("--explain", action="store_true", help=explain_help)
     cluster_help = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
-    processes.add_argument("--cluster", metavar="NxMxGPU", help=cluster_help)
+    add("--cluster", metavar="NxMxGPU", help=cluster_help)
     gpu_help = "with plan or --dry-run: plan for this GPU, given by its name or as JSON"
     add("--gpu", metavar="GPU", help=gpu_help)
     add(

@@ -188,7 +188,7 @@ def count_typed_steps(draft: Draft, notes: list[str]) -> Amount | str:
     """Return the number of steps that the user set, or the advice to set it."""
     if draft.requested.is_set("max_steps"):
         return Amount(num_samples=0, unit="", epochs=0.0, num_steps=draft.config.max_steps)
-    return "To see the time of the whole run, add --dataset or --tokens"
+    return "the number of steps is unknown; add --dataset or --tokens"
 
 
 def describe_verdict(asked: Prediction, first: Prediction, changes: Settings) -> str:

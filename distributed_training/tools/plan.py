@@ -117,7 +117,7 @@ def _count_work(draft: Draft, notes: list[str]) -> Amount | str:
     try:
         from distributed_training.planner.data import count_work
     except ModuleNotFoundError as error:
-        return f"The number of steps is unknown, because counting them needs {error.name}"
+        return f"the number of steps is unknown, because counting them needs {error.name}"
     return count_work(draft, notes)
 
 
@@ -162,6 +162,8 @@ def _print_commands(
     """Print the command that starts each of the picks."""
     if cluster.num_processes > cluster.processes_per_node:
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
+    elif not cluster.is_local:
+        print("Run this command there. To check it here, add --dry-run and the option --cluster.")
     for label, choice in found.picks:
         print(f"  # {label}\n  {command(choice)}")
 
@@ -221,7 +223,12 @@ def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
         from distributed_training.settings.detect import detect_machine
 
         text = str(max(1, detect_machine().num_gpus))
-    return parse_cluster(text, arguments.gpu)
+    cluster = parse_cluster(text, arguments.gpu)
+    # A command for the cluster's nodes also names their GPUs.
+    if arguments.num_gpus not in (None, "all", str(cluster.processes_per_node)):
+        what = f"--num_gpus {arguments.num_gpus} does not fit --cluster {shown(text)}"
+        raise UserError(what, fix="leave out --num_gpus")
+    return cluster
 
 
 def _cluster(arguments: argparse.Namespace, request: Request) -> Cluster:
@@ -295,8 +302,12 @@ def describe_picks(found: Answer) -> list[str]:
     first = found.first
     fastest = found.picks[-1][1]
     plan = first.plan
-    lines = [f"{found.amount}."] if isinstance(found.amount, str) else []
-    work = "steps" if isinstance(found.amount, str) else describe_work(found.amount)
+    lines = []
+    work = "steps"
+    if isinstance(found.amount, str):
+        lines.append(f"{found.amount[0].upper()}{found.amount[1:]}.")
+    else:
+        work = describe_work(found.amount)
     size = f"{plan.batch.global_batch_size} x {plan.config.max_length:,} tokens"
     text = f"It trains on {work} of {size}"
     if first.step is None or fastest.step is None or first.likely_s is None:

@@ -3,6 +3,7 @@ needs."""
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ from distributed_training.plan.layout import Amount
 from distributed_training.planner.answer import Price, answer
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.request import build_config
+from distributed_training.settings.machine import GIB
+from distributed_training.settings.request import PRESETS_DIR, build_config
 from distributed_training.tools.plan import parse_price
 
 LLAMA = {"model": "Llama-3.1-8B", "batch_size": 4}
@@ -53,10 +55,10 @@ def test_a_number_of_steps_gives_hours_and_a_cost():
     seconds = found.first.step.seconds
     assert found.gpu_hours == pytest.approx(100 * seconds * 8 / 3600)
     assert found.cost == f"${2 * found.gpu_hours:,.2f}"
-    assert found.verdict.endswith(f", {found.cost}.")
+    assert found.verdict.endswith(f", cost {found.cost}.")
     chats = Amount(num_samples=50_000, unit="chats", epochs=3, num_steps=100)
     text = dataclasses.replace(found, amount=chats).verdict
-    assert f" tokens/s. 50,000 chats, 3 epochs: about {100 * seconds:.3g} s, $" in text
+    assert f" tokens/s. 50,000 chats, 3 epochs: about {100 * seconds:.3g} s, cost $" in text
     assert find("8xH200").gpu_hours is None
 
 
@@ -72,7 +74,8 @@ ANSWER = """
 import sys
 from distributed_training.planner.answer import answer
 from distributed_training.predict.predict import parse_cluster
-from distributed_training.settings.request import build_config
+from distributed_training.settings.machine import GIB
+from distributed_training.settings.request import PRESETS_DIR, build_config
 print(answer(build_config({"model": "Llama-3.1-8B", "batch_size": 4}), parse_cluster(GPUS)).verdict)
 heavy = "torch numpy safetensors transformers psutil fcntl subprocess distributed_training.start"
 print(sorted(set(heavy.split()) & set(sys.modules)))
@@ -87,3 +90,14 @@ def test_an_answer_needs_none_of_the_packages_of_training():
     verdict, imported = out.splitlines()
     assert verdict == find("2x8xH100-80GB").verdict
     assert imported == "[]"
+
+
+def test_comments_of_presets_name_the_predicted_memory():
+    found = []
+    for preset in sorted(PRESETS_DIR.glob("*.json")):
+        comment = json.loads(preset.read_text())["_comment"]
+        for gib, gpu in re.findall(r"predicted ([\d.]+) GiB on an? ([\w-]+)", comment):
+            first = answer(build_config({}, preset=preset.stem), parse_cluster(gpu)).first
+            assert first.memory.needed_bytes / GIB == pytest.approx(float(gib), abs=0.06), preset
+            found.append(preset.stem)
+    assert len(found) >= 4
