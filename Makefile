@@ -19,7 +19,7 @@ quick:  ## Unit tests of every room, without processes
 ends:  ## Unit tests with the oldest and with the newest versions in pyproject.toml's ranges
 	$(setup) && python -m pip install -q uv && for end in lowest-direct highest; do \
 	  uv venv -q --allow-existing .venv/$$end && \
-	  uv pip install -q --python .venv/$$end --resolution $$end -e '.[dev]' && \
+	  uv pip install -q --python .venv/$$end --resolution $$end -e '.[train,dev]' && \
 	  .venv/$$end/bin/python -m pytest -q -n 2 $(rooms) || exit; done
 
 lint:  ## ruff, mypy, import-linter and codespell on all files

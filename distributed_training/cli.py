@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import logging
+import os
 import re
 import shlex
 import signal
@@ -20,8 +21,8 @@ from typing import Any
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
-from distributed_training.settings.errors import UserError, run_and_report_errors
-from distributed_training.settings.files import one_of, shown
+from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
+from distributed_training.settings.files import did_you_mean, one_of, shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -30,17 +31,22 @@ from distributed_training.settings.keys import (
     find_option,
     read_keys,
 )
+from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
-from distributed_training.start import launch
 from distributed_training.start.streams import (
     open_closed_streams,
     open_lasting,
     replace_unencodable,
 )
-from distributed_training.tools.dry_run import print_plan
 
-TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
+# Commands that accept CONFIG's keys, beside train, and their purposes
+TOOLS = {
+    "plan": "Answer whether a run fits, how fast it is and what fits instead, without training.",
+    "compare": "Train the same model on the same data under several strategies, and compare.",
+    "parity": "Check that every layout computes the same results as a single process.",
+    "data": "Show the first training samples, mark the tokens in the loss, and print counts.",
+}
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
 Act = Callable[[argparse.Namespace], int]
 
@@ -97,11 +103,9 @@ def add_keys(
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
     add("--preset", metavar="NAME", help=preset_help)
     num_gpus_help = (
-        f"start N processes. all: one process per GPU, or {launch.CPU_PROCESSES} processes without "
-        "GPUs"
+        f"start N processes. all: one process per GPU, or {CPU_PROCESSES} processes without GPUs"
     )
-    processes = parser.add_mutually_exclusive_group()  # both options set the number of GPUs
-    processes.add_argument("--num_gpus", metavar="N", help=num_gpus_help)
+    add("--num_gpus", metavar="N", help=num_gpus_help)
     restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add(
         "--max_restarts",
@@ -119,7 +123,7 @@ def add_keys(
     explain_help = "with plan or --dry-run: also print tables and settings"
     add("--explain", action="store_true", help=explain_help)
     cluster_help = "with plan or --dry-run: plan for N nodes of M GPUs, such as 2x8xH100-80GB"
-    processes.add_argument("--cluster", metavar="NxMxGPU", help=cluster_help)
+    add("--cluster", metavar="NxMxGPU", help=cluster_help)
     gpu_help = "with plan or --dry-run: plan for this GPU, given by its name or as JSON"
     add("--gpu", metavar="GPU", help=gpu_help)
     add(
@@ -221,14 +225,15 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if not arguments.dry_run:
             refuse_planned_machines(arguments)
         request = configure(arguments, program, arguments.overrides)
+        launch = _load("start.launch")
         process = launch.launched_process(arguments.num_gpus)
         if arguments.dry_run:
-            return print_plan(request, process, program.script, arguments)
+            return _load("tools.dry_run").print_plan(request, process, program.script, arguments)
         if process is None or process.rank == 0:
             print("planning the run and importing torch ...", flush=True)
         if process is not None:  # rank 0 plans, and the others receive the plan
             return launch.run_launched(request, process)
-        cluster = launch.requested_cluster(request, arguments.num_gpus)
+        cluster = _load("start.local").requested_cluster(request, arguments.num_gpus)
         return launch.start(request, cluster, program.script, arguments.max_restarts)
 
     return act
@@ -362,8 +367,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
 
 def describe_command(name: str) -> str:
     """Return the purpose of a command in one line."""
-    source = _load(f"tools.{name}") if name in TOOLS else COMMANDS[name]
-    return str(source.__doc__).partition("\n")[0]
+    return TOOLS.get(name) or str(COMMANDS[name].__doc__).partition("\n")[0]
 
 
 def short_help(program: Program) -> str:
@@ -388,7 +392,24 @@ def run_command(name: str, program: Program) -> int:
         program = replace(program, argv=("--help",))
     parser = Parser(prog=f"{program.script.name} {name}", description=describe_command(name))
     act = COMMANDS[name](parser, program)
-    return act(read_options(parser, program.argv))
+    arguments = read_options(parser, program.argv)
+    if name != "plan":
+        use_private_caches()
+    return act(arguments)
+
+
+def _prepare_training() -> None:
+    """Prepare the process for commands that run a model. Raises UserError unless it runs on
+    Linux."""
+    if sys.platform != "linux":
+        fix = "use a Linux machine, WSL 2 or a container"
+        raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
+    # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
+    # this machine lacks and about deprecated functions of torch.
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    # If SIGCHLD is ignored, the exit codes of child processes are lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def main(
@@ -406,12 +427,6 @@ def main(
     description = description.splitlines()[0]
     open_closed_streams()
     replace_unencodable()
-    # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
-    # this machine lacks and about deprecated functions of torch.
-    for library in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    # If SIGCHLD is ignored, the exit codes of child processes are lost.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
@@ -421,16 +436,15 @@ def main(
     sys.stderr = open_lasting(sys.stderr)
 
     def act() -> int:
-        if argv[:1] == [launch.PLANNED_OPTION]:
-            return launch.run_planned_rank(*argv[1:])
-        if sys.platform != "linux":
-            fix = "use a Linux machine, WSL 2 or a container"
-            raise UserError(f"this suite runs on Linux, not on {sys.platform}", fix=fix)
+        if name != "plan":  # plan only calculates, on any system
+            _prepare_training()
+        if argv[:1] == [PLANNED_OPTION]:
+            return _load("start.launch").run_planned_rank(*argv[1:])
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
+            advice = did_you_mean(name, COMMANDS) or why
             fix = _advise_on_file(name) or "see --help"
-            raise UserError(f"{shown(name)} is not a command", why, fix)
-        use_private_caches()
+            raise UserError(f"{shown(name)} is not a command", advice, fix)
         allow_families([config.get("model")])
         program = Program(
             config=config,
@@ -442,3 +456,20 @@ def main(
         return run_command(name, program)
 
     return run_and_report_errors(act)
+
+
+def command() -> int:
+    """Run the command `trainplan`, in whose CONFIG every key has its default."""
+    description = "Plan the training of a language model, then train it under any strategy."
+    try:
+        return main({"output_dir": os.path.abspath("runs")}, description, __file__)
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("distributed_training"):
+            raise
+        what = f"{error.name} is not installed. Planning does not need it, but training does"
+        print_stderr(f"error: {what}. Run:\n  pip install 'trainplan[train]'")
+        return UserError.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(command())

@@ -13,13 +13,13 @@ _files=("$@")
 
 _find_python() {
     local name
-    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; then
             command -v "$name"
             return
         fi
     done
-    echo "error: No Python 3.10 to 3.13 was found. Install one (Debian, Ubuntu: apt-get install python3 python3-venv)." >&2
+    echo "error: No Python 3.10 to 3.14 was found. Install one (Debian, Ubuntu: apt-get install python3 python3-venv)." >&2
     return 2
 }
 

@@ -133,7 +133,7 @@ def run(tmp_path, monkeypatch):
             f"--dataset={small_text()}", "--num_samples=4", *argv,
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
-        monkeypatch.setattr("distributed_training.start.launch.detect_machine", lambda: machine)
+        monkeypatch.setattr("distributed_training.start.local.detect_machine", lambda: machine)
         monkeypatch.setattr(launch, "current_process", lambda: process)
         code = real_model_example.main()
         return parts.pop() if parts else code

@@ -2,7 +2,10 @@
 does not cover."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
 from importlib.metadata import packages_distributions
@@ -62,9 +65,12 @@ def find_imported_packages(*patterns: str) -> set[str]:
     [
         (
             ("distributed_training/**/*.py", "real_model_example.py"),
-            [*EXTRAS["tracking"], *EXTRAS["low-bit"]],
+            [*EXTRAS["train"], *EXTRAS["tracking"], *EXTRAS["low-bit"]],
         ),
-        (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), EXTRAS["dev"]),
+        (
+            ("tests/**/*.py", "pipedream_tutorial/tests/*.py"),
+            [*EXTRAS["train"], *EXTRAS["dev"]],
+        ),
     ],
 )
 def test_imported_packages_are_declared(patterns, declared):
@@ -92,9 +98,12 @@ def test_imports_of_the_tutorial_are_pinned_as_in_the_suite():
 
 @pytest.mark.parametrize(
     ("declared", "file"),
-    [(PROJECT["dependencies"], "requirements.txt"), (EXTRAS["dev"], "tests/requirements.txt")],
+    [
+        ([*PROJECT["dependencies"], *EXTRAS["train"]], "requirements.txt"),
+        (EXTRAS["dev"], "tests/requirements.txt"),
+    ],
 )
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_declared_packages_are_pinned_once_within_their_range(declared, file, python):
     environment = {"python_version": python}
     wanted, pinned = (
@@ -156,3 +165,36 @@ def test_the_loop_names_no_strategy():
     # This pattern does not match topology.tp, which is an axis.
     names = [*list_strategies(), "ddp", "zero", "deepspeed", "native"]
     assert [name for name in names if re.search(rf"(?<![.\w]){name}\b", text)] == []
+
+
+@pytest.mark.processes
+def test_a_wheel_plans_in_any_folder_without_the_packages_of_the_extra_train(tmp_path):
+    copied = shutil.ignore_patterns("__pycache__", "*.pyc")
+    source = tmp_path / "source"
+    for folder in ("distributed_training", "strategies", "configs"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=copied)
+    for file in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, source)
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path / "lib"]
+    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=120)
+    shutil.rmtree(source)
+    hidden = {requirement.name for requirement in requirements(EXTRAS["train"])}
+    for name in (*hidden, "command"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
+    (tmp_path / "command.py").write_text("from distributed_training.cli import command; command()")
+
+    def run(*arguments):
+        paths = f"{tmp_path}:{tmp_path / 'lib'}"
+        command = [sys.executable, "-c", "import command", *arguments]
+        environment = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    answer = run("plan", "--cluster", "2x3060", "--model", "Qwen3-8B", "--preset", "lora-12gb")
+    assert answer.stdout.startswith("LoRA adapters on a 4-bit base of Qwen3-8B "), answer.stderr
+    assert "\n  trainplan --num_gpus 2 --preset lora-12gb " in answer.stdout
+    assert run("--help").returncode == 0
+    training = run("--model", "gpt2-tiny")
+    assert training.stderr.endswith("Run:\n  pip install 'trainplan[train]'\n")
+    assert training.stderr.count("\n") == 2

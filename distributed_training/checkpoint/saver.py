@@ -41,9 +41,9 @@ from distributed_training.records.folder import (
     list_checkpoints,
     remove_unfinished,
 )
+from distributed_training.settings.detect import available_ram_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
-from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
 MEMORY_MARGIN = 1.3  # free memory that a copy requires, relative to the size of the copy

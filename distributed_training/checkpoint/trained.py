@@ -17,7 +17,7 @@ from distributed_training.models.initial_weights import (
 from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.machine import available_ram_bytes
+from distributed_training.settings.detect import available_ram_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,8 @@ WIKITEXT_FILES = {
 WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("config.json", "vocab.json", "merges.txt")
+# Keys of a config.json by which transformers selects the tokenizer's class
+CLASS_KEYS = ("model_type", "tokenizer_class")
 # Strings that occur in the names of tokenizer files
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")

@@ -2,7 +2,6 @@
 tokens in the loss. Also read the first samples of the set."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,6 @@ from distributed_training.settings.files import plural, shown
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length, so set a larger max_length"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Amount:
-    """Amount of work in a run: samples, passes over them, and steps."""
-
-    num_samples: int  # samples that an epoch trains on; 0 if unknown
-    unit: str  # name of the samples, such as "chats" (see `summarize`)
-    epochs: float
-    num_steps: int
-    error: float = 0.0  # relative uncertainty of both numbers; 0 if the samples were counted
 
 
 def summarize(

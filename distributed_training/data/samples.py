@@ -27,7 +27,6 @@ from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
 NO_SAMPLE = -1  # index of "no sample", which pads the last step of an epoch
-CAPPED_NUM_SAMPLES = 1000  # default of num_samples for comparisons, and for first runs on a CPU
 # Fraction of samples kept for validation if the dataset has no validation split
 VALIDATION_SHARE = 0.05
 

@@ -40,7 +40,6 @@ _QWEN_2_SPLIT = {
     **_SPLIT,
     "pattern": {"Regex": _PATTERN.replace("DIGITS", "")},
 }
-CLASS_KEYS = ("model_type", "tokenizer_class")  # keys of a config.json
 _PROBE = (
     "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
     "Привет 日本語 हिन्दी 1½ 🙂"
@@ -90,7 +89,7 @@ class Tokenizer:
         """Keys of a config.json by which transformers selects the tokenizer's class."""
         config = self.folder / "config.json"
         values = load_model_json(config) if config.is_file() else {}
-        stored = {key: str(values[key]) for key in CLASS_KEYS if values.get(key)}
+        stored = {key: str(values[key]) for key in hub.CLASS_KEYS if values.get(key)}
         return stored | self._model
 
     def restore_facts(self, facts: dict[str, Any]) -> None:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.hub import fetch_error, fetch_folder, is_repo_id
-from distributed_training.data.tokenizer import CLASS_KEYS
+from distributed_training.data.hub import CLASS_KEYS, fetch_error, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import (
@@ -40,7 +39,7 @@ from distributed_training.models.weights import (
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import load_model_json, shown
+from distributed_training.settings.files import did_you_mean, load_model_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -376,7 +375,8 @@ def find_model(name: str) -> ModelSpec:
         names = [f"{folder}:{size}" for size in sizes]
     why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
-    raise UserError(f"model={shown(name)} is not accepted", why)
+    advice = did_you_mean(name, names)
+    raise UserError(f"model={shown(name)} is not accepted", advice or why)
 
 
 def folder_label(folder: Path) -> str:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401
 
 MapTensor = Callable[[torch.Tensor], torch.Tensor]
 scaled_mm = torch._scaled_mm  # multiplies matrices in fp8
+grouped_mm = torch.ops.aten._grouped_mm  # multiplies rows by the matrices of their groups
 
 
 class MovedModule(nn.Module):

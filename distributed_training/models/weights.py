@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
-from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
@@ -134,6 +133,8 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
 def open_file(file: Path, fix: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of a safetensors file by name, and its metadata. Raises UserError, which
     advises to `fix` it, if the file is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         # safe_open reads the header and checks it against the length of the file.
         with safe_open(file, "np") as header:
@@ -155,6 +156,8 @@ def open_file(file: Path, fix: str) -> tuple[dict[str, StoredTensor], dict[str, 
 def read_stored(file: Path, name: str, *slices: slice) -> Any:
     """Return a tensor of a safetensors file, or the part that one slice per dimension selects. The
     file is opened each time, because a mapping that stays open keeps its pages in RAM."""
+    from safetensors import safe_open
+
     with safe_open(file, "pt") as tensors:
         return tensors.get_slice(name)[slices] if slices else tensors.get_tensor(name)
 

@@ -1,5 +1,5 @@
-"""Define pipeline stages, the division of a batch into micro-batches, and the text form of a mesh.
-This module does not import torch."""
+"""Define pipeline stages, the division of a batch into micro-batches, the amount of work, and the
+text form of a mesh. This module does not import torch."""
 
 import itertools
 from collections.abc import Mapping
@@ -39,6 +39,17 @@ class Batch(BaseModel):
         micro_batches = plural(self.num_microbatches, "micro-batch")
         factors = f"{replicas} x {micro_batches} x {self.micro_batch_size}"
         return f"global {self.global_batch_size} = {factors}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """Amount of work in a run: samples, passes over them, and steps."""
+
+    num_samples: int  # samples that an epoch trains on; 0 if unknown
+    unit: str  # name of the samples, such as "chats" (see `summarize`)
+    epochs: float
+    num_steps: int
+    error: float = 0.0  # relative uncertainty of both numbers; 0 if the samples were counted
 
 
 def format_axes(axes: Mapping[str, int]) -> str:

@@ -9,12 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.report import Amount
-from distributed_training.data.samples import Data, load_data
-from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
-from distributed_training.plan.layout import Batch, Stages, format_axes
+from distributed_training.plan.layout import Amount, Batch, Stages, format_axes
 from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
 from distributed_training.settings.config import KEYS, DraftConfig, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
@@ -75,10 +72,6 @@ class Draft:
     @property
     def size(self) -> ModelSize:
         return self.model.size
-
-    def build_tokenizer(self, folder: Path) -> Tokenizer:
-        """Return the tokenizer in `folder`, which renders chats for this run's model and date."""
-        return Tokenizer(folder, self.model.class_keys, self.requested.date)
 
     @property
     def embeds_from_host(self) -> bool:
@@ -181,16 +174,6 @@ class Plan(Draft):
     run_id: str = ""
     attempt_id: str = ""  # new whenever the run starts; repeated in its record and checkpoints
     format: int = FORMAT
-
-    def load_data(self) -> Data:
-        """Return the run's samples. They are tokenized if the token cache does not have them."""
-        return load_data(
-            self.cache,
-            self.build_tokenizer(self.tokenizer_dir),
-            self.config,
-            can_pack=self.size.packs,
-            embedding_rows=self.size.vocab_size,
-        )
 
     @property
     def work(self) -> JsonObject:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.corpus import split_weights
-from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
@@ -32,6 +31,7 @@ from distributed_training.predict.rates import gpu_rates
 from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
+    CAPPED_NUM_SAMPLES,
     Config,
     DraftConfig,
     Request,
@@ -344,7 +344,7 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     blocks = plan.stages.blocks_per_stage
 
     def stage_s(stage: int) -> tuple[float, float, float]:
-        forward, inputs, weights = (float(costs[kind, stage].sum()) for kind in "FIW")
+        forward, inputs, weights = (costs[kind, stage].total_s for kind in "FIW")
         return forward, inputs, weights
 
     seconds = tuple(map(stage_s, range(len(blocks))))

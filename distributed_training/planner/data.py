@@ -22,13 +22,15 @@ from distributed_training.data.corpus import (
     split_weights,
 )
 from distributed_training.data.estimate import MIN_ERROR, sample_corpus
-from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
+from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft, Packing
+from distributed_training.plan.samples import build_tokenizer
+from distributed_training.planner.answer import count_typed_steps
 from distributed_training.settings.config import AUTO, Config, Request
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import plural
@@ -107,7 +109,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         return None
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     num_bytes = count_corpus_bytes(corpus)
-    tokenizer = draft.build_tokenizer(tokenizer_dir)
+    tokenizer = build_tokenizer(draft, tokenizer_dir)
     with TemporaryDirectory() as cache_dir:
         if num_bytes <= MAX_DRY_RUN_BYTES:
             return read_data(draft, tokenizer_dir, Path(cache_dir))
@@ -143,7 +145,7 @@ def read_data(
     cache_dir = cache_dir or token_cache_dir()
     data = samples.read_data(
         corpus,
-        draft.build_tokenizer(tokenizer_dir),
+        build_tokenizer(draft, tokenizer_dir),
         config,
         cache_dir,
         can_pack=draft.size.packs,
@@ -178,14 +180,8 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
             reason = "the dataset is large and not tokenized yet (the data command does this)"
     except (UserError, OSError) as error:
         reason = first_line(error)
-    if draft.requested.is_set("max_steps"):
-        return Amount(
-            num_samples=0,
-            unit="",
-            epochs=0.0,
-            num_steps=config.max_steps,
-        )
-    return f"the number of steps is unknown, because {reason}"
+    typed = count_typed_steps(draft, notes)
+    return f"the number of steps is unknown, because {reason}" if isinstance(typed, str) else typed
 
 
 def resolve_data_values(
@@ -214,11 +210,12 @@ def resolve_data_values(
     if not data.error:
         notes += report.describe(data.counts, config.max_length)
     batch_size = draft.batch.global_batch_size
+    batch_key = "batch_size" if config.grad_accum_steps == 1 else "grad_accum_steps"
     if num_sequences < batch_size:
         unit = "sample" if train.firsts is None else "block"
         note = "each step trains on the whole dataset, because the batch of "
         note += f"{plural(batch_size, unit)} is larger than the dataset "
-        notes.append(f"{note}({plural(num_sequences, unit)}). Consider a smaller batch_size")
+        notes.append(f"{note}({plural(num_sequences, unit)}). Consider a smaller {batch_key}")
     steps_per_epoch = math.ceil(num_sequences / batch_size)
     steps_in_epochs = config.epochs * steps_per_epoch
     num_steps = steps_in_epochs
@@ -230,7 +227,7 @@ def resolve_data_values(
     if num_steps < MIN_STEPS and not is_typed:
         notes.append(
             f"{plural(num_steps, 'step')} teach a model little. For more steps, use more data, "
-            "a smaller batch_size or more epochs"
+            f"a smaller {batch_key} or more epochs"
         )
     warmup_steps = config.warmup_steps
     if warmup_steps >= num_steps:

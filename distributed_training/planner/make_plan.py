@@ -7,10 +7,11 @@ from pathlib import Path
 
 from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
-from distributed_training.data.report import Amount
 from distributed_training.data.samples import Data
+from distributed_training.plan.layout import Amount
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft, Plan, load_plan
+from distributed_training.planner.answer import describe_total, describe_verdict
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import find_sources, resolve_data_values
@@ -20,12 +21,10 @@ from distributed_training.planner.sort import (
     SIMPLE,
     choose_batch_size,
     choose_candidate,
-    layout_name,
     suggest_settings,
 )
 from distributed_training.predict.predict import Cluster, Prediction, predict
 from distributed_training.predict.simulate import ideal_bubble, predict_spans
-from distributed_training.records.display import verdict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -111,16 +110,10 @@ def _statements(
 ) -> JsonObject:
     """Return the plan's fields for what a run says about its costs."""
     draft = prediction.plan
-    record = prediction.as_record()
     return {
-        "prediction": record,
-        "verdict": verdict(
-            amount or "",
-            vars(draft.machine),
-            draft.num_processes,
-            layout_name(draft),
-            record,
-        ),
+        "prediction": prediction.as_record(),
+        "verdict": describe_verdict(prediction, prediction, {})
+        + describe_total(prediction, amount or ""),
         "state_bytes": prediction.memory.state,
         "ideal_bubble": ideal_bubble(
             draft.config.pipeline_schedule, draft.mesh["pp"], draft.batch.num_microbatches

@@ -3,6 +3,7 @@
 This module does not import torch."""
 
 import functools
+import math
 import random
 from collections.abc import Callable
 
@@ -112,7 +113,7 @@ def _improve(
     draw = random.Random(0).random
     best = list(orders)
     current_duration = best_duration = total_duration(simulate(orders, durations, consumers))
-    initial_threshold = INITIAL_THRESHOLD * sum(durations.values()) / len(durations)
+    initial_threshold = INITIAL_THRESHOLD * math.fsum(durations.values()) / len(durations)
     count = sum(map(len, orders))
     num_iterations = min(CHANGES_PER_OPERATION * count, MAX_SIMULATED // count)
     for iteration in range(num_iterations):

@@ -193,13 +193,24 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     """Return the error for a CONFIG without a valid layout. If planning a single strategy raises a
     more specific error, raise that error."""
     name = request.strategy
-    if name == AUTO:
+    if name == AUTO and request.deepspeed_config:
+        name = next((name for name in list_strategies() if _reads_json(request, name)), "zero2")
+    elif name == AUTO:
         is_split = request.tp not in (None, 1) or request.pp not in (None, 1)
-        name = "zero2" if request.deepspeed_config else "3d" if is_split else "dp"
+        name = "3d" if is_split else "dp"
     candidate = choose_candidate(with_values(request, strategy=name), cluster, [])
     lay_out(candidate, cluster)
     what = f"no strategy can train {candidate.request.model} with this CONFIG"
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
+
+
+def _reads_json(request: Request, name: str) -> bool:
+    """Return whether a strategy accepts the DeepSpeed configuration that CONFIG names."""
+    try:
+        load_strategy(with_values(request, strategy=name))
+    except UserError:
+        return False
+    return True
 
 
 def _predict_with(plan: Draft, cluster: Cluster, **settings: Any) -> Prediction:

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from distributed_training.plan.plan import Draft
+from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.rates import Rates, tiled_multiplications
 
 # Collective -> number of times that its data travels around the ring of ranks. "send" uses no ring.
@@ -29,16 +27,12 @@ RING_TURNS = {
     "send": 0,
 }
 Traffic = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
-# A cost is a vector of seconds along these axes.
-ARITHMETIC, MEMORY, NETWORK = np.eye(3)
-Cost = NDArray[np.float64]
 # Points in a step at which memory may peak: the forward and backward passes, the backward pass of
 # the first block (which runs last), and the optimizer step
 StepPoint = Literal["passes", "first block", "update"]
 ComponentBytes = Mapping[str, float]  # memory component (predict/memory.py) -> bytes
 # Bytes per parameter that are read and written to add a 16-bit gradient to a sum in fp32
 GRADIENT_SUM_BYTES = 10
-PassCosts = NDArray[np.float64]  # costs of the forward pass, input gradients and weight gradients
 
 
 def sent_bytes(operation: str, tensor_bytes: float, members: int) -> float:
@@ -194,12 +188,12 @@ class Timing(Sizes):
         """Return the cost of multiplying an `m x k` matrix by a `k x n` matrix."""
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops
-        return 2 * tiled_multiplications(m, k, n, rates.num_sms) / flops * ARITHMETIC
+        return Cost(arithmetic_s=2 * tiled_multiplications(m, k, n, rates.num_sms) / flops)
 
     def memory_cost(self, num_bytes: float) -> Cost:
         """Return the cost of element-wise kernels that read and write `num_bytes` bytes in
         total."""
-        return num_bytes / self.rates.memory_bytes_per_s * MEMORY
+        return Cost(memory_s=num_bytes / self.rates.memory_bytes_per_s)
 
     def collective_s(
         self, axis: str, operation: str, tensor_bytes: float, num_collectives: float
@@ -256,7 +250,7 @@ class Mechanism:
     data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
     # Costs of a block for one micro-batch, and costs of its forward pass that the backward pass
     # repeats
-    block_costs: Callable[[Timing], PassCosts] = lambda _: np.zeros((3, 3))
+    block_costs: Callable[[Timing], PassCosts] = lambda _: PassCosts()
     recomputed_costs: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
     moved_bytes: PlanValue = lambda _: 0

@@ -115,7 +115,7 @@ def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
 
 
 def _sum_bytes(parts: ComponentBytes) -> float:
-    return sum(parts.values())
+    return math.fsum(parts.values())
 
 
 def _estimate_state(
@@ -152,7 +152,7 @@ def _find_peak(
         first_block = bytes_at("first block")
         # The first block recomputes its activations if any block does.
         recomputed = math.ceil(rank.recomputed_share)
-        first_block["activations"] = sum(_block_bytes(rank, mechanisms, recomputed))
+        first_block["activations"] = math.fsum(_block_bytes(rank, mechanisms, recomputed))
         candidates.append(first_block)
     fullest = max(candidates, key=_sum_bytes)
     return {name: round(size) for name, size in fullest.items()}
@@ -166,10 +166,10 @@ def _block_bytes(
     kept = 0.0
     backward = 0.0
     for share, sizes in rank.by_kind():
-        kept_by_kind = (mechanism.activation_bytes(sizes, recomputed) for mechanism in mechanisms)
-        kept += share * sum(kept_by_kind)
-        backward_of_kind = (mechanism.backward_bytes(sizes, recomputed) for mechanism in mechanisms)
-        backward = max(backward, sum(backward_of_kind))
+        kept_bytes = [mechanism.activation_bytes(sizes, recomputed) for mechanism in mechanisms]
+        kept += share * math.fsum(kept_bytes)
+        needed_bytes = [mechanism.backward_bytes(sizes, recomputed) for mechanism in mechanisms]
+        backward = max(backward, math.fsum(needed_bytes))
     return kept, backward
 
 

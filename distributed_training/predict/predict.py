@@ -19,9 +19,11 @@ from distributed_training.settings.machine import (
     with_power_limit,
 )
 
+# Counts of at most four digits, because larger clusters take minutes to rank. The last count may be
+# followed by a space, unless it has four digits, like 3060.
 _CLUSTER_PATTERN = re.compile(
-    r"(?:(\d{1,4})\s*x\s*)?(?:(\d{1,4})(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE
-)  # larger clusters take minutes to rank
+    r"(?:(\d{1,4})\s*x\s*)?(?:(\d{1,4})\s*x\s*)?(?:(\d{1,3})(?:\s+|$))?(.*)", re.IGNORECASE
+)
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
 # end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
 MemoryFit = Literal["yes", "tight", "unlikely", "no"]
@@ -47,9 +49,9 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     GPU."""
     match = _CLUSTER_PATTERN.fullmatch(text.strip())
     assert match is not None  # every part is optional
-    numbers = [int(part) for part in match.groups()[:2] if part]
-    name = match[3]
-    if 0 in numbers or name.isdecimal() or bool(name) == (gpu is not None):
+    numbers = [int(part) for part in match.groups()[:3] if part]
+    name = match[4]
+    if 0 in numbers or len(numbers) > 2 or bool(name) == (gpu is not None):
         what = f"--cluster {shown(text)} is not accepted"
         why = "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs"
         raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")

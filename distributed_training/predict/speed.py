@@ -8,27 +8,23 @@ Durations are estimated as follows:
 - pipelines: simulation of the operations in the order of the schedule
 
 The host launches kernels while the GPU computes, so the slower of the host and the GPU determines
-the time of the step. With a CUDA graph, the host's time does not count."""
+the time of the step. With a CUDA graph, the host's time does not count.
+
+Here and in the other modules of predict/, floats are added with `math.fsum`, because `sum` rounds
+differently since Python 3.12."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from distributed_training.plan.orders import Operation, Step, find_orders
 from distributed_training.plan.plan import Draft
+from distributed_training.predict.cost import NO_COST, Cost, PassCosts, add_costs
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.pp import embedding_gradient_bytes, message_s
 from distributed_training.predict.costs.zero import offload_s
-from distributed_training.predict.mechanism import (
-    Cost,
-    PassCosts,
-    PipelineRank,
-    Timing,
-    pipeline_ranks,
-)
+from distributed_training.predict.mechanism import PipelineRank, Timing, pipeline_ranks
 from distributed_training.predict.rates import FITTED, Rates
 from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 
@@ -47,22 +43,20 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     ranks = pipeline_ranks(plan)
     orders = find_orders(plan)
     costs = step.operation_costs()
-    durations = {key: float(cost.sum()) for key, cost in costs.items()}
+    durations = {key: cost.total_s for key, cost in costs.items()}
     busy_s = [_busy_s(order, durations) for order in orders]
     # If several ranks are equally busy, the rank with the most parameters is the slowest.
     slowest = max(ranks, key=lambda rank: (busy_s[rank.index], rank.trained_parameters))
-    operations = [costs[kind, stage] for kind, stage, _ in orders[slowest.index]]
-    arithmetic_s, memory_s, network_s = np.sum(operations, axis=0).tolist()
-    computing_s = arithmetic_s + memory_s + network_s
+    computing = add_costs(costs[kind, stage] for kind, stage, _ in orders[slowest.index])
     consumers = map_consumers(plan.stages.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
         share_of_cores = min(1.0, plan.machine.num_cpus / plan.processes_here)
-        gpu_passes_s = max(sum(busy_s) / len(busy_s), gpu_passes_s * share_of_cores)
+        gpu_passes_s = max(math.fsum(busy_s) / len(busy_s), gpu_passes_s * share_of_cores)
     passes_s = gpu_passes_s
     if step.pp > 1 and not (is_graph or rates.on_host):  # each stage's host launches its operations
         passes_s = total_duration(simulate(orders, durations, consumers, step.launch_s()))
-    data_parallel_s = step.data_parallel_s(slowest, computing_s)
+    data_parallel_s = step.data_parallel_s(slowest, computing.total_s)
     update_s = step.update_s(slowest)
     host_step_s, hook_wait_s = step.host_step_s(slowest)
     launch_s = 0.0
@@ -73,15 +67,15 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     offload_seconds = offload_s(step, max(rank.trained_parameters for rank in ranks))
     total_s = gpu_s + launch_s if rates.on_host else max(gpu_s, launch_s)
     total_s += hook_wait_s
-    total_s += sum(offload_seconds.values())
+    total_s += math.fsum(offload_seconds.values())
     bottlenecks = {
-        "arithmetic": arithmetic_s,
-        "memory": memory_s + update_s,
-        "network": network_s + data_parallel_s,
-        "bubble": max(0.0, gpu_passes_s - computing_s),
+        "arithmetic": computing.arithmetic_s,
+        "memory": computing.memory_s + update_s,
+        "network": computing.network_s + data_parallel_s,
+        "bubble": max(0.0, gpu_passes_s - computing.total_s),
         **offload_seconds,
     }
-    bottlenecks["host"] = max(0.0, total_s - sum(bottlenecks.values()))
+    bottlenecks["host"] = max(0.0, total_s - math.fsum(bottlenecks.values()))
     return StepTime(
         total_s,
         max(bottlenecks, key=lambda name: bottlenecks[name]),
@@ -116,39 +110,39 @@ class StepCosts(Timing):
             if stage == 0:
                 costs["I", stage] += self.memory_cost(embedding_gradient_bytes(self)[1])
             if stage == len(blocks) - 1:
-                passes_of_head = head_costs(self)
-                costs["F", stage] += passes_of_head[0]
-                costs["I", stage] += passes_of_head[1] + passes_of_head[2]
+                head = head_costs(self)
+                costs["F", stage] += head.forward
+                costs["I", stage] += head.inputs + head.weights
             costs["B", stage] = costs["I", stage] + costs["W", stage]
         return costs
 
     def block_costs(self) -> PassCosts:
         """Return the mean costs of a block for one micro-batch."""
-        costs = np.zeros((3, 3))
+        forward = inputs = weights = NO_COST
         for share, sizes in self.by_kind():
-            costs += share * sizes.costs_of_kind()
-        return costs
+            costs = sizes.costs_of_kind()
+            forward += share * costs.forward
+            inputs += share * costs.inputs
+            weights += share * costs.weights
+        return PassCosts(forward, inputs, weights)
 
     def costs_of_kind(self) -> PassCosts:
         """Return the costs of a block of one kind for one micro-batch."""
-        costs = sum(
-            (mechanism.block_costs(self) for mechanism in self.mechanisms), np.zeros((3, 3))
-        )
-        forward, inputs, weights = costs
+        costs = [mechanism.block_costs(self) for mechanism in self.mechanisms]
+        forward, inputs, weights = map(add_costs, zip(*costs, strict=True))
         # Bytes read and written per micro-batch for the block's gradients and rounded weights
         split_parameters = self.kind.split_parameters
         num_parameters = self.kind.parameters - split_parameters + split_parameters / self.tp
         per_parameter = sum(mechanism.moved_bytes(self) for mechanism in self.mechanisms)
         weights += self.memory_cost(per_parameter * num_parameters)
-        weights *= self.trained_share
         for mechanism in self.mechanisms:
             for cost in mechanism.recomputed_costs(self, forward):
                 inputs += self.recomputed_share * cost
-        return costs
+        return PassCosts(forward, inputs, self.trained_share * weights)
 
     def update_s(self, process: PipelineRank) -> float:
         """Return the time in seconds that a process needs for clipping and the optimizer step."""
-        num_bytes = sum(mechanism.update_bytes(process) for mechanism in self.mechanisms)
+        num_bytes = math.fsum(mechanism.update_bytes(process) for mechanism in self.mechanisms)
         return num_bytes / self.rates.memory_bytes_per_s
 
     def data_parallel_s(self, process: PipelineRank, computing_s: float) -> float:
@@ -157,7 +151,7 @@ class StepCosts(Timing):
         num_collectives = (
             1 / steps if steps else (process.num_blocks + 1.0) * self.exchanges_per_step
         )
-        seconds = sum(
+        seconds = math.fsum(
             self.collective_s(axis, operation, size, num_collectives)
             for mechanism in self.mechanisms
             for (axis, operation), size in mechanism.data_parallel_traffic(process).items()

@@ -1,25 +1,26 @@
 """Print the header, progress and summary of a run on rank 0. This module does not import torch."""
 
+from __future__ import annotations
+
 import contextlib
 import os
-import re
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from distributed_training.data.report import Amount
 from distributed_training.models import folder_label
-from distributed_training.plan.layout import format_axes
-from distributed_training.records.record import Record
+from distributed_training.plan.layout import Amount, format_axes
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from distributed_training.records.record import Record
 
 WIDTH = 80  # maximum length of the lines that a run prints
 _MAGNITUDES = {
@@ -83,6 +84,8 @@ class Display:
 
     def start(self, num_done: int, total: int) -> None:
         """Begin to show progress."""
+        from tqdm import tqdm  # planning does not need it
+
         self._total = total
         if self.enabled and sys.stderr.isatty():
             bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -94,6 +97,8 @@ class Display:
         """Show the values in the last of `rows` and the average speed over all `rows`, which have
         the same keys as the rows of metrics.jsonl. The average excludes the run's first step
         (number `first_step`), which is slower than the others."""
+        from tqdm import tqdm
+
         last = rows[-1]
         step = last["step"]
         warm_rows = [row for row in rows if row["step"] != first_step]
@@ -188,47 +193,6 @@ def short_name(source: str) -> str:
     For weights in a run's folder, the name also contains the run's model."""
     labels = [folder_label(Path(name.rstrip("/"))) or name for name in source.split(" ")]
     return " ".join(labels)
-
-
-def verdict(
-    amount: Amount | str,
-    machine: Mapping[str, Any],
-    num_processes: int,
-    layout: str,
-    prediction: Mapping[str, Any] | None,
-    price: str | None = None,
-) -> str:
-    """Return one sentence with a run's work, machine, layout, time, cost and memory. `amount` is a
-    sentence if the amount of work is unknown. `price` is the price of a GPU-hour, as typed."""
-    num_gpus = machine["num_gpus"]
-    place = plural(num_processes, "CPU process")
-    if num_gpus:
-        place = machine["gpu_name"].removeprefix("NVIDIA ")
-        if num_processes > 1:
-            place = f"{min(num_processes, num_gpus)} x {place}"
-        if num_processes > num_gpus:
-            place = f"{num_processes // num_gpus} x {place}"
-    prediction = prediction or {}
-    seconds = prediction.get("step_time_s")
-    work = "an unknown number of steps" if isinstance(amount, str) else describe_amount(amount)
-    texts = [layout]
-    if seconds is None:
-        texts.append("time unknown")
-    elif isinstance(amount, str):
-        texts.append(f"{format_duration(seconds)} per step")
-    else:
-        seconds *= amount.num_steps
-        texts.append(f"about {format_duration(seconds)}")
-        if price is not None:
-            hours = seconds * num_processes / 3600
-            number = re.findall(r"\d*\.?\d+", price)[0]
-            texts.append(price.replace(number, f"{hours * float(number):,.2f}", 1))
-    needed, host = prediction.get("needed_bytes"), prediction.get("host_bytes")
-    if needed and num_gpus:
-        texts.append(f"{needed / GIB:.3g} of {machine['gpu_memory_bytes'] / GIB:.3g} GiB")
-    elif host:
-        texts.append(f"{format_bytes(host)} of RAM per process")
-    return f"{work[0].upper()}{work[1:]} on {place}: {', '.join(texts)}"
 
 
 def describe_work(amount: Amount) -> str:

@@ -19,6 +19,7 @@ from distributed_training.settings.files import Model, shown
 from distributed_training.settings.keys import KeyModel, config_key, read_keys
 
 AUTO = "auto"
+CAPPED_NUM_SAMPLES = 1000  # default of num_samples for comparisons, and for first runs on a CPU
 RENDEZVOUS_S = 120  # time to wait for all ranks to join
 
 
@@ -297,6 +298,7 @@ class Request(Config):
     engine_options: dict[str, Any] = Field(default_factory=dict)
     # key -> source of the value; "CONFIG" only if the value differs from the key's default
     set_by: dict[str, Literal["CONFIG", "preset", "command line"]] = Field(default_factory=dict)
+    typed: dict[str, str] = Field(default_factory=dict)  # values on the command line, as typed
     preset: str | None = None
     force: bool = False  # start the run even if it is predicted not to fit
     # Fail if data, weights or tokenizers are missing, instead of using the embedded ones

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 
@@ -111,14 +110,14 @@ def run_and_report_errors(act: Callable[[], int]) -> int:
         return code
     except BrokenPipeError:  # The reader has closed the output, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + 13  # SIGPIPE
     except UserError as error:
         if prints_messages(os.environ):  # all ranks detect the same mistake, and one prints it
             print_stderr(error.terminal_text)
         return error.exit_code
     except KeyboardInterrupt:
         print_stderr("interrupted")  # once training has begun, Ctrl-C saves a checkpoint instead
-        return 128 + signal.SIGINT
+        return 128 + 2  # SIGINT
     except OSError as error:
         if error.errno not in STORAGE_ERRNOS:
             raise

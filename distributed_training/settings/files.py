@@ -2,6 +2,7 @@
 does not import torch."""
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -17,7 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from distributed_training.settings.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Folder of strategies/ and configs/: the checkout, or the package if a wheel was installed
+ROOT = _PACKAGE if (_PACKAGE / "strategies").is_dir() else _PACKAGE.parent
 MARK = "written by distributed_training"  # at the beginning of files that a command may replace
 _SIGNATURE = re.compile(rf"{MARK} (\d+)".encode())  # with a checksum of the file without it
 _ERROR_TEXTS = {
@@ -180,8 +183,9 @@ def load_json(
         return parse_json(path.read_bytes(), _reject_duplicate_keys if unique else None)
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
-        why = f"the folder contains {', '.join(names) or 'no JSON file'}"
-        raise UserError(f"{what} {path} does not exist", why) from None
+        advice = did_you_mean(path.name, names)
+        advice = advice or f"the folder contains {', '.join(names) or 'no JSON file'}"
+        raise UserError(f"{what} {path} does not exist", advice) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
@@ -264,6 +268,14 @@ def shown(value: object) -> str:
     """Return `repr(value)` for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return "did you mean X?" for the most similar of `names`, or "" if none is similar."""
+    by_lower = {name.lower(): name for name in names}
+    # A name that differs more would mislead the user.
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    return f"did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def one_of(words: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ schemas that list the accepted values. This module does not import torch."""
 
 import argparse
 import contextlib
-import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, shown
+from distributed_training.settings.files import did_you_mean, load_json, shown
 
 Number = TypeVar("Number", int, float)
 _VALUES_BY_WORD: dict[str, dict[str, Any]] = {
@@ -112,6 +112,7 @@ class Key(BaseModel):
         return text
 
 
+@functools.cache
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     """Return the keys that the fields of a pydantic model declare, in the order of the fields."""
     keys = {}
@@ -156,14 +157,7 @@ def advise_on_name(word: str, names: Iterable[str]) -> str | None:
     """Return advice on an unknown name: the corresponding option if it is an option of
     transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return
     None if no name is similar."""
-    # A name that differs more would mislead the user.
-    close = difflib.get_close_matches(
-        word.lower(),
-        names,
-        n=1,
-        cutoff=0.7,
-    )
-    return _advice_on_foreign_option(word) or (f"did you mean {close[0]}?" if close else None)
+    return _advice_on_foreign_option(word) or did_you_mean(word, names) or None
 
 
 class Parser(argparse.ArgumentParser):

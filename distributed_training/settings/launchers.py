@@ -4,6 +4,9 @@ LAUNCHERS describes one launcher. This module does not import torch."""
 from collections.abc import Mapping
 from typing import NamedTuple
 
+PLANNED_OPTION = "--planned"  # option that a command passes to the ranks that it starts
+CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
+
 
 class Launcher(NamedTuple):
     """Environment variables of one launcher."""

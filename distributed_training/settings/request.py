@@ -58,7 +58,13 @@ def build_config(
     if isinstance(values.get("dataset"), list):
         names = map(str, values["dataset"])
         values["dataset"] = shlex.join(map(os.path.expanduser, names))
-    values |= {"set_by": set_by, "preset": preset, "force": force, "strict": strict}
+    values |= {
+        "set_by": set_by,
+        "typed": typed_texts,
+        "preset": preset,
+        "force": force,
+        "strict": strict,
+    }
     return validate(Request, values)
 
 

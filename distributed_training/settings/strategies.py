@@ -203,7 +203,12 @@ class Strategy:
 def list_strategies() -> dict[str, _StrategyFile]:
     """Map the name of each strategy in strategies/ to its parsed config.json, in the order of the
     folder numbers."""
-    paths = STRATEGIES_DIR.glob("*/config.json")
+    return _read_strategies(STRATEGIES_DIR)
+
+
+@functools.cache
+def _read_strategies(folder: Path) -> dict[str, _StrategyFile]:
+    paths = folder.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {strategy.name: strategy for strategy in map(_read_strategy_file, by_number)}
 
@@ -290,7 +295,8 @@ def _find_strategy(name: str) -> _StrategyFile:
     names = list_strategies()
     if name in names:
         return names[name]
-    raise UserError(f"strategy={name!r} is not known", f"the strategies are {', '.join(names)}")
+    advice = files.did_you_mean(name, names) or f"the strategies are {', '.join(names)}"
+    raise UserError(f"strategy={name!r} is not known", advice)
 
 
 def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
@@ -309,7 +315,6 @@ def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
     return replace(traits, build=f"{file.parent}/{build}"), getattr(module, "OPTIONS", Options)
 
 
-@functools.cache
 def _read_strategy_file(path: Path) -> _StrategyFile:
     what = f"{path} is not a strategy"
     strategy_file = files.parse_as(

@@ -6,14 +6,11 @@ This module itself does not import torch. `import_with_torch` imports it."""
 
 import gc
 import importlib
-import math
 import os
-import re
 import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,21 +18,17 @@ from types import ModuleType
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import Cluster, local_cluster
+from distributed_training.predict.predict import Cluster
 from distributed_training.records.record import has_begun, load_record, mark_stopped
-from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.config import Request
+from distributed_training.settings.detect import threads_per_process
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.files import shown
-from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
+from distributed_training.settings.launchers import PLANNED_OPTION
 from distributed_training.settings.own_code import allow_code, allowed_code_folders
-from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import Command, current_process, run_ranks, single_process
 from distributed_training.supervise.process import Process
-
-PLANNED_OPTION = "--planned"  # option that this command passes to the ranks that it starts
-CPU_PROCESSES = 2  # minimum number of processes for "--num_gpus all" without GPUs
 
 
 def launched_process(num_gpus: str | None) -> Process | None:
@@ -52,15 +45,6 @@ def launched_process(num_gpus: str | None) -> Process | None:
         what = f"--num_gpus is {num_gpus}, but the launcher started {process.world_size} processes"
         raise UserError(what, fix="leave out --num_gpus, or pass this number to the launcher")
     return process
-
-
-def requested_cluster(request: Request, num_gpus: str | None) -> Cluster:
-    """Return a cluster that consists of this machine, with the number of processes requested by
-    --num_gpus."""
-    machine = detect_machine()
-    mesh = {} if request.strategy == AUTO else load_strategy(request).mesh
-    count = requested_processes(num_gpus, machine, mesh)
-    return local_cluster(machine, count, count)
 
 
 def start(
@@ -115,21 +99,6 @@ def import_with_torch(name: str) -> ModuleType:
     gc.freeze()
     gc.enable()
     return module
-
-
-def requested_processes(
-    num_gpus: str | None,
-    machine: Machine,
-    mesh: Mapping[str, int],
-) -> int:
-    """Return the number of processes that `--num_gpus` requests, or 1 if it is not set."""
-    if num_gpus == "all":
-        mesh_size = math.prod(size for size in mesh.values() if size > 0)
-        return machine.num_gpus or mesh_size * -(-CPU_PROCESSES // mesh_size)
-    if num_gpus is not None and not re.fullmatch(r"[1-9]\d{0,3}", num_gpus):
-        what = f"--num_gpus {shown(num_gpus)} is not accepted"
-        raise UserError(what, 'it must be a whole number from 1 to 9,999 or "all"')
-    return int(num_gpus or 1)
 
 
 def prepare_environment(processes_here: int) -> None:

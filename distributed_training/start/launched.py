@@ -14,9 +14,9 @@ from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records.record import code_checksums, has_finished, versions
 from distributed_training.settings.config import Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_object
-from distributed_training.settings.machine import detect_machine
 from distributed_training.start import rendezvous, run_dir, worker
 from distributed_training.supervise.process import Process
 

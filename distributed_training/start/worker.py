@@ -14,8 +14,8 @@ from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
+from distributed_training.settings.detect import threads_per_process
 from distributed_training.settings.errors import UserError, print_stderr
-from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
 from distributed_training.start.progress import Progress, find_limit
 from distributed_training.supervise import claims

@@ -24,19 +24,18 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys
-from distributed_training.settings.config import AUTO, KEYS, Request
+from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS, Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, plural
 from distributed_training.settings.keys import at_least
-from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import strategy_options
-from distributed_training.start.launch import requested_processes
+from distributed_training.start.local import requested_processes
 from distributed_training.supervise.process import handle_signals
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override

@@ -17,9 +17,9 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records.display import Display
 from distributed_training.settings.config import Config, Request, with_values
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.files import plural
 from distributed_training.settings.keys import at_least
-from distributed_training.settings.machine import detect_machine
 
 # Control characters, which could manipulate a terminal
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -13,17 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed_training.records.display import fold
+from distributed_training.settings.detect import available_cpus, available_ram_bytes, detect_machine
 from distributed_training.settings.errors import first_line
 from distributed_training.settings.files import plural
-from distributed_training.settings.machine import (
-    GIB,
-    GPU_EXAMPLE,
-    Machine,
-    available_cpus,
-    available_ram_bytes,
-    detect_machine,
-    find_gpu,
-)
+from distributed_training.settings.machine import GIB, GPU_EXAMPLE, Machine, find_gpu
 
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")  # NCCL uses it between GPUs without peer access

@@ -5,36 +5,32 @@ import argparse
 import json
 import os
 import secrets
-import shlex
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.checkpoint.resume import choose_checkpoint
 from distributed_training.plan.layout import format_axes
-from distributed_training.plan.plan import Draft, Plan
+from distributed_training.plan.plan import Plan
+from distributed_training.planner.answer import build_options
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
-from distributed_training.predict.predict import Cluster, local_cluster, parse_cluster
+from distributed_training.predict.predict import local_cluster
 from distributed_training.records.display import describe_prediction, describe_work, fold
 from distributed_training.settings.config import Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import printable
-from distributed_training.settings.machine import detect_machine
-from distributed_training.start.launch import requested_cluster
+from distributed_training.start.local import requested_cluster
 from distributed_training.supervise.process import Process
-from distributed_training.tools.jobs import build_options
+from distributed_training.tools.jobs import (
+    FIRST_HOST,
+    FIRST_HOST_NOTE,
+    launch_command,
+    restart_options,
+)
+from distributed_training.tools.plan import planned_cluster
 
-FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
 UNKNOWN = "the number of steps is unknown until the data is tokenized (the data command does this)"
-FIRST_HOST_NOTE = f"Replace {FIRST_HOST} with the name of the first node."
-
-
-def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """Return the cluster that --cluster and --gpu describe, or None without these options. Without
-    --cluster, it has as many GPUs as this machine, at least one."""
-    if arguments.cluster is None and arguments.gpu is None:
-        return None
-    return parse_cluster(arguments.cluster or str(max(1, detect_machine().num_gpus)), arguments.gpu)
 
 
 def print_plan(
@@ -55,40 +51,13 @@ def print_plan(
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(
         plan,
-        os.path.relpath(script),
-        build_options(plan, options),
+        script,
+        [*restart_options(options), *build_options(plan)],
+        job_id=secrets.token_hex(8),
     )
     command = "(the current command, without --dry-run)" if process else command
     print(describe_plan(plan, command, explain=options.explain))
     return 0
-
-
-def launch_command(
-    plan: Draft,
-    script: str,
-    arguments: list[str],
-) -> str:
-    """Return the command to run on each node to execute `plan`. `arguments` are the script's
-    options."""
-    processes_here = plan.processes_here
-    num_nodes = plan.num_processes // processes_here
-    launcher = ["python", script]
-    if num_nodes > 1:
-        # By default, torchrun waits ten minutes for the other nodes.
-        timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
-        launcher = [
-            "torchrun",
-            f"--nnodes={num_nodes}",
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint={FIRST_HOST}:29500",
-            f"--rdzv_id={secrets.token_hex(8)}",  # an id that cannot be guessed
-            timeout,
-            f"--nproc_per_node={processes_here}",
-            script,
-        ]
-    elif processes_here > 1:
-        launcher += ["--num_gpus", str(processes_here)]
-    return shlex.join([*launcher, *arguments])
 
 
 def describe_plan(

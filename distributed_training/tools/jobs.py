@@ -2,22 +2,20 @@
 
 import argparse
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from distributed_training.data.report import Amount
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.sort import layout_settings
-from distributed_training.predict.predict import Prediction
+from distributed_training.planner.answer import Answer
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import MARK, ROOT
 from distributed_training.settings.machine import GIB, find_gpu
-from distributed_training.settings.request import parse_overrides
 
+FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
+FIRST_HOST_NOTE = f"Replace {FIRST_HOST} with the name of the first node."
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
 # End of a job file's name -> template in configs/, and the command that submits the job
@@ -30,43 +28,61 @@ TEMPLATES = {
 SKYPILOT_GPUS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100"}
 
 
-def build_options(plan: Draft, arguments: argparse.Namespace) -> list[str]:
-    """Return the options with which the script starts this plan: the preset, the typed keys, the
-    keys that the planner set as if they were typed, the layout, and restarts."""
-    requested = plan.requested
-    values = parse_overrides(arguments.overrides) | {
-        name: value
-        for name, value in requested.to_key_values().items()
-        if requested.set_by.get(name) == "command line"
-    }
-    values |= {"strategy": plan.strategy.name} | layout_settings(plan)
-    options = ["--preset", arguments.preset] if arguments.preset else []
-    options += [f"--{name}" for name in ("force", "strict") if getattr(arguments, name)]
-    if arguments.max_restarts:
-        options += ["--max_restarts", str(arguments.max_restarts)]
-    for name, value in values.items():
-        text = str(value)
-        # argparse reads values that begin with a dash as options, except for negative numbers.
-        has_dash = text.startswith("-") and text != "-1"
-        options += [f"--{name}={text}"] if has_dash else [f"--{name}", text]
-    return options
+def restart_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the option by which a run is restarted after a failure, if it was typed."""
+    return ["--max_restarts", str(arguments.max_restarts)] if arguments.max_restarts else []
+
+
+def launch_command(
+    plan: Draft,
+    script: Path,
+    arguments: list[str],
+    job_id: str = "JOB_ID",
+) -> str:
+    """Return the command to run on each node to execute `plan`. `arguments` are the script's
+    options."""
+    processes_here = plan.processes_here
+    num_nodes = plan.num_processes // processes_here
+    launcher = ["python", os.path.relpath(script)]
+    program = launcher[1:]
+    if script.parent.name == "distributed_training":
+        launcher = ["trainplan"]
+        program = ["-m", "distributed_training.cli"]
+    if num_nodes > 1:
+        # By default, torchrun waits ten minutes for the other nodes.
+        timeout = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
+        launcher = [
+            "torchrun",
+            f"--nnodes={num_nodes}",
+            "--rdzv_backend=c10d",
+            f"--rdzv_endpoint={FIRST_HOST}:29500",
+            f"--rdzv_id={job_id}",
+            timeout,
+            f"--nproc_per_node={processes_here}",
+            *program,
+        ]
+    elif processes_here > 1:
+        launcher += ["--num_gpus", str(processes_here)]
+    return shlex.join([*launcher, *arguments])
 
 
 def build_batch_script(
-    choice: Prediction,
-    amount: Amount | str,
+    found: Answer,
     file: Path,
     script: Path,
-    options: Sequence[str],
+    restarts: Sequence[str],
     *,
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
-    """Return the contents of the template for `file`, filled in for a layout and an amount of work
-    (or the reason why it is unknown). `options` are the script's options, and `machine_options` are
-    the options that describe the cluster. `plan_command` is the command that writes this job. The
-    job requests 25% more RAM and, under SLURM, 25% more time than predicted."""
+    """Return the contents of the template for `file`, filled in for the first choice of an answer.
+    `restarts` and `machine_options` are the options that restart a run and that describe the
+    cluster. `plan_command` is the command that writes this job. The job requests 25% more RAM and,
+    under SLURM, 25% more time than predicted."""
+    choice = found.first
+    amount = found.amount
     plan = choice.plan
+    options = [*restarts, *found.options]
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
     gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)
@@ -120,6 +136,8 @@ def build_batch_script(
             lambda match: changes[match[0]],
             job,
         )
+    import yaml
+
     job, setup, shell_text = job.partition("setup:")
     document = yaml.safe_load(job)
     if template == "skypilot.yaml":

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, load_plan
+from distributed_training.plan.samples import build_tokenizer, load_data
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
@@ -38,7 +40,7 @@ from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, load_record
 from distributed_training.settings.config import Config, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import resolve_user_path
+from distributed_training.settings.files import did_you_mean, resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
@@ -70,6 +72,9 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
         if folder.exists():
             fix = "name the folder of a run or of a model in Hugging Face format"
             raise UserError(f"{name} is neither a run nor a model", fix=fix)
+        if folder.parent.is_dir() and "/" in name:  # not a name on the Hub
+            advice = did_you_mean(folder.name, os.listdir(folder.parent))
+            raise UserError(f"{name} does not exist", advice)
         spec = find_model(name)
         if spec.hub_id is None:
             raise UserError(f"{name} has no weights", fix="name a run or a published model")
@@ -216,7 +221,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.dataset is None:
         assert plan is not None
         run_config = with_values(plan.config, max_length=config.max_length)
-        data = replace(plan, config=run_config).load_data()
+        data = load_data(replace(plan, config=run_config))
         samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
@@ -316,7 +321,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     plan = load_plan(run_dir)
     if arguments.text:
         plan = replace(plan, config=plan.config.model_copy(update={"export_text": True}))
-    tokenizer = plan.build_tokenizer(plan.tokenizer_dir)
+    tokenizer = build_tokenizer(plan, plan.tokenizer_dir)
     chat = tokenizer.is_chat_form(load_record(run_dir).data.get("form"))
     prefix = "weight/"
     weight_names = [name for name in files.stored_parts if name.startswith(prefix)]

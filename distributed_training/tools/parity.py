@@ -23,9 +23,9 @@ from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
 from distributed_training.records.record import METRICS_FILE, Record
 from distributed_training.records.results import EMPTY_CELL, differing_keys, format_table
 from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import plural
-from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies
 from distributed_training.tools import compare
 

@@ -23,6 +23,7 @@ from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.samples import load_data
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, fold, header_rows, short_path
@@ -48,7 +49,7 @@ def train(
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
     display = Display(enabled=topology.rank == 0)
-    data = plan.load_data()
+    data = load_data(plan)
     # Machines may have different files under the same name. Machines may also have different
     # versions of Python, and the dataset "embedded" is Python's source code.
     agree.check_ranks_agree({"training data": data.fingerprint}, gather_values)

@@ -105,5 +105,5 @@ def test_venv_is_created_once_and_updated_if_requirements_change(tmp_path, scrip
 def test_missing_python_gives_a_one_line_error(run):
     code, out, err = run(scripts={})
     assert (code, out) == (2, "")
-    assert err.startswith("error: No Python 3.10 to 3.13 was found. Install one")
+    assert err.startswith("error: No Python 3.10 to 3.14 was found. Install one")
     assert err.count("\n") == 1

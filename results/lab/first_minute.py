@@ -20,8 +20,8 @@ from typing import Any
 import checkout
 
 from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.machine import detect_machine
 
 COMMAND = (
     sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", "1", "--weights", "random",

@@ -32,6 +32,7 @@ from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.samples import load_data
 from distributed_training.settings.config import RENDEZVOUS_S, Request
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.request import build_config
@@ -195,7 +196,7 @@ def _do_run(
         topology = build_topology(plan, group.process, group.device)
         if run_cache is not None:
             topology = run_cache.topology(topology)
-        data = plan.load_data()
+        data = load_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)

@@ -22,8 +22,9 @@ from distributed_training.predict.predict import Cluster, local_cluster
 from distributed_training.records.display import short_name
 from distributed_training.records.record import Record, write_json
 from distributed_training.settings.config import KEYS
+from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.files import load_json
-from distributed_training.settings.machine import Machine, detect_machine
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import build_config
 from results.lab import checkout
 from results.lab.corpus.records import write_records

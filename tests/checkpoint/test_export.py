@@ -22,6 +22,7 @@ from distributed_training.checkpoint.export import (
     write_generation_config,
 )
 from distributed_training.plan.plan import load_plan
+from distributed_training.plan.samples import load_data
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
@@ -94,7 +95,7 @@ def run(folder, strategy, num_processes=2, **changes):
 def validation_loss(run_dir, folder):
     """Return the mean loss on the run's validation samples with the weights in `folder`."""
     plan = load_plan(run_dir)
-    samples = plan.load_data().validation
+    samples = load_data(plan).validation
     model = read_model(plan.model, folder)
     with torch.no_grad():
         arrays = map(torch.from_numpy, samples.batch(np.arange(len(samples))))

@@ -65,7 +65,7 @@ def test_settings_that_fit_safely_are_suggested_before_settings_that_may_fit():
         assert suggest(draft_plan(request, cluster), cluster)[0][0] == first
 
 
-@pytest.mark.parametrize("name", ["H20", "GH200", "H100-PCIe", "A100"])
+@pytest.mark.parametrize("name", ["H20", "GH200", "H100-PCIe", "A100-80GB"])
 def test_gpus_count_as_measured_by_name(name):
     assert not first_of(name, model="gpt2-medium")[0].validated
     assert first_of("H200", model="gpt2-medium")[0].validated

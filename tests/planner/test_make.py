@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from distributed_training.data.cache import token_cache_dir
+from distributed_training.plan.samples import load_data
 from distributed_training.planner import checks, data
 from distributed_training.planner.data import peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
@@ -32,7 +33,7 @@ def plan_for(tmp_path, num_words, *, read=read_data, **config):
 
 def test_a_short_text_is_used_completely(tmp_path):
     plan = plan_for(tmp_path, 2000, epochs=3)
-    num_samples = len(plan.load_data().train)
+    num_samples = len(load_data(plan).train)
     assert 8 < num_samples < 1000
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
     assert describe_amount(plan.amount) == f"{num_samples} blocks, 3 epochs"
@@ -54,7 +55,7 @@ def test_the_best_weights_are_kept_where_this_costs_little(tmp_path):
 
 def test_two_samples_are_enough(tmp_path):
     plan = plan_for(tmp_path, 32)  # 2 x 64 + 1 tokens
-    assert (len(plan.load_data().train), plan.num_steps) == (1, 2)
+    assert (len(load_data(plan).train), plan.num_steps) == (1, 2)
     assert plan.config.warmup_steps == 1
     assert "the warm-up lasts 1 step instead of 10, because the run has only 2 steps" in plan.notes
     with refused("is too short", "more text"):
@@ -115,17 +116,17 @@ def test_a_large_text_of_one_line_has_an_unknown_size(tmp_path, monkeypatch):
 
 def test_processes_use_the_planned_samples_without_reading_the_text(tmp_path, monkeypatch):
     plan = plan_for(tmp_path, 2000)
-    expected = plan.load_data().train
+    expected = load_data(plan).train
     (tmp_path / "mine.txt").write_text("another text " * 3000)
     with monkeypatch.context() as patch:
         patch.setattr(data, "find_corpus", None)
-        found = plan.load_data().train
+        found = load_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     # Tokens are not read from output_dir, because other users may be able to write to it.
     assert not (tmp_path / "runs" / ".cache").exists()
     # A machine with a separate disk has no such cache and reads its copy of the text.
     shutil.rmtree(token_cache_dir() / plan.cache)
-    assert plan.load_data().cache != plan.cache
+    assert load_data(plan).cache != plan.cache
 
 
 @pytest.mark.parametrize(

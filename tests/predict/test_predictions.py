@@ -78,8 +78,8 @@ def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_c
 @pytest.mark.parametrize(
     ("name", "gemm", "memory", "link"),
     [  # published TFLOP/s and GB/s, see constants.json
-        ("A100", 270, 1800, 300), ("T4", 24, 280, 15.75), ("H100@500W", 600, 3000, 450),
-        ("a100-pcie", 245, 1750, 31.5), ("B200", 1745, 4000, 900),
+        ("A100-80GB", 270, 1800, 300), ("T4", 24, 280, 15.75), ("H100@500W", 600, 3000, 450),
+        ("a100-80gb-pcie", 245, 1750, 31.5), ("B200", 1745, 4000, 900),
     ],
 )  # fmt: skip
 def test_gpu_rates_follow_generation_form_factor_and_power(name, gemm, memory, link):
@@ -129,7 +129,7 @@ def ranked(cluster, **config):
 def test_rankings_for_slow_links_and_for_a_thousand_gpus():
     """Over links of 31.5 GB/s, gathering the weights of gpt2-xl costs more than a pipeline's
     bubble."""
-    choices = ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)
+    choices = ranked("4xA100-80GB-PCIe", model="gpt2-xl-20-heads", batch_size=4)
     assert find_fastest(choices).plan.mesh["pp"] > 1
     choices = ranked("128x8xH100", model="gpt2-xl")
     assert len(choices) > 100

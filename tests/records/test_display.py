@@ -1,7 +1,4 @@
-from dataclasses import replace
-
-from distributed_training.data.report import Amount
-from distributed_training.records.display import Display, header_rows, verdict
+from distributed_training.records.display import Display, header_rows
 from distributed_training.records.results import summary_rows
 from tests.support import made_record
 
@@ -91,21 +88,3 @@ def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monk
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     assert lines[0].endswith("0.5 s")
     assert lines[1].endswith("2,468 tok/s  0:48 left")
-
-
-PREDICTED = {
-    "peak_bytes": 2**30, "needed_bytes": 3 * 2**30, "host_bytes": 2**31, "step_time_s": 30.0,
-    "likely_s": [0.4, 0.6], "bound_by": "memory",
-}  # fmt: skip
-
-
-def test_the_verdict_names_work_machine_layout_time_cost_and_memory():
-    amount = Amount(num_samples=50_000, unit="chats", epochs=3, num_steps=60)
-    machine = {"num_gpus": 8, "gpu_name": "NVIDIA H100", "gpu_memory_bytes": 80 * 2**30}
-    text = verdict(amount, machine, 16, "fsdp", PREDICTED, "$2")
-    assert text == "50,000 chats, 3 epochs on 2 x 8 x H100: fsdp, about 30 min, $16.00, 3 of 80 GiB"
-    on_cpu = verdict(replace(amount, error=0.05), {"num_gpus": 0}, 2, "dp", PREDICTED)
-    assert on_cpu.startswith("About 50,000 chats (±5%), 3 epochs on 2 CPU processes: dp")
-    assert on_cpu.endswith("2.00 GiB of RAM per process")
-    unknown = verdict("no data", machine, 1, "dp", {**PREDICTED, "step_time_s": None})
-    assert unknown == "An unknown number of steps on H100: dp, time unknown, 3 of 80 GiB"

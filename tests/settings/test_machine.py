@@ -4,7 +4,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from distributed_training.settings import machine as machines
+from distributed_training.settings import detect
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import GPUS, find_gpu, parse_gpu
 
 ROWS = """\
 0, GPU-aaaa1111, NVIDIA H200, 143771, 9.0, 700.00
@@ -32,7 +34,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 @pytest.mark.processes
 def test_a_machine_has_the_values_of_its_weakest_gpu(nvidia_smi):
     nvidia_smi()
-    machine = machines.detect_machine()
+    machine = detect.detect_machine()
     assert (machine.num_gpus, machine.gpu_name) == (3, "NVIDIA H200")
     assert (machine.gpu_memory_bytes, machine.compute_capability) == (15360 * MIB, (7, 5))
     assert machine.power_w == 70
@@ -52,17 +54,17 @@ def test_a_machine_has_the_values_of_its_weakest_gpu(nvidia_smi):
 def test_hidden_gpus_do_not_count(visible, memories, nvidia_smi, monkeypatch):
     nvidia_smi()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    machine = machines.detect_machine()
+    machine = detect.detect_machine()
     assert machine.num_gpus == len(memories)
     assert machine.gpu_memory_bytes == min(memories, default=0) * MIB
 
 
 @pytest.mark.processes
 def test_a_driver_without_gpus_means_no_gpus(nvidia_smi):
-    assert machines.detect_machine().num_gpus == 0, "no driver"
+    assert detect.detect_machine().num_gpus == 0, "no driver"
     for answer, code in (("", 0), ("NVIDIA-SMI has failed\n", 9)):
         nvidia_smi(answer, code)
-        machine = machines.detect_machine()
+        machine = detect.detect_machine()
         assert (machine.num_gpus, machine.gpu_name, machine.compute_capability) == (0, None, (0, 0))
 
 
@@ -70,8 +72,8 @@ def test_a_driver_without_gpus_means_no_gpus(nvidia_smi):
 def test_a_gpu_that_does_not_report_its_memory(nvidia_smi, monkeypatch):
     """Integrated GPUs (GB10, Jetson) report [N/A] because they share the host's memory."""
     nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1, [N/A]\n")
-    monkeypatch.setattr(machines, "available_ram_bytes", lambda: 99 * MIB)
-    machine = machines.detect_machine()
+    monkeypatch.setattr(detect, "available_ram_bytes", lambda: 99 * MIB)
+    machine = detect.detect_machine()
     assert (machine.num_gpus, machine.compute_capability) == (1, (12, 1))
     assert machine.gpu_memory_bytes == machine.ram_bytes == 99 * MIB
 
@@ -118,13 +120,13 @@ def test_limits_of_a_container_are_respected(groups, files, ram, cpus, tmp_path,
         (tmp_path / name).write_text(f"{text}\n")
     own = tmp_path / "own"
     own.write_text(groups)
-    monkeypatch.setattr(machines, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machines, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(detect, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(detect, "_OWN_CGROUPS", own)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert machines.available_ram_bytes() == ram
-    assert machines.available_cpus() == cpus
-    assert machines.threads_per_process(2) == max(1, cpus // 2)
+    assert detect.available_ram_bytes() == ram
+    assert detect.available_cpus() == cpus
+    assert detect.threads_per_process(2) == max(1, cpus // 2)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,51 @@ def test_limits_of_a_container_are_respected(groups, files, ram, cpus, tmp_path,
     ],
 )
 def test_bf16_support_is_read_from_cpuinfo(tmp_path, line, expected):
-    assert not machines.has_bf16(tmp_path / "none")
+    assert not detect.has_bf16(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
-    assert machines.has_bf16(tmp_path / "cpuinfo") == expected
+    assert detect.has_bf16(tmp_path / "cpuinfo") == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("rtx4090", "RTX-4090"), ("RTX 4070", "RTX-4070"), ("4070TiSuper", "RTX-4070-Ti-Super"),
+        ("4060 mobile", "RTX-4060-Laptop"), ("A6000", "RTX-A6000"), ("PRO 6000", "RTX-PRO-6000"),
+        ("V100 16 GB", "V100-16GB"), ("DGX Spark", "GB10"), ("Tesla T4", "T4"),
+    ],
+)  # fmt: skip
+def test_gpus_are_found_as_users_write_them(typed, name):
+    assert parse_gpu(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("V100", "V100-32GB or V100-16GB"), ("3060 8GB", "Write RTX-3060"), ("M2", "needs CUDA"),
+        ("RX 7900", "needs CUDA"), ("RTX-4075", "Did you mean RTX-4070"),
+    ],
+)  # fmt: skip
+def test_other_gpus_are_refused_in_one_line(typed, message):
+    with pytest.raises(UserError, match=message):
+        parse_gpu(typed)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100-16GB"), ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX-3060-Laptop"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX-4060-Ti-16GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX-PRO-6000-Max-Q"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA GeForce GTX 1080 Ti", None),
+    ],
+)  # fmt: skip
+def test_devices_have_the_entry_of_their_form(device, name):
+    gpu = find_gpu(device)
+    assert (gpu and gpu.name) == name
+
+
+def test_every_gpu_is_found_by_its_name_and_says_where_its_values_come_from():
+    for gpu in GPUS.values():
+        assert parse_gpu(gpu.name) == gpu
+        assert gpu.source

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from distributed_training.records.record import load_record
-from distributed_training.settings import machine, own_code
-from distributed_training.start import launch, rendezvous, run_dir, worker
+from distributed_training.settings import detect, own_code
+from distributed_training.start import launch, local, rendezvous, run_dir, worker
 from distributed_training.start.ranks import RanksOutcome, current_process, single_process
 from distributed_training.supervise.process import Process
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
@@ -31,10 +31,10 @@ def test_number_of_processes():
         ("all", CPU_MACHINE, {"pp": 2, "dp_shard": -1, "tp": 2}, 4),
         ("all", CPU_MACHINE, {"tp": 3, "dp_shard": -1}, 3),
     ):
-        assert launch.requested_processes(text, on, mesh) == count
+        assert local.requested_processes(text, on, mesh) == count
     for wrong in ("0", "two", "1.5", "10000"):
         with refused(f"--num_gpus {wrong!r}", "all"):
-            launch.requested_processes(wrong, CPU_MACHINE, {})
+            local.requested_processes(wrong, CPU_MACHINE, {})
 
 
 def test_processes_share_the_cores(monkeypatch):
@@ -128,7 +128,7 @@ def test_an_address_that_cannot_be_used_is_named(host, monkeypatch):
 def run_without_planning(run_dir):
     """Start a planned run after removing all planning functions. Call this function only in a
     separate process."""
-    launch.make_plan = machine.detect_machine = None
+    launch.make_plan = detect.detect_machine = None
     load_plan = launch.load_plan
 
     def load_after_naming(folder):

@@ -84,16 +84,17 @@ def call(monkeypatch):
 
     def run(words):
         picked, printed = [], []
-        recommend, describe = command.recommended_layouts, dry_run.describe_plan
+        find_answer, describe = command.answer, dry_run.describe_plan
+
+        def find(*arguments, **options):
+            found = find_answer(*arguments, **options | {"count_work": lambda *_: "unknown"})
+            picked[:] = [choice for _, choice in found.picks]
+            return found
+
         monkeypatch.setattr(planning, "find_sources", find_nothing)
         monkeypatch.setattr(dry_run, "peek_data", lambda *_: None)
-        monkeypatch.setattr(command, "count_work", lambda *_: "unknown")
         with monkeypatch.context() as patch:
-            patch.setattr(
-                command,
-                "recommended_layouts",
-                lambda choices: picked.extend(recommend(choices)) or picked,
-            )
+            patch.setattr(command, "answer", find)
             patch.setattr(
                 dry_run,
                 "describe_plan",
@@ -101,7 +102,7 @@ def call(monkeypatch):
             )
             patch.setattr(sys, "argv", [str(SCRIPT), *words])
             code = cli.main(CONFIG, "About.", str(SCRIPT))
-        return code, [choice for _, choice in picked], printed
+        return code, picked, printed
 
     return run
 

@@ -23,7 +23,7 @@ from distributed_training.models.size import BlockKind
 # costs grow with the square of the length.
 MAX_LENGTH = 256
 _aten = torch.ops.aten
-_STACKED_MATMULS = {_aten.bmm, _aten.baddbmm, _aten._grouped_mm}
+_STACKED_MATMULS = {_aten.bmm, _aten.baddbmm, private.grouped_mm}
 _MATMULS = {_aten.mm, _aten.addmm, *_STACKED_MATMULS}
 # Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
 _UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "selective": 2}

@@ -3,15 +3,10 @@ element-wise operations and attention follow the code in models/, with fitted co
 
 import math
 
-import numpy as np
-
+from distributed_training.predict.cost import NO_COST, Cost, PassCosts
 from distributed_training.predict.mechanism import (
-    ARITHMETIC,
     GRADIENT_SUM_BYTES,
-    MEMORY,
-    Cost,
     Mechanism,
-    PassCosts,
     PipelineRank,
     Sizes,
     StepPoint,
@@ -27,21 +22,20 @@ NORM_BYTES = 2 * 2 * 4  # fp32 mean and standard deviation of two norms, per tok
 def block_costs(timing: Timing) -> PassCosts:
     """Return the total costs of a block's matrix multiplications, attention and element-wise
     operations for each pass."""
-    costs = np.zeros((3, 3))
+    forward = inputs = weights = NO_COST
     products = [(n, k, 1.0) for n, k in matrix_shapes(timing)]
     for n, k, rows_per_token in (*products, *timing.kind.expert_products):
         num_rows = timing.tokens * rows_per_token
-        costs += (
-            timing.gemm_cost(num_rows, k, n),
-            timing.gemm_cost(num_rows, n, k),
-            timing.gemm_cost(k, num_rows, n),
-        )
-    attention = attention_cost(timing)
+        forward += timing.gemm_cost(num_rows, k, n)
+        inputs += timing.gemm_cost(num_rows, n, k)
+        weights += timing.gemm_cost(k, num_rows, n)
     state_flops = 2 * timing.tokens * timing.kind.state_products
-    attention = attention + state_flops / timing.rates.attention_flops * ARITHMETIC
-    forward, backward = elementwise_costs(timing)
-    costs[:2] += forward + attention, backward + BACKWARD_ATTENTION * attention
-    return costs
+    attention = attention_cost(timing)
+    attention += Cost(arithmetic_s=state_flops / timing.rates.attention_flops)
+    elementwise_forward, elementwise_backward = elementwise_costs(timing)
+    forward += elementwise_forward + attention
+    inputs += elementwise_backward + BACKWARD_ATTENTION * attention
+    return PassCosts(forward, inputs, weights)
 
 
 def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
@@ -53,7 +47,7 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
     relative_size = timing.split_values("compiled") / 12  # GPT-2's blocks were measured
     values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
     moved_bytes = values * timing.hidden_bytes * eager_factor
-    forward = timing.memory_cost(moved_bytes) + start_s * MEMORY
+    forward = timing.memory_cost(moved_bytes) + Cost(memory_s=start_s)
     return forward, 2 * forward
 
 
@@ -97,7 +91,7 @@ def attention_cost(timing: Timing) -> Cost:
         tiles = math.ceil(timing.config.max_length / fitted.tile) * packing.max_documents
         heads = timing.size.num_heads / timing.tp / timing.cp
         seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
-    return seconds * ARITHMETIC
+    return Cost(arithmetic_s=seconds)
 
 
 def _uses_packed_kernel(timing: Timing) -> bool:

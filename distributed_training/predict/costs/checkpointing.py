@@ -4,10 +4,9 @@ pass recomputes the others. This module does not import torch."""
 import math
 from collections.abc import Sequence
 
+from distributed_training.predict.cost import Cost
 from distributed_training.predict.costs import block, lora, tp
 from distributed_training.predict.mechanism import (
-    NETWORK,
-    Cost,
     Mechanism,
     PipelineRank,
     Sizes,
@@ -24,16 +23,16 @@ def full_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     rows, columns = block.matrix_shapes(timing)[-1]
     last_gemm = timing.gemm_cost(timing.tokens, columns, rows)
     if timing.trained_share:
-        return forward, -last_gemm
+        return forward, -1 * last_gemm
     if timing.config.compile:
-        return forward, -(last_gemm + lora.adapter_costs(timing)[0] / 2)
+        return forward, -1 * (last_gemm + 0.5 * lora.adapter_costs(timing).forward)
     return (forward,)
 
 
 def selective_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the element-wise operations and half of the collectives over
     tp."""
-    return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_cost(timing),)
+    return (block.elementwise_costs(timing)[0] + 0.5 * tp.block_exchange_costs(timing).forward,)
 
 
 def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
@@ -48,9 +47,9 @@ def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     is_new = timing.plan.machine.compute_capability >= (9, 0)
     rate = min(timing.rates.link_bytes_per_s, pcie.pcie5 if is_new else pcie.pcie4)
     copy_s = sum(waiting_bytes(timing)) / rate
-    forward_s = forward.sum()
+    forward_s = forward.total_s
     wait_s = max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)
-    return cheap, max(values) / sum(values) * products, wait_s * NETWORK
+    return cheap, max(values) / sum(values) * products, Cost(network_s=wait_s)
 
 
 def boundary_bytes(sizes: Sizes) -> float:

@@ -5,17 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
-from distributed_training.predict.mechanism import (
-    NETWORK,
-    Cost,
-    Mechanism,
-    PipelineRank,
-    Sizes,
-    Timing,
-    Traffic,
-)
+from distributed_training.predict.cost import Cost, PassCosts
+from distributed_training.predict.mechanism import Mechanism, PipelineRank, Sizes, Timing, Traffic
 
 
 def exchanged_values(sizes: Sizes) -> tuple[float, float]:
@@ -41,7 +32,13 @@ def exchange_cost(timing: Timing) -> Cost:
     values are copied."""
     num_bytes = sum(exchanged_values(timing)) * timing.value_bytes
     seconds = timing.collective_s("cp", "all_to_all", num_bytes, 2)
-    return seconds * NETWORK + timing.memory_cost(2 * num_bytes)
+    return Cost(network_s=seconds) + timing.memory_cost(2 * num_bytes)
+
+
+def exchange_costs(timing: Timing) -> PassCosts:
+    """Return the costs of a block's all-to-alls in each pass."""
+    cost = exchange_cost(timing)
+    return PassCosts(forward=cost, inputs=cost)
 
 
 def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
@@ -75,7 +72,7 @@ CP = Mechanism(
     activation_bytes=kept_bytes,
     backward_bytes=lambda rank, recomputed: exchanged_bytes(rank) if recomputed == 1 else 0,
     layer_traffic=cp_traffic,
-    block_costs=lambda timing: np.outer((1, 1, 0), exchange_cost(timing)),
+    block_costs=exchange_costs,
     recomputed_costs=recomputed_costs,
     num_launches=lambda rank: 1,
 )

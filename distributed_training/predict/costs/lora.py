@@ -1,14 +1,14 @@
 """Estimate the cost of LoRA adapters, and of quantizing the frozen weights. This module does not
 import torch."""
 
-import numpy as np
+import math
 
+from distributed_training.predict.cost import NO_COST, PassCosts
 from distributed_training.predict.costs.block import backward_bytes, matrix_shapes, mlp_values
 from distributed_training.predict.costs.zero import OFFLOADED
 from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
-    PassCosts,
     PipelineRank,
     Sizes,
     Timing,
@@ -28,9 +28,12 @@ def adapter_costs(timing: Timing) -> PassCosts:
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
     in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
-    times = (2, 5, 0) if adds_product else (4, 7, 0)
-    costs = timing.memory_cost(timing.value_bytes)
-    return np.outer(times, costs) * sum(outputs.values()) + np.outer((0, 2.5, 0), costs) * in_fused
+    times_forward, times_backward = (2, 5) if adds_product else (4, 7)
+    values = math.fsum(outputs.values())
+    return PassCosts(
+        forward=timing.memory_cost(times_forward * values * timing.value_bytes),
+        inputs=timing.memory_cost((times_backward * values + 2.5 * in_fused) * timing.value_bytes),
+    )
 
 
 def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
@@ -106,21 +109,22 @@ def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
 
 def dequantize_costs(timing: Timing) -> PassCosts:
     """Return the costs of dequantizing a block: reading NF4 values and writing the matrices."""
-    return np.outer(
-        (1, 1, 0), timing.memory_cost((33 / 64 + timing.dtype_bytes) * _num_block_values(timing))
-    )
+    cost = timing.memory_cost((33 / 64 + timing.dtype_bytes) * _num_block_values(timing))
+    return PassCosts(forward=cost, inputs=cost)
 
 
 def fp8_costs(timing: Timing) -> PassCosts:
     """Return by how much the costs of a block change if its matrices are multiplied in fp8. The
     other operand of each product is quantized, and the backward pass transposes the matrices."""
-    costs = np.zeros((3, 3))
+    saved_share = 1 / FITTED.fp8_speed - 1
+    quantized_bytes = (timing.dtype_bytes + 1) * timing.tokens
+    forward = inputs = NO_COST
     for rows, columns in matrix_shapes(timing):
-        for index, (k, n) in enumerate(((columns, rows), (rows, columns))):
-            costs[index] += (1 / FITTED.fp8_speed - 1) * timing.gemm_cost(timing.tokens, k, n)
-            costs[index] += timing.memory_cost((timing.dtype_bytes + 1) * timing.tokens * k)
-        costs[1] += timing.memory_cost(2 * rows * columns)
-    return costs
+        forward += saved_share * timing.gemm_cost(timing.tokens, columns, rows)
+        forward += timing.memory_cost(quantized_bytes * columns)
+        inputs += saved_share * timing.gemm_cost(timing.tokens, rows, columns)
+        inputs += timing.memory_cost(quantized_bytes * rows + 2 * rows * columns)
+    return PassCosts(forward, inputs)
 
 
 def fp8_bytes(rank: PipelineRank, recomputed: float) -> float:

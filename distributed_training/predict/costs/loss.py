@@ -4,14 +4,11 @@ or in chunks. This module does not import torch."""
 import math
 from typing import NamedTuple
 
-import numpy as np
-
+from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.mechanism import (
     GRADIENT_SUM_BYTES,
-    MEMORY,
     ComponentBytes,
     Mechanism,
-    PassCosts,
     PipelineRank,
     Sizes,
     StepPoint,
@@ -94,7 +91,7 @@ def head_costs(timing: Timing) -> PassCosts:
     rate = timing.rates.head_memory_bytes_per_s or timing.rates.memory_bytes_per_s
     bytes_per_logit = vars(FITTED.logit_traffic)[timing.compile_mode] * timing.dtype_bytes / 2
     logit_bytes = bytes_per_logit * timing.tokens * vocabulary
-    traffic = 0.5 * (logit_bytes / rate) * MEMORY
+    traffic = Cost(memory_s=0.5 * (logit_bytes / rate))
     # Each chunk reads and writes the gradient of the output layer's weight. In a pipeline, the
     # gradient is added to those of earlier micro-batches.
     chunk = _chunk_tokens(timing)
@@ -103,12 +100,10 @@ def head_costs(timing: Timing) -> PassCosts:
     per_parameter += GRADIENT_SUM_BYTES if timing.pp > 1 else 0
     weights = timing.gemm_cost(d, timing.tokens, vocabulary)
     weights += timing.memory_cost(per_parameter * vocabulary * d)
-    return np.stack(
-        [
-            timing.gemm_cost(timing.tokens, d, vocabulary) + traffic,
-            timing.gemm_cost(timing.tokens, vocabulary, d) + traffic,
-            timing.trained_share * weights,
-        ]
+    return PassCosts(
+        forward=timing.gemm_cost(timing.tokens, d, vocabulary) + traffic,
+        inputs=timing.gemm_cost(timing.tokens, vocabulary, d) + traffic,
+        weights=timing.trained_share * weights,
     )
 
 

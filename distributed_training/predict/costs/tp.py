@@ -3,12 +3,9 @@ This module does not import torch."""
 
 from collections import Counter
 
-import numpy as np
-
+from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.mechanism import (
-    NETWORK,
     ComponentBytes,
-    Cost,
     Mechanism,
     PipelineRank,
     StepPoint,
@@ -58,15 +55,16 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
     )
 
 
-def block_exchange_cost(timing: Timing) -> Cost:
-    """Return the cost of a block's collectives over tp in one pass, forward or backward: two
-    all-gathers and two reduce-scatters."""
+def block_exchange_costs(timing: Timing) -> PassCosts:
+    """Return the costs of a block's collectives over tp: in the forward pass and in the backward
+    pass, two all-gathers and two reduce-scatters."""
     if timing.tp == 1:
-        return np.zeros(3)
+        return PassCosts()
     seconds = timing.collective_s("tp", "all_gather", 4 * timing.hidden_bytes, 4)
     if timing.config.async_tp:
         seconds *= 1 - FITTED.async_tp_share
-    return seconds * NETWORK
+    cost = Cost(network_s=seconds)
+    return PassCosts(forward=cost, inputs=cost)
 
 
 def embedding_gradient_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
@@ -82,6 +80,6 @@ TP = Mechanism(
     is_used=lambda plan: plan.mesh["tp"] > 1,
     additional_bytes=embedding_gradient_bytes,
     layer_traffic=tp_traffic,
-    block_costs=lambda timing: np.outer((1, 1, 0), block_exchange_cost(timing)),
+    block_costs=block_exchange_costs,
     num_launches=lambda rank: 1,
 )

@@ -1,0 +1,338 @@
+"""Answer a request: whether a run fits on a cluster, how fast it is, what it costs, and what fits
+instead. The command `plan`, its JSON and the jobs that it writes repeat this answer. Of the user's
+files, this module reads only the model's config.json. It imports neither torch nor numpy."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from distributed_training.plan.layout import Amount
+from distributed_training.plan.plan import Draft
+from distributed_training.planner.choose import choose_model
+from distributed_training.planner.layouts import Settings, format_settings
+from distributed_training.planner.sort import (
+    as_typed,
+    choose_batch_size,
+    find_fastest,
+    layout_name,
+    layout_settings,
+    sort_layouts,
+    suggest,
+)
+from distributed_training.predict.predict import Cluster, MemoryFit, Prediction
+from distributed_training.records.display import describe_amount, format_bytes, format_duration
+from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.files import JsonObject, plural
+from distributed_training.settings.machine import GIB
+
+FIT_WORDS: dict[MemoryFit, str] = {
+    "yes": "fit",
+    "tight": "just fit",
+    "unlikely": "may not fit",
+    "no": "do not fit",
+}
+
+
+class Price(NamedTuple):
+    """Price of a GPU-hour, with the text around the number, such as "$" or " USD"."""
+
+    before: str
+    per_hour: float
+    after: str
+
+    def of(self, gpu_hours: float) -> str:
+        return f"{self.before}{gpu_hours * self.per_hour:,.2f}{self.after}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Answer to a request."""
+
+    asked: Prediction  # the best layout with the settings that were asked for
+    changes: Settings  # settings that were changed because `asked` does not fit without offload
+    layouts: Sequence[Prediction]  # all layouts with these changes, best first
+    # Settings that would fit if `asked` does not, best first
+    suggestions: Sequence[tuple[Settings, Prediction]]
+    amount: Amount | str  # work of the run, or the reason why it is unknown
+    price: Price | None
+    notes: tuple[str, ...]
+
+    @property
+    def fitting(self) -> Sequence[Prediction]:
+        """Layouts that fit or, if none does, all layouts."""
+        fitting = [choice for choice in self.layouts if choice.memory_fit in ("yes", "tight")]
+        return fitting or self.layouts
+
+    @property
+    def first(self) -> Prediction:
+        return self.fitting[0]
+
+    @property
+    def picks(self) -> list[tuple[str, Prediction]]:
+        """Return the first choice and the fastest layout, each with its label."""
+        fastest = find_fastest(self.fitting)
+        if fastest is self.first:
+            return [("first, fastest", self.first)]
+        return [("first", self.first), ("fastest", fastest)]
+
+    @property
+    def verdict(self) -> str:
+        """Return what becomes of the request, beginning with what was asked."""
+        text = describe_verdict(self.asked, self.first, self.changes)
+        return text + describe_total(self.first, self.amount, self.price)
+
+    @property
+    def options(self) -> list[str]:
+        """Options with which the script starts the first choice."""
+        return build_options(self.first.plan)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPU-hours of the run, or None if its work or its speed is unknown."""
+        return count_gpu_hours(self.first, self.amount)
+
+    @property
+    def cost(self) -> str | None:
+        """Price of the run, or None if it is unknown."""
+        if self.price is None or self.gpu_hours is None:
+            return None
+        return self.price.of(self.gpu_hours)
+
+    def as_dict(self) -> JsonObject:
+        """Return the answer as JSON."""
+        first = self.first
+        record = first.as_record()
+        return {
+            "verdict": self.verdict,
+            "fits": judge_fit(self.asked, self.first),
+            "changes": self.changes,
+            "gpu": first.plan.machine.gpu_name,
+            "num_processes": first.plan.num_processes,
+            "gpu_memory_bytes": first.plan.machine.gpu_memory_bytes,
+            "needed_bytes": record["needed_bytes"],
+            "likely_bytes": record["likely_bytes"],
+            "memory_bytes": record["memory_bytes"],
+            "context_bytes": first.memory.context_bytes,
+            "host_bytes": record["host_bytes"],
+            "tokens_per_s": record["tokens_per_s"],
+            "step_time_s": record["step_time_s"],
+            "likely_s": record["likely_s"],
+            "validated": record["validated"],
+            "options": self.options,
+            "num_steps": None if isinstance(self.amount, str) else self.amount.num_steps,
+            "gpu_hours": self.gpu_hours,
+            "cost": self.cost,
+            "suggestions": [
+                {"settings": settings, **describe_layout(choice)}
+                for settings, choice in self.suggestions
+            ],
+            "notes": self.notes,
+            "picks": [describe_layout(choice) for _, choice in self.picks],
+            "layouts": [describe_layout(choice) for choice in self.layouts],
+        }
+
+
+def answer(
+    request: Request,
+    cluster: Cluster,
+    *,
+    num_tokens: float | None = None,
+    price: Price | None = None,
+    count_work: Callable[[Draft, list[str]], Amount | str] | None = None,
+) -> Answer:
+    """Return the answer to a request.
+
+    `num_tokens` sets the number of steps. `count_work` returns the work of a run from its dataset
+    and appends notes; without it, only steps that the user set are known. Raises UserError for
+    settings that cannot be used."""
+    notes: list[str] = []
+    config, _ = choose_model(request, cluster.machine, notes)
+
+    def find_layouts(request: Request) -> list[Prediction]:
+        request = choose_batch_size(request, cluster, [])
+        if num_tokens is not None:
+            num_sequences = int(request.batch_size) * request.grad_accum_steps
+            num_sequences *= cluster.num_processes
+            num_steps = math.ceil(num_tokens / (num_sequences * config.max_length))
+            request = as_typed(request, max_steps=num_steps)
+        return sort_layouts(request, cluster)
+
+    layouts = find_layouts(request)
+    asked = layouts[0]
+    changes: Settings = {}
+    suggestions = []
+    if request.strategy == AUTO and (not asked.fits or asked.plan.strategy.offloads):
+        suggestions = suggest(replace(asked.plan, requested=request), cluster)
+    if suggestions:
+        changes, _ = suggestions[0]
+        request = as_typed(request, **changes | {"strategy": AUTO})
+        layouts = find_layouts(request)
+    if cluster.machine.num_gpus and request.batch_size != AUTO and not request.is_set("batch_size"):
+        note = f"batch_size is {request.batch_size}, from CONFIG; to let the planner choose it, "
+        notes.append(f"{note}add --batch_size auto")
+    found = Answer(
+        asked=asked,
+        changes=changes,
+        layouts=layouts,
+        suggestions=suggestions,
+        amount="",
+        price=price,
+        notes=(),
+    )
+    amount = (count_work or count_typed_steps)(found.first.plan, notes)
+    return replace(found, amount=amount, notes=tuple(dict.fromkeys(notes)))
+
+
+def count_typed_steps(draft: Draft, notes: list[str]) -> Amount | str:
+    """Return the number of steps that the user set, or the advice to set it."""
+    if draft.requested.is_set("max_steps"):
+        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=draft.config.max_steps)
+    return "the number of steps is unknown; add --dataset or --tokens"
+
+
+def describe_verdict(asked: Prediction, first: Prediction, changes: Settings) -> str:
+    """Return whether the settings that were asked for fit, and the memory and speed of the first
+    choice, which has other settings if `changes` is not empty."""
+    plan = asked.plan
+    verb = FIT_WORDS[judge_fit(asked, first)]
+    text = f"{_kind(plan)} of {plan.model.label} {verb} on {_place(plan)}"
+    if _kind(first.plan) != _kind(plan):
+        text += f". {_kind(first.plan)} do"
+    elif first.fits and not asked.fits:
+        text += f" with these settings. With {format_settings(changes)}, they do"
+    elif plan.strategy.offloads:
+        text += f" only with {plan.strategy.name}"
+    return f"{text}: {_describe_needs(first)}."
+
+
+def judge_fit(asked: Prediction, first: Prediction) -> MemoryFit:
+    """Return whether the settings that were asked for fit. They do not if the first choice trains
+    other weights, even if they would fit with offload."""
+    return "no" if _kind(first.plan) != _kind(asked.plan) else asked.memory_fit
+
+
+def count_gpu_hours(choice: Prediction, amount: Amount | str) -> float | None:
+    """Return the GPU-hours of a run, or None if its work or its speed is unknown."""
+    if isinstance(amount, str) or choice.step is None:
+        return None
+    return amount.num_steps * choice.step.seconds * choice.plan.num_processes / 3600
+
+
+def describe_total(
+    choice: Prediction,
+    amount: Amount | str,
+    price: Price | None = None,
+) -> str:
+    """Return the time and cost of a whole run as a sentence, or "" if the time is unknown."""
+    gpu_hours = count_gpu_hours(choice, amount)
+    if isinstance(amount, str) or gpu_hours is None:
+        return ""
+    work = describe_amount(amount)
+    text = format_duration(gpu_hours * 3600 / choice.plan.num_processes)
+    if price is not None:
+        text += f", cost {price.of(gpu_hours)}"
+    return f" {work[0].upper()}{work[1:]}: about {text}."
+
+
+def _kind(plan: Draft) -> str:
+    """Return the weights that a plan trains."""
+    config = plan.config
+    if config.has_bf16_weights:
+        return "All weights in bf16"
+    if not config.lora_rank:
+        return "All weights"
+    bases = {"nf4": " on a 4-bit base", "fp8": " on an 8-bit base"}
+    return f"LoRA adapters{bases.get(config.base_dtype or '', '')}"
+
+
+def _place(plan: Draft) -> str:
+    """Return a text such as "an RTX-4090", "2 x 8 x H100-80GB" or "2 CPU processes"."""
+    count = plan.num_processes
+    machine = plan.machine
+    if machine.gpu_name is None:
+        return plural(count, "CPU process")
+    name = machine.gpu_name.removeprefix("NVIDIA ")
+    if count == 1:
+        is_vowel = name[0].upper() in "AEFHILMNORSX"  # as the letter is pronounced
+        return f"{'an' if is_vowel else 'a'} {name}"
+    num_nodes = count // plan.processes_here
+    nodes = f"{num_nodes} x " if num_nodes > 1 else ""
+    return f"{nodes}{plan.processes_here} x {name}"
+
+
+def _describe_needs(choice: Prediction) -> str:
+    """Return a text such as "fsdp, 21.3 of 79.6 GiB, 187,000 tokens/s"."""
+    plan = choice.plan
+    machine = plan.machine
+    memory = choice.memory
+    if plan.machine.num_gpus and (choice.fits or choice.gpu_memory_fit == "no"):
+        needs = f"{memory.needed_bytes / GIB:.3g} of {machine.gpu_memory_bytes / GIB:.3g} GiB"
+    else:
+        needs = f"{format_bytes(memory.host_bytes)} of RAM per process"
+    speed = "speed unknown"
+    if choice.tokens_per_s is not None:
+        rounded = float(f"{choice.tokens_per_s:.3g}")
+        speed = f"{rounded:,.15g} tokens/s"
+    texts = [name_with_mode(choice)] if plan.num_processes > 1 else []
+    return ", ".join([*texts, needs, speed])
+
+
+def build_options(plan: Draft) -> list[str]:
+    """Return the options with which the script starts this plan: the preset, the typed keys, the
+    keys that the planner set as if they were typed, and the layout."""
+    request = plan.requested
+    values: Settings = {**request.typed}
+    for name, value in request.to_key_values().items():
+        if request.set_by.get(name) == "command line":
+            values[name] = value
+    values |= {"strategy": plan.strategy.name} | layout_settings(plan)
+    options = [] if request.preset is None else ["--preset", request.preset]
+    options += [f"--{name}" for name in ("force", "strict") if getattr(request, name)]
+    for name, value in values.items():
+        text = str(value)
+        # argparse reads values that begin with a dash as options, except for negative numbers.
+        has_dash = text.startswith("-") and text != "-1"
+        options += [f"--{name}={text}"] if has_dash else [f"--{name}", text]
+    return options
+
+
+def name_with_mode(choice: Prediction) -> str:
+    """Return the name of the layout, followed by the mode of activation checkpointing unless the
+    mode is "none", and by the number of blocks that it applies to unless it applies to all."""
+    config = choice.plan.config
+    name = layout_name(choice.plan)
+    if config.activation_checkpointing == "none":
+        return name
+    name += f" +{config.activation_checkpointing}"
+    if config.checkpointed_blocks is not None:
+        name += f":{config.checkpointed_blocks}"
+    return name
+
+
+def describe_layout(choice: Prediction) -> dict[str, Any]:
+    """Return a layout as JSON. `memory_bytes` maps each component to a list of its sizes in bytes,
+    one per rank."""
+    plan = choice.plan
+    stages = choice.memory.by_rank
+    ranks_per_stage = plan.num_processes // len(stages)
+    by_rank = {
+        component: [stage[component] for stage in stages for _ in range(ranks_per_stage)]
+        for component in stages[0]
+    }
+    return {
+        "name": name_with_mode(choice),
+        "strategy": plan.strategy.name,
+        "axes": plan.mesh,
+        "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "num_microbatches": plan.batch.num_microbatches,
+        "fits": choice.fits,
+        "validated": choice.validated,
+        "memory_bytes": by_rank,
+        "needed_bytes": choice.memory.needed_bytes,
+        "step_time_s": choice.step and choice.step.seconds,
+        "tokens_per_s": choice.tokens_per_s,
+        "likely_s": choice.likely_s,
+        "likely_bytes": choice.memory.likely_bytes,
+    }

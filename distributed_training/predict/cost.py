@@ -1,0 +1,53 @@
+"""Define the cost of an operation in seconds, by the resource that is busy. This module imports no
+other package, so that the planner runs wherever Python runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Cost:
+    """Seconds of arithmetic, memory traffic and network traffic."""
+
+    __slots__ = ("arithmetic_s", "memory_s", "network_s")
+
+    def __init__(
+        self, arithmetic_s: float = 0.0, memory_s: float = 0.0, network_s: float = 0.0
+    ) -> None:
+        self.arithmetic_s = arithmetic_s
+        self.memory_s = memory_s
+        self.network_s = network_s
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.arithmetic_s + other.arithmetic_s,
+            self.memory_s + other.memory_s,
+            self.network_s + other.network_s,
+        )
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> Cost:
+        return Cost(factor * self.arithmetic_s, factor * self.memory_s, factor * self.network_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.arithmetic_s + self.memory_s + self.network_s
+
+
+NO_COST = Cost()
+
+
+def add_costs(costs: Iterable[Cost]) -> Cost:
+    """Add costs from left to right, which gives the same result in every version of Python."""
+    return sum(costs, NO_COST)
+
+
+class PassCosts(NamedTuple):
+    """Costs of the forward pass, of the gradients of inputs and of the gradients of weights."""
+
+    forward: Cost = NO_COST
+    inputs: Cost = NO_COST
+    weights: Cost = NO_COST
