@@ -137,12 +137,16 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         "blocks": path,
         "embedding": embedding_name,
     }
-    kinds, packs = trace(net, inner, blocks)
+    kinds, packs, has_window = trace(net, inner, blocks)
+    num_positions = model.read_num_positions(config)
+    window = getattr(config, "sliding_window", None)
+    if window and not has_window:  # only its masks have the window, and they are not built
+        num_positions = min(num_positions, window)
     files.check_round_trip(settings, [kind.layers[0] for kind in kinds])
     in_blocks = sum(len(kind.layers) * kind.parameters for kind in kinds)
     return ModelSize(
         vocab_size=vocab_size,
-        num_positions=model.read_num_positions(config),
+        num_positions=num_positions,
         num_heads=config.num_attention_heads,
         hidden_size=hidden_size,
         kinds=kinds,

@@ -1,10 +1,13 @@
 """Provide this package's attention through the AttentionInterface that transformers models call."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
+from transformers import AttentionInterface
 
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.models.hub import UnsupportedError
@@ -97,3 +100,17 @@ def _chunk_size(module: nn.Module) -> int | None:
     if types is None or types[module.layer_idx] != "chunked_attention":
         return None
     return config.attention_chunk_size  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def record_windows() -> Iterator[list[int | None]]:
+    """Append the `sliding_window` that `attention` receives to the list, for each call."""
+    windows = []
+
+    def record(*tensors: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        windows.append(options.get("sliding_window"))
+        return attention(*tensors, **options)
+
+    AttentionInterface.register(ATTENTION_NAME, record)
+    yield windows
+    AttentionInterface.register(ATTENTION_NAME, attention)

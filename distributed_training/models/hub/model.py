@@ -31,7 +31,7 @@ def make_config(
     dropout: float = 0.0,
 ) -> Any:
     """Build the transformers config with all dropout rates set to `dropout`, but without layer
-    dropout and without noise for routers."""
+    dropout."""
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[document["model_type"]]
@@ -41,8 +41,6 @@ def make_config(
     for key, value in config.to_dict().items():
         if "drop" in key and type(value) in (float, int):
             setattr(config, key, 0.0 if key.endswith("layerdrop") else dropout)
-        if "jitter" in key:
-            setattr(config, key, 0.0)
     return config
 
 

@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from distributed_training.models import private
 from distributed_training.models.hub import UnsupportedError, model, packing
+from distributed_training.models.hub.attention import record_windows
 from distributed_training.models.size import BlockKind
 
 # Maximum length of the longer of the two traced samples. Comparing the two samples shows which
@@ -34,10 +35,11 @@ def trace(
     net: Any,
     inner: Any,
     blocks: nn.ModuleList,
-) -> tuple[tuple[BlockKind, ...], bool]:
+) -> tuple[tuple[BlockKind, ...], bool, bool]:
     """Return (kinds of the blocks of a model on the meta device, whether all of them separate
-    packed records). If transformers cannot run the model, the exception from transformers is
-    propagated. Raises UnsupportedError if a block leaves a parameter unused.
+    packed records, whether any of them has a sliding window). If transformers cannot run the model,
+    the exception from transformers is propagated. Raises UnsupportedError if a block leaves a
+    parameter unused.
 
     Afterwards, the model's tensors have no values."""
     groups = _group_blocks(net.config, blocks)
@@ -47,7 +49,7 @@ def trace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_mode:
+        with fake_mode, record_windows() as windows:
             private.replace_parameters(net, lambda tensor: torch.empty_like(tensor, device="cpu"))
             short = _run_blocks(inner, blocks, firsts, torch.zeros(1, short_length))
             long = _run_blocks(inner, blocks, firsts, torch.zeros(1, long_length))
@@ -62,7 +64,7 @@ def trace(
                 raise UnsupportedError(f"has blocks that do not use {name}")
         kinds.append(_describe_kind(layers, block, recorders, net))
     packs = all(packing.separates(blocks[layer], *packed[layer].inputs) for layer in firsts)
-    return tuple(kinds), packs
+    return tuple(kinds), packs, any(windows)
 
 
 def _group_blocks(config: Any, blocks: nn.ModuleList) -> list[tuple[int, ...]]:
