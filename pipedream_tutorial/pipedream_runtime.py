@@ -51,7 +51,6 @@ CONFIG: dict[str, Any] = {
     "check_weights": True,  # also train in one process and compare the final weights bit for bit
     "timeout_s": 120,  # seconds that a stage waits for another stage before it gives up
     "go_on": False,  # if a schedule other than the first fails, start again without it
-    "trace": None,  # file for a Perfetto trace of the last run, with predicted and measured times
     "record": None,  # JSON file for all measured and predicted numbers
     "weights": None,  # file for the final weights of every run, by torch.save
 }
@@ -81,11 +80,10 @@ RULES: dict[str, Rule] = {
     "check_weights": Rule(kind=bool),
     "timeout_s": Rule(kind=float, low=1, high=3600),
     "go_on": Rule(kind=bool),
-    "trace": Rule(kind=str, nullable=True),
     "record": Rule(kind=str, nullable=True),
     "weights": Rule(kind=str, nullable=True),
 }  # fmt: skip
-OUTPUT_KEYS = ("trace", "record", "weights")
+OUTPUT_KEYS = ("record", "weights")
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:

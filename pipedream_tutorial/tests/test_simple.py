@@ -152,7 +152,7 @@ OTHER = {
 
 
 def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
-    others = {"memory", "csv", "trace"}
+    others = {"memory", "csv"}
     assert set(OTHER) | others == set(command.CONFIG) == set(command.RULES)
 
     def output(values: dict[str, str]) -> str:

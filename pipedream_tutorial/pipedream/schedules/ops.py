@@ -130,6 +130,20 @@ class Schedule:
         return needs
 
 
+def find_input_ops(schedule: Schedule) -> dict[Op, Op]:
+    """Map each operation to the operation that computes its input on another stage. Operations
+    without such an input are omitted."""
+    pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
+    return {op: need for op, need in pairs if need.stage != op.stage}
+
+
+def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
+    """For each result that is sent to another rank, return the sending and the receiving
+    operation."""
+    ranks = schedule.rank_by_op()
+    return [(a, b) for b, a in find_input_ops(schedule).items() if ranks[a] != ranks[b]]
+
+
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     """Return a schedule that repeats a batch of m microbatches. The microbatches of batch k are
     numbered from `k * m`. There is no barrier between batches. A rank starts its next batch as soon

@@ -55,7 +55,6 @@ class WeightUse(NamedTuple):
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
     staleness: dict[int, int]  # microbatch -> updates between its version and its own update
-    live: dict[Op, int]  # operation of the stage -> number of versions kept after the operation
     peak_versions: int  # maximum number of versions kept
 
     def version(self, op: Op) -> int:
@@ -63,7 +62,7 @@ class WeightUse(NamedTuple):
         return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
-ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak_versions=1)
+ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, peak_versions=1)
 """Weight use on a stage that flushes. It has no values per microbatch."""
 
 
@@ -87,7 +86,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
     in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
-    live: dict[Op, int] = {}
+    peak_versions = 1
     updates = 0
     forward_microbatches = [op.microbatch for op in ops if op.kind == "F"]
     remaining = Counter(i // m for i in forward_microbatches)
@@ -120,5 +119,5 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                 oldest = policy.forward_version(updates, forward_microbatches[len(forward)], m, p)
             older = len(in_use) - (oldest in in_use)  # versions are read in order
             num_kept = updates + 1 - oldest + older
-        live[op] = num_kept
-    return WeightUse(forward, backward, staleness, live, max(live.values()))
+        peak_versions = max(peak_versions, num_kept)
+    return WeightUse(forward, backward, staleness, peak_versions)

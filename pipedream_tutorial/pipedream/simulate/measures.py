@@ -6,7 +6,6 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from pipedream.schedules.ops import Op, Schedule
-from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.simulator import Timeline
 
 
@@ -68,22 +67,5 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
             for time, change in zip(times[op], CHANGES[op.kind], strict=True):
                 if change:
                     steps.append((time, steps[-1][1] + Fraction(change) / schedule.stages_per_rank))
-        curves.append(steps)
-    return curves
-
-
-def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """Return the number of weight versions that each rank keeps over time. The unit is one version
-    of all of the rank's layers. Every stage starts with one version. The number changes when an
-    operation ends."""
-    curves = []
-    for order, stages in zip(schedule.flat, schedule.stages_by_rank(), strict=True):
-        kept = dict.fromkeys(stages, 1)
-        steps: Steps = [(0, Fraction(1))]
-        for op in order:
-            kept[op.stage] = use[op.stage].live[op]
-            count = Fraction(sum(kept.values()), schedule.stages_per_rank)
-            if count != steps[-1][1]:
-                steps.append((times[op][1], count))
         curves.append(steps)
     return curves

@@ -43,10 +43,10 @@ from pipedream.draw.page import (
     place_labels,
     save,
 )
+from pipedream.schedules.ops import transfers
 from pipedream.simulate.comparison import Row, measure
 from pipedream.simulate.measures import Steps, held_activations, idle
 from pipedream.simulate.simulator import Timeline
-from pipedream.simulate.trace import transfers
 from pipedream_simple import number, percent
 
 from results.lab.tutorial.goals import GPU_GOAL, points_error

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs
+from pipedream.schedules.ops import transfers
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle as measured_idle
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
-from pipedream.simulate.trace import transfers
 
 from results.lab.tutorial.pages import FOLDER
 from results.lab.tutorial.traffic import (
