@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipedream_simple import from_words
 
 from pipedream.errors import UserError
-from pipedream.runtime.launch import CASE_ENV, WEIGHTS_DIFFER
+from pipedream.runtime.launch import WEIGHTS_DIFFER
 from pipedream.runtime.record import (
     Case,
     MeasuredRun,
@@ -121,8 +121,6 @@ def run_session(config: Config, command: str, rank: int) -> None:
     runs: list[MeasuredRun] = []
     calibration_run: MeasuredRun | None = None  # run whose durations predict all runs
     for case in cases:
-        if rank == 0 and CASE_ENV in os.environ:
-            Path(os.environ[CASE_ENV]).write_text(case.name)
         if case.memory is not None:  # rank 0 searches for an order and sends it to the others
             words = None
             if calibration_run is not None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, chain
 from typing import NamedTuple
+
+import pipedream_simple as simple
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.simulator import Timeline
@@ -45,11 +46,8 @@ The unit is the activations of one microbatch on one stage. With v stages per ra
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return the peak activations of each rank. The unit is the activations of one microbatch on
     all of the rank's layers."""
-    peaks = []
-    for order in schedule.flat:
-        held = accumulate(chain.from_iterable([CHANGES[kind] for kind, _, _ in order]))
-        peaks.append(Fraction(max(held, default=0)) / schedule.stages_per_rank)
-    return tuple(peaks)
+    v = schedule.stages_per_rank
+    return tuple(simple.peak_activations(order, v) for order in schedule.flat)
 
 
 Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start and end
