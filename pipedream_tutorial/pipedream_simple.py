@@ -258,7 +258,7 @@ def stage_durations(config: dict[str, Any], v: int) -> tuple[Durations, int]:
     return {key: int(duration * ticks) for key, duration in fractions.items()}, ticks
 
 
-def peak_activations(order: Order, v: int) -> Fraction:
+def peak_activations(order: Sequence[Op], v: int) -> Fraction:
     """Return the largest number of microbatches held at any time. Each F adds 1/v, because a rank
     has v stages. Each B or W subtracts 1/v."""
     change = {"F": 1, "I": 0, "B": -1, "W": -1}

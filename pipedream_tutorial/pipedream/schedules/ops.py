@@ -81,7 +81,7 @@ class Schedule:
     def flat(self) -> list[list[Op]]:
         """Orders in which each pair is replaced with its two operations."""
         return [
-            [op for item in order for op in ((item,) if type(item) is Op else item)]
+            [op for item in order for op in ((item,) if isinstance(item, Op) else item)]
             for order in self.orders
         ]
 
