@@ -155,9 +155,9 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
             if row is None or SCHEDULES[row.name].orders is not entry.orders:
                 row = measure(name, config)
             else:  # PipeDream's weight policies differ only in these values
-                shared = {key: getattr(row, key) for key in ("stream", "peak_activations")}
+                stream = row.stream
                 row = replace(row, name=name, title=entry.title, policy=POLICIES[entry.policy])
-                vars(row).update(shared)
+                vars(row)["stream"] = stream
             _ = row.staleness  # raises UserError if 2BW has too few microbatches
             yield row
         except UserError as error:
