@@ -12,7 +12,6 @@ in results/lab/tutorial/benchmark.py.
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,8 @@ from typing import Any, NoReturn
 
 from pipedream.config import Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
-from pipedream.runtime.launch import CASE_ENV, launch, run_worker, this_rank
-from pipedream.schedules.orders import (
-    SCHEDULES,
-    SEARCH_PREFIX,
-    layers_per_stage,
-    schedule_for_training,
-)
+from pipedream.runtime.launch import launch, run_worker, this_rank
+from pipedream.schedules.orders import SCHEDULES, layers_per_stage, schedule_for_training
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: number of processes, each with one stage of the model
@@ -50,8 +44,6 @@ CONFIG: dict[str, Any] = {
     "calibrate_on": None,  # durations come from the first schedule's run with this m; None: first m
     "check_weights": True,  # also train in one process and compare the final weights bit for bit
     "timeout_s": 120,  # seconds that a stage waits for another stage before it gives up
-    "go_on": False,  # if a schedule other than the first fails, start again without it
-    "trace": None,  # file for a Perfetto trace of the last run, with predicted and measured times
     "record": None,  # JSON file for all measured and predicted numbers
     "weights": None,  # file for the final weights of every run, by torch.save
 }
@@ -80,12 +72,10 @@ RULES: dict[str, Rule] = {
     "calibrate_on": Rule(kind=int, nullable=True),
     "check_weights": Rule(kind=bool),
     "timeout_s": Rule(kind=float, low=1, high=3600),
-    "go_on": Rule(kind=bool),
-    "trace": Rule(kind=str, nullable=True),
     "record": Rule(kind=str, nullable=True),
     "weights": Rule(kind=str, nullable=True),
 }  # fmt: skip
-OUTPUT_KEYS = ("trace", "record", "weights")
+OUTPUT_KEYS = ("record", "weights")
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
@@ -145,31 +135,17 @@ def _runnable_schedules(config: Mapping[str, Any]) -> list[str]:
 
 
 def start(arguments: list[str]) -> NoReturn:
-    """Start the stages. If `go_on` is set and a schedule other than the first fails, start the
-    stages again without that schedule. If torchrun started this process, run one stage in this
-    process instead."""
+    """Start the stages, and exit. If torchrun started this process, run one stage in this process
+    instead."""
     config = read_config(arguments)
-    code = 0
+    run = partial(run_stage, config, arguments)
     if this_rank(os.environ, config["num_stages"]) is not None:
-        run_worker(partial(run_stage, config, arguments), config["num_stages"])
+        run_worker(run, config["num_stages"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Import the stages' modules once, before they are forked.
     import pipedream.runtime.session  # noqa: F401
 
-    with tempfile.TemporaryDirectory() as folder:
-        case_file = Path(folder, "case")
-        os.environ[CASE_ENV] = str(case_file)
-        while True:
-            case_file.write_text("")
-            exit_code = launch(partial(run_stage, config, arguments), config["num_stages"])
-            case_name = case_file.read_text()
-            failed = "search" if case_name.startswith(SEARCH_PREFIX) else case_name
-            if exit_code != 1 or not config["go_on"] or failed not in config["schedule"][1:]:
-                sys.exit(exit_code or code)
-            config["schedule"].remove(failed)
-            arguments = [*arguments, f"--schedule={','.join(config['schedule'])}"]
-            print(f"note: {failed} failed; starting again without it", file=sys.stderr, flush=True)
-            code = 1
+    sys.exit(launch(run, config["num_stages"]))
 
 
 def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> None:

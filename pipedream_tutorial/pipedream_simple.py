@@ -8,10 +8,11 @@ other files. If the folder `pipedream/` is next to this file, the program also a
 of `python -m pipedream`.
 """
 
+import itertools
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from shutil import get_terminal_size
@@ -111,20 +112,19 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
     operations on stage `2p - 1 - r`."""
     orders = []
     for r, word in enumerate(words):
-        second = 2 * len(words) - 1 - r
-        orders.append(numbered((x.upper(), r if x.isupper() else second) for x in word))
+        step_of = {}
+        for letter in "FBIW":
+            step_of[letter] = letter, r
+            step_of[letter.lower()] = letter, 2 * len(words) - 1 - r
+        orders.append(numbered(step_of[letter] for letter in word))
     return orders
 
 
 def numbered(steps: Iterable[tuple[str, int]]) -> Order:
     """Return the operations of `steps`. For each kind and stage, microbatches are numbered from
     0."""
-    done: Counter[tuple[str, int]] = Counter()
-    order = []
-    for step in steps:
-        order.append((*step, done[step]))
-        done[step] += 1
-    return order
+    numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+    return [(*step, next(numbers[step])) for step in steps]
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
@@ -161,13 +161,14 @@ def build(name: str, p: int, m: int, v: int = 2) -> list[Order]:
 
 # --- The clock -------------------------------------------------------------------------------
 
-Times = dict[Op, tuple[Fraction, Fraction]]  # operation -> start and end
-Durations = dict[str, Fraction]  # of F, B, I and W on a stage, and of sending a message
+# All times are whole numbers of ticks, so that sums are exact.
+Times = dict[Op, tuple[int, int]]  # operation -> start and end
+Durations = dict[str, int]  # of F, B, I and W on a stage, and of sending a message
 
 
 def simulate(
-    orders: list[Order], duration: Durations, free: Sequence[Fraction] = ()
-) -> tuple[Times, list[Fraction]]:
+    orders: list[Order], duration: Durations, free: Sequence[int] = ()
+) -> tuple[Times, list[int]]:
     """Start each operation when its rank is free and its input has arrived.
 
     `free` contains the time at which each rank may begin. An empty `free` means 0 for all ranks.
@@ -175,7 +176,7 @@ def simulate(
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
-    now = list(free) or [Fraction(0)] * len(orders)
+    now = list(free) or [0] * len(orders)
     remaining = [order[::-1] for order in orders]  # the last element is the next operation
     times: Times = {}
     while any(remaining):
@@ -208,7 +209,8 @@ class Row(NamedTuple):
 
     orders: list[Order]  # drawn orders: a batch or, for PipeDream, the stream
     times: Times
-    makespan: Fraction
+    ticks: int  # per unit of time
+    makespan: Fraction  # in units of time, like `stream`
     idle: Fraction  # idle share of all ranks' time until the last rank ends
     span_idle: Fraction  # idle share of the time between each rank's first start and last end
     stream: Fraction
@@ -224,7 +226,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     not allow."""
     p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
-    duration = stage_durations(config, v)
+    duration, ticks = stage_durations(config, v)
     orders = build(name, p, m, v)
     times, ends = simulate(orders, duration)
     makespan = max(ends)
@@ -240,27 +242,28 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # work of a rank per batch
     return Row(
-        orders, times, makespan, 1 - work / makespan, 1 - work * p / spans,
-        stream, 1 - work * count / stream,
+        orders, times, ticks,
+        Fraction(makespan, ticks), 1 - Fraction(work, makespan), 1 - Fraction(work * p, spans),
+        Fraction(stream, ticks), 1 - Fraction(work * count, stream),
         [peak_activations(order, v) for order in orders], versions, staleness,
     )  # fmt: skip
 
 
-def stage_durations(config: dict[str, Any], v: int) -> Durations:
-    """Return the duration of each kind of operation on one stage of a rank with v stages. Also
-    return the time to send a message. Durations are fractions, so sums are exact."""
+def stage_durations(config: dict[str, Any], v: int) -> tuple[Durations, int]:
+    """Return the duration of each kind of operation on one stage of a rank with v stages, and the
+    time to send a message. Also return the number of ticks per unit of time."""
     f, i, w, send = (Fraction(config[key]) for key in DURATIONS)
-    return {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v, "send": send}
+    fractions = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v, "send": send}
+    ticks = math.lcm(*(duration.denominator for duration in fractions.values()))
+    return {key: int(duration * ticks) for key, duration in fractions.items()}, ticks
 
 
-def peak_activations(order: Order, v: int) -> Fraction:
+def peak_activations(order: Sequence[Op], v: int) -> Fraction:
     """Return the largest number of microbatches held at any time. Each F adds 1/v, because a rank
     has v stages. Each B or W subtracts 1/v."""
-    held = most = 0
-    for kind, _, _ in order:
-        held += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
-        most = max(most, held)
-    return Fraction(most, v)
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    held = itertools.accumulate(change[kind] for kind, _, _ in order)
+    return Fraction(max(held, default=0), v)
 
 
 def stashed_versions(order: Order) -> tuple[int, int]:
@@ -292,10 +295,12 @@ that is not its first"""
 Cell = tuple[int, str, Fraction, Fraction]  # rank, text, start and end
 Paint = Callable[[str, str], Iterable[str]]  # colors the letters of a cell's text
 MAX_COLUMNS = 1000  # longer timelines get narrower cells, which show one letter or nothing
+MAX_LINES = 100  # longer timelines are drawn as a picture
+COLORS = {"F": "#56B4E9", "B": "#D55E00", "I": "#F0E442", "W": "#00523B"}
 
 
 def number(value: Fraction | int) -> str:
-    return f"{float(value):.4g}"
+    return f"{float(value):.4g}" if value < 10_000 else f"{float(value):.0f}"
 
 
 def percent(share: Fraction) -> str:
@@ -349,19 +354,19 @@ def cells(row: Row) -> list[Cell]:
     for rank, order in enumerate(row.orders):
         for kind, stage, i in order:
             letter = kind if stage < len(row.orders) else kind.lower()
-            cell_list.append((rank, f"{letter}{i}", *row.times[kind, stage, i]))
+            start, end = row.times[kind, stage, i]
+            times = Fraction(start, row.ticks), Fraction(end, row.ticks)
+            cell_list.append((rank, f"{letter}{i}", *times))
     return cell_list
 
 
-def time_axis(last: Fraction, rate: Fraction) -> str:
-    """Return a line with time marks at least 10 columns apart. The distance between marks is 1, 2
-    or 5 times a power of ten."""
+def time_marks(last: Fraction, rate: Fraction) -> list[tuple[Fraction, str]]:
+    """Return the columns and texts of time marks that are at least 10 columns apart. The distance
+    between marks is 1, 2 or 5 times a power of ten."""
     steps = (step * Fraction(10) ** power for power in range(-9, 99) for step in (1, 2, 5))
     every = next(step for step in steps if step * rate >= 10)
-    marks = ""
-    for mark in range(math.ceil(last / every)):
-        marks = marks.ljust(math.floor(mark * every * rate)) + f"{float(mark * every):.12g}"
-    return marks
+    times = (mark * every for mark in range(math.ceil(last / every)))
+    return [(time * rate, f"{float(time):.12g}") for time in times]
 
 
 def draw(
@@ -377,7 +382,10 @@ def draw(
         first, after = math.floor(start * rate), math.floor(end * rate)
         letters = text if len(text) <= after - first else text[0]
         lines[rank][first:after] = paint(text, letters.ljust(after - first, "-")[: after - first])
-    named = [("time", time_axis(last, rate))]
+    marks = ""
+    for column, text in time_marks(last, rate):
+        marks = marks.ljust(math.floor(column)) + text
+    named = [("time", marks)]
     named += [(f"rank {rank} ", line) for rank, line in enumerate(lines)]
     prefix = len(named[-1][0])
     text_width = max(40, columns - prefix - 1)
@@ -386,6 +394,43 @@ def draw(
         for begin in range(0, width, text_width)
         for name, line in named
     )
+
+
+def draw_or_save(name: str, cell_list: Sequence[Cell], text: str) -> str:
+    """Return `text`, the timeline of these cells. If it has more than MAX_LINES lines, save a
+    picture instead, and return a line that names the file."""
+    num_lines = text.count("\n") + 1
+    if num_lines <= MAX_LINES:
+        return text
+    path = Path(f"{name}.svg")
+    path.write_text(picture(cell_list))
+    return f"The timeline would take {num_lines} lines. A browser shows it: {path.absolute()}"
+
+
+def picture(cell_list: Sequence[Cell]) -> str:
+    """Return the timeline as an SVG picture. A column is 8 pixels wide, and a rank 12 high."""
+    last = max(end for *_, end in cell_list)
+    bottom = 12 * (1 + max(rank for rank, *_ in cell_list))
+    rate = 200 / last  # columns per unit of time
+    boxes: dict[str, list[str]] = {kind: [] for kind in COLORS}
+    for rank, text, start, end in cell_list:
+        x, width = float(8 * rate * start), float(8 * rate * (end - start))
+        boxes[text[0].upper()].append(f"M{x:.2f} {12 * rank}h{width:.2f}v10h-{width:.2f}z")
+    size = f'x="-60" y="-20" width="1680" height="{bottom + 60}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-60 -20 1680 {bottom + 60}" '
+        'font-family="sans-serif" font-size="10">',
+        f'<rect {size} fill="white"/>',
+    ]
+    for place, (kind, color) in enumerate(COLORS.items()):
+        lines.append(f'<path fill="{color}" d="{"".join(boxes[kind])}"/>')
+        swatch = f'<tspan fill="{color}">&#9632;</tspan>'
+        lines.append(f'<text x="{60 * place}" y="{bottom + 30}">{swatch} {kind}</text>')
+    for y in range(0, bottom, 12):
+        lines.append(f'<text x="-50" y="{y + 9}">rank {y // 12}</text>')
+    for column, text in time_marks(last, rate):
+        lines.append(f'<text x="{float(8 * column):.2f}" y="{bottom + 12}">{text}</text>')
+    return "\n".join([*lines, "</svg>"])
 
 
 def title_line(p: int, m: int, config: dict[str, Any]) -> str:
@@ -399,22 +444,23 @@ def title_line(p: int, m: int, config: dict[str, Any]) -> str:
 def main(config: dict[str, Any]) -> None:
     """Print the table of all schedules, or one schedule's timeline and table row."""
     print(title_line(config["num_stages"], config["num_microbatches"], config))
-    names = [config["schedule"]]
-    if names == ["all"]:
-        names = list(SCHEDULES)
+    name, shown = config["schedule"], config["columns"]
+    header = table_line("", COLUMNS, shown)
+    if name == "all":
+        print(header)
+        for name, (title, _) in SCHEDULES.items():
+            try:
+                line = table_line(title, measure(name, config)[3:], shown)
+            except ValueError as error:
+                line = f"{title:<24}not possible: {error}"
+            print(line, flush=True)
     else:
-        timeline = draw(cells(measure(names[0], config)), get_terminal_size((100, 24)).columns)
-        title, _ = SCHEDULES[names[0]]
-        count = f", {config['num_batches']} batches in a row" * (names == ["pipedream"])
-        print(LEGEND, "", title + count, timeline, "", sep="\n")
-    print(table_line("", COLUMNS, config["columns"]))
-    for name in names:
+        row = measure(name, config)
+        text = draw(cells(row), get_terminal_size((100, 24)).columns)
         title, _ = SCHEDULES[name]
-        try:
-            line = table_line(title, measure(name, config)[2:], config["columns"])
-        except ValueError as error:
-            line = f"{title:<24}not possible: {error}"
-        print(line, flush=True)
+        count = f", {config['num_batches']} batches in a row" * (name == "pipedream")
+        print(LEGEND, "", title + count, draw_or_save(name, cells(row), text), "", sep="\n")
+        print(header, table_line(title, row[3:], shown), sep="\n")
     print(*notes(config), "More schedules, search, training: python -m pipedream", sep="\n")
 
 

@@ -30,7 +30,9 @@ CONFIG: dict[str, Any] = {
 PICTURES = {
     "naive_pipeline": "grids",
     "microbatch_forward": "grids",
+    "microbatch_backward": "grids",
     "weight_versioning": "grids",
+    "utilization_comparison": "charts",
     "bubble_vs_microbatches": "charts",
     "memory_vs_bubble": "charts",
 }

@@ -8,9 +8,10 @@ to continue this text. Try this:
 1. Run it with 1, 2 and 4 ranks, and compare the losses and the last lines.
 2. `order` returns GPipe's order. Return the order of 1F1B instead (part 2 of README.md). The losses
    stay the same, and rank r then holds the activations of p - r microbatches instead of m.
-3. Replace `build_layers` with your own layers. All messages between ranks have the same shape."""
+3. Replace `build_layers` with your own layers, and set MESSAGE to the shape of what they return."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import nn
 
 M, SIZE = 8, 32  # microbatches per batch, samples per microbatch
 CONTEXT, WIDTH, NUM_BLOCKS = 16, 256, 6  # bytes that predict the next byte, width of a message
+MESSAGE = (SIZE, WIDTH)  # shape of each message: the result of the layer before a cut
 NUM_STEPS = 40
 
 
@@ -44,13 +46,28 @@ def build_layers() -> list[nn.Module]:
     return [first, *(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 256)]
 
 
+def cut(layers: list[nn.Module], p: int) -> list[nn.Sequential]:
+    """Return the layers of each of `p` stages."""
+    cuts = [len(layers) * r // p for r in range(p + 1)]
+    return [nn.Sequential(*layers[cuts[r] : cuts[r + 1]]) for r in range(p)]
+
+
+def check_messages(stages: list[nn.Sequential], x: torch.Tensor) -> None:
+    """Exit if a stage would send a message of another shape. `x` is one microbatch, [SIZE, ...]."""
+    for r, stage in enumerate(stages[:-1]):
+        x = stage(x)
+        if x.shape != MESSAGE:
+            if dist.get_rank() == 0:
+                print(f"error: Stage {r} returns {tuple(x.shape)}, but MESSAGE is {MESSAGE}.")
+            sys.exit(1)
+
+
 class Stage:
     """Layers of one rank, and its connections to the stages before and after it."""
 
-    def __init__(self, layers: list[nn.Module], device: torch.device) -> None:
+    def __init__(self, module: nn.Sequential, device: torch.device) -> None:
         self.r, self.p = dist.get_rank(), dist.get_world_size()
-        cuts = [len(layers) * r // self.p for r in range(self.p + 1)]
-        self.module = nn.Sequential(*layers[cuts[self.r] : cuts[self.r + 1]]).to(device)
+        self.module = module.to(device)
         self.device = device
         # One group for activations and one for gradients: NCCL runs the messages of a group in
         # order, so two neighbors that both send first would wait for each other forever.
@@ -58,8 +75,8 @@ class Stage:
         self.most_held = 0
 
     def receive(self, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-        """Wait for a message of another stage, [SIZE, WIDTH]."""
-        message = torch.empty(SIZE, WIDTH, device=self.device)
+        """Wait for a message of another stage."""
+        message = torch.empty(MESSAGE, device=self.device)
         dist.irecv(message, source, group).wait()
         return message
 
@@ -79,7 +96,7 @@ class Stage:
                     y = F.cross_entropy(y, targets[i]) / M
                     total += y.item()
                 else:
-                    message = y.detach()
+                    message = y.detach().contiguous()
                     sends.append((dist.isend(message, self.r + 1, self.down), message))
                 held[i] = x, y
                 self.most_held = max(self.most_held, len(held))
@@ -87,7 +104,8 @@ class Stage:
                 x, y = held.pop(i)
                 y.backward(None if last else self.receive(self.r + 1, self.up))
                 if not first:
-                    sends.append((dist.isend(x.grad, self.r - 1, self.up), x.grad))
+                    message = x.grad.contiguous()
+                    sends.append((dist.isend(message, self.r - 1, self.up), message))
         for work, _ in sends:
             work.wait()
         return total
@@ -97,15 +115,19 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if not torch.cuda.is_available():
         device = torch.device("cpu")
+        torch.set_num_threads(1)  # with more, a few small layers take longer
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)  # every rank builds the same model and keeps its part
-    stage = Stage(build_layers(), device)
+    stages = cut(build_layers(), dist.get_world_size())
+    text = torch.tensor(list(__doc__.encode()))
+    windows = text.unfold(0, CONTEXT + 1, 1)  # all pieces of CONTEXT + 1 bytes
+    check_messages(stages, windows[:SIZE, :CONTEXT])
+    stage = Stage(stages[dist.get_rank()], device)
     optimizer = torch.optim.AdamW(stage.module.parameters(), lr=1e-3)
-    text = torch.tensor(list(__doc__.encode()), device=device)
+    choice = torch.Generator().manual_seed(0)  # dropout on a rank must not change the data
     for step in range(1, NUM_STEPS + 1):
-        starts = torch.randint(len(text) - CONTEXT, (M, SIZE, 1)).to(device)  # same on every rank
-        inputs = text[starts + torch.arange(CONTEXT, device=device)]
-        loss = stage.run_batch(inputs, text[starts + CONTEXT].squeeze(-1))
+        batch = windows[torch.randint(len(windows), (M, SIZE), generator=choice)].to(device)
+        loss = stage.run_batch(batch[..., :CONTEXT], batch[..., CONTEXT])
         optimizer.step()  # after all backward passes of the batch: the flush
         optimizer.zero_grad()
         if step % 10 == 0 and stage.r == stage.p - 1:

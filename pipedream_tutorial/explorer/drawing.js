@@ -17,7 +17,10 @@ function buildLayout({ run, strips, chosen }, width, longest, room) {
     row = Math.max(8, Math.min(row, Math.floor(each)));
   }
   const rank = row + strips.length * strip + gap;
-  const whole = (width - gutter) * chosen.zoom;
+  const visible = (width - gutter) * chosen.zoom;
+  // In a narrow window, cells keep their letters if three screens are enough. The timeline scrolls.
+  const readable = (longest / shortestOf(run)) * (lettersWidth(run) + 1) + 10;
+  const whole = readable <= 3 * visible ? Math.max(visible, readable) : visible;
   const perUnit = (whole - 10) / (longest || 1);
   return { gutter, row, rank, strip, whole, perUnit, longest, height: AXIS + numRanks * rank + 2 };
 }
@@ -65,15 +68,26 @@ function drawAxis({ layout, run }) {
   return [...lanes, ...marks];
 }
 
+// Return the duration of the shortest cell, in units.
+function shortestOf({ timeline }) {
+  const durations = timeline.lines.flat().map(({ start, end }) => end - start);
+  return Math.min(...durations.filter(Boolean)) * timeline.tick;
+}
+
+// Return the width in pixels that a cell needs for its letter and number.
+function lettersWidth({ timeline }) {
+  const digits = String(timeline.schedule.numMicrobatches - 1).length;
+  return (1 + digits) * 13 * 0.62 + 2;
+}
+
 function drawCells(view) {
   const { layout, run, chosen } = view;
   const cells = run.timeline.lines.flat();
-  const shortest = Math.min(...cells.map(({ start, end }) => end - start).filter(Boolean));
   // All labels of a row need the width of its widest label, so that a row has all of its numbers or
   // none.
   const versions = [...run.use.values()].map(({ version }) => version ?? 0);
   const largest = chosen.byVersion ? Math.max(...versions) : run.timeline.schedule.numMicrobatches - 1;
-  const labels = { letters: toX(view, shortest) > 26, digits: String(largest).length };
+  const labels = { letters: shortestOf(run) * layout.perUnit > lettersWidth(run), digits: String(largest).length };
   return cells.map((cell) => drawCell(view, cell, boxOf(view, cell), layout.row, labels));
 }
 

@@ -167,6 +167,12 @@ function train(run, chosen) {
   return trainAlong(run, Number(chosen.rate));
 }
 
+const LARGEST_ERROR = 10; // the digits of larger relative errors, after training diverged, say nothing
+
+function errorText(error) {
+  return error <= LARGEST_ERROR ? percent(error) : `> ${percent(LARGEST_ERROR)}`;
+}
+
 function showTrained(trained, chosen) {
   byId("trained").hidden = !chosen.gradients;
   byId("trained-table").replaceChildren();
@@ -175,16 +181,16 @@ function showTrained(trained, chosen) {
   const { whole, newest, perStage, losses } = trained;
   let verdict = "Exact: the gradient at the newest weights.";
   if (newest) verdict = "Valid: the exact gradient at the weights that the forward passes used, but not at the newest weights.";
-  if (whole) verdict = `Wrong by ${percent(whole)}: backward passes use different weights from the forward passes.`;
+  if (whole) verdict = `Wrong by ${errorText(whole)}: backward passes use different weights from the forward passes.`;
   const few = Math.max(1, Math.floor(losses.length / 4));
-  const [first, last] = [losses.slice(0, few), losses.slice(-few)].map((part) => (sum(part) / few).toFixed(2));
-  byId("trained-text").textContent = `${verdict} The loss is ${first} at the start and ${last} at the end.`;
+  const [first, last] = [losses.slice(0, few), losses.slice(-few)].map((part) => sum(part) / few);
+  const end = last < 100 ? `${last.toFixed(2)} at the end` : "diverges";
+  byId("trained-text").textContent = `${verdict} The loss is ${first.toFixed(2)} at the start and ${end}.`;
   const errors = perStage.map((error, stage) => [`stage ${stage}`, error]);
   const rows = [["all stages", whole], ...errors, ["all stages, newest weights", newest]];
-  const most = Math.max(...rows.map(([, error]) => (Number.isFinite(error) ? error : 0)), 1e-9);
+  const most = Math.max(...rows.map(([, error]) => Math.min(error, LARGEST_ERROR)), 1e-9);
   for (const [name, error] of rows) {
-    const shown = Number.isFinite(error) ? percent(error) : "diverged";
     const meter = el("meter", { max: most, low: 0, high: 0, optimum: 0, value: Math.min(error, most) });
-    byId("trained-table").append(el("div", { className: "bar" }, name, meter, shown));
+    byId("trained-table").append(el("div", { className: "bar" }, name, meter, errorText(error)));
   }
 }

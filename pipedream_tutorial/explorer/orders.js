@@ -147,7 +147,7 @@ const SCHEDULES = {
   },
   "pipedream-2bw": {
     build: oneFOneB, policy: "2bw", title: "PipeDream-2BW",
-    says: "Without a flush, each stage updates once per batch, one batch late. Two versions are enough.",
+    says: "Without a flush, each stage updates once per batch, one batch late. Two versions are enough if m >= p - 1.",
   },
   interleaved: {
     build: interleaved, title: "Interleaved 1F1B",
@@ -162,12 +162,12 @@ const SCHEDULES = {
   "zb-h2": {
     build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
     idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
-    says: "More forward passes run ahead, with nearly twice the memory. No rank pauses.",
+    says: "More forward passes run ahead, with nearly twice the memory. If F + I <= 2 min(F, W), m >= 2p - 1 and c = 0, no rank pauses between its first and its last operation.",
   },
   "zb-v": {
     build: byRank(zbV), title: "ZB-V",
     idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
-    says: "Each rank has two stages, placed in a V. The memory is that of 1F1B.",
+    says: "Each rank has two stages, placed in a V. No rank holds more than rank 0 under 1F1B.",
   },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",

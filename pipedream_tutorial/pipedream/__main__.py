@@ -8,7 +8,6 @@ Each run computes all of its output: grids and times by simulation, losses by tr
 """
 
 import gc
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipedream.config import MIN_DURATION, SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import (
     LEGEND,
     bold,
+    cells_of,
     draw,
     format_values,
     print_wrapped,
@@ -33,7 +33,6 @@ from pipedream.schedules.ops import save_csv
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate import comparison
 from pipedream.simulate.comparison import Refused, Row
-from pipedream.simulate.trace import trace_document
 
 CONFIG: dict[str, Any] = {
     **simple.CONFIG,  # pipedream_simple.py's keys; the schedule and the steps differ
@@ -47,7 +46,6 @@ CONFIG: dict[str, Any] = {
     "steps": 20,  # number of batches to train on; 0: do not train
     "seed": 0,  # seed of the initial weights and the data
     "csv": None,  # CSV file for the schedule's order, which torch.distributed.pipelining loads
-    "trace": None,  # JSON file for the schedule's timeline, which ui.perfetto.dev opens
 }
 
 RULES = SHARED_RULES | {
@@ -61,9 +59,7 @@ RULES = SHARED_RULES | {
     "steps": Rule(kind=int, low=0, high=10000),
     "seed": Rule(kind=int, low=0, high=2**31 - 1),
     "csv": Rule(kind=str, nullable=True),
-    "trace": Rule(kind=str, nullable=True),
 }
-OUTPUT_KEYS = ("csv", "trace")
 SPECIAL_NAMES = ("all", "search")
 USED_BY = {
     "memory": ("search",),
@@ -120,18 +116,19 @@ def show(config: dict[str, Any]) -> None:
     name = config["schedule"]
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
+    gc.disable()  # saves 20% of the run time: tables create millions of tuples, but no cycles
     if name == "all":
-        for option in OUTPUT_KEYS:
-            if config[option] is not None:
-                fix = "add --set schedule=1f1b or another"
-                raise UserError(f"--{option} can write only one schedule", fix)
+        if config["csv"] is not None:
+            fix = "add --set schedule=1f1b or another"
+            raise UserError("--csv can write only one schedule", fix)
         rows = comparison.compare(config)
     else:
         if name == "search":
             print("searching ...", file=sys.stderr, flush=True)
         row = comparison.measure(name, config)
         _ = row.staleness  # raises UserError if 2BW has too few microbatches
-        export(row, config)
+        if config["csv"] is not None:
+            write_csv(row, Path(config["csv"]))
         schedule = row.batch.schedule
         sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own sizes
         rows = [row]
@@ -153,23 +150,13 @@ def show(config: dict[str, Any]) -> None:
         print_training(config)
 
 
-def export(row: Row, config: dict[str, Any]) -> None:
-    """Write the files that --csv and --trace request."""
-    schedule = row.batch.schedule
-    if config["csv"] is not None:
-        if not row.flushes:
-            problem = f"{row.name} does not flush, and a CSV file cannot contain weight updates"
-            raise UserError(problem, "add --set schedule=1f1b, the same order with a flush")
-        save_csv(schedule, Path(config["csv"]))
-    if config["trace"] is not None:
-        m = schedule.num_microbatches
-        trace = trace_document(
-            row.stream.schedule, predicted=row.stream, policy=row.policy, batch_size=m
-        )
-        Path(config["trace"]).write_text(json.dumps(trace))
-    for option in OUTPUT_KEYS:
-        if config[option] is not None:
-            print(f"wrote {config[option]}", file=sys.stderr)
+def write_csv(row: Row, path: Path) -> None:
+    """Write the schedule's order to a CSV file. Raises UserError for schedules without a flush."""
+    if not row.flushes:
+        problem = f"{row.name} does not flush, and a CSV file cannot contain weight updates"
+        raise UserError(problem, "add --set schedule=1f1b, the same order with a flush")
+    save_csv(row.batch.schedule, path)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def print_schedule(row: Row | Refused, title_by_orders: dict[object, str]) -> None:
@@ -187,7 +174,8 @@ def print_schedule(row: Row | Refused, title_by_orders: dict[object, str]) -> No
         print(f"  the same grid as {title_by_orders[orders]}")
     else:
         title_by_orders[orders] = row.title
-        print(draw(timeline, width(), color=use_color()))
+        text = draw(timeline, width(), color=use_color())
+        print(simple.draw_or_save(Path(row.name).stem, cells_of(timeline), text))
     idle = row.batch_idle
     print_item(
         "one batch",
@@ -329,5 +317,4 @@ def print_training(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # saves 20% of the run time: tables create millions of tuples, but no cycles
     main_with_errors(lambda: show(read_config(CONFIG)))

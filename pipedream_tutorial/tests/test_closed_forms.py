@@ -14,6 +14,8 @@ from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 
+from results.lab.tutorial import formulas
+
 RANKS = range(1, 9)
 
 
@@ -104,22 +106,6 @@ def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
     assert num_checked >= 6
 
 
-def test_zb_h1_formula_beyond_the_published_range() -> None:
-    def published(c: ClosedFormInputs) -> Fraction:
-        return (c.p - 1) * (c.f + c.i - c.w)
-
-    for c in cases("zb-h1", lambda c: c.m >= c.p > 1):
-        own_span, batch_idle = simulated("zb-h1", c).span[0], makespan_idle("zb-h1", c)
-        assert (own_span == published(c)) == (c.w <= c.f)
-        assert (batch_idle == published(c)) == (c.w <= min(c.f, c.i))
-        assert batch_idle >= own_span >= published(c)
-        if c.w > c.f:
-            assert own_span == (c.p - 1) * c.i
-            assert batch_idle == (c.p - 1) * max(c.f, c.i)
-    for c in cases("zb-h1", lambda c: c.m < c.p and c.w <= min(c.f, c.i)):
-        assert makespan_idle("zb-h1", c) == published(c) + (c.p - c.m) * c.w
-
-
 def test_torchs_zb_v_has_no_idle_time_only_if_f_i_and_w_take_equally_long() -> None:
     durations = [(f, i, w) for f in (1, 2, 3) for i in (1, 2, 3) for w in (1, 2, 3)]
     for p in (3, 4):
@@ -130,53 +116,9 @@ def test_torchs_zb_v_has_no_idle_time_only_if_f_i_and_w_take_equally_long() -> N
         assert simulated("zb-v", c).span[0] == (c.p - 1) * (c.f - (c.i + c.w) / 2)
 
 
-def test_zb_h1_works_with_every_number_of_microbatches() -> None:
-    for p in RANKS:
-        for m in range(p, 8 * p + 1):
-            c = case_with_durations(p, m)
-            assert makespan_idle("zb-h1", c) == p - 1
-            assert peak_activations(build_schedule("zb-h1", p, m)) == (p,) * p
-
-
-def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None:
-    """Compare peak activations with the paper's counts, and idle time with the closed forms."""
-    for p in range(2, 17):
-        for m in (p + 2, 3 * p + 1):
-            idle_time = {}
-            for name, held in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
-                schedule = build_schedule(name, p, m)
-                assert max(peak_activations(schedule)) == held
-                idle_time[name] = makespan_idle(name, case_with_durations(p, m))
-                assert simulate(schedule, build_costs(schedule)).makespan - 3 * m == idle_time[name]
-            assert idle_time["v-half"] < idle_time["v-min"] or p < 4
-
-
-def test_dualpipe_v_matches_the_formula_in_its_readme() -> None:
-    def readme(c: ClosedFormInputs, saving: Fraction = Fraction(0)) -> Fraction:
-        """Return the bubble according to DualPipe's README, `(PP/2 - 1) (F&B + B - 3W)` with `PP =
-        2p` stages. A rank has two stages, so a stage's durations are half of the rank's durations.
-        `saving` is the share of the shorter pass that is hidden when F and B overlap."""
-        pair = c.f + c.backward - saving * min(c.f, c.backward)
-        return (c.p - 1) * (pair + c.backward - 3 * c.w) / 2
-
-    for c in cases("dualpipe-v", lambda c: c.f >= c.i):
-        assert (
-            makespan_idle("dualpipe-v", c)
-            == readme(c) + (c.p - 1) * ((c.f - c.i) + max(Fraction(0), c.w - c.i)) / 2
-        )
-    for c in cases("dualpipe-v", lambda c: c.f < c.i):
-        closed = CLOSED_FORMS["dualpipe-v"].makespan_idle(c)
-        assert makespan_idle("dualpipe-v", c) >= closed
-    assert makespan_idle("dualpipe-v", case_with_durations(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
-    assert CLOSED_FORMS["dualpipe-v"].makespan_idle(
-        case_with_durations(4, 8, f=1, i=2, w=1)
-    ) == Fraction(9, 2)
-    # Ranks have different numbers of overlapping pairs, so X differs between ranks. The X of rank 0
-    # equals the README's formula only for two ranks.
-    half = Fraction(1, 2)
-    for p in range(2, 6):
-        c = case_with_durations(p, 2 * p)
-        measured = simulated("dualpipe-v", c, overlap_saving=half).makespan
-        assert measured[0] == p - 1 - half * Fraction(2 * p - 3, 2)
-        assert (measured[0] == readme(c, half)) == (p == 2)
-        assert (len(set(measured)) == 1) == (p == 2)
+@pytest.mark.parametrize("check", [*formulas.schedule_checks()], ids=lambda check: check.text)
+def test_statements_on_the_pages_hold_at_random_durations(check: formulas.Check) -> None:
+    formulas.RNG.seed(check.text)
+    num_tested, wrong = formulas.try_cases(check, 20)
+    assert num_tested >= 10
+    assert wrong == []

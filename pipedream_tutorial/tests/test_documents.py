@@ -55,7 +55,7 @@ def test_website_links_resolve_and_the_notebook_clones_the_repository_in_colab(
     index = (site / "index.html").read_text()
     assert "colab.research.google.com/github/owner/name/blob/gh-pages/lecture.ipynb" in index
     assert 'href="explorer.html#schedule=zb-v&amp;other=1f1b"' in index
-    assert 'id="6-pipelines-in-production"' in index
+    assert 'id="7-pipelines-in-production"' in index
     book = json.loads((site / "lecture.ipynb").read_text())
     assert "git clone --quiet --depth 1 https://github.com/owner/name" in book["cells"][0]["source"]
 
@@ -76,7 +76,8 @@ def test_pages_and_pictures_match_the_records() -> None:
     assert outdated_files(FOLDER) == []
 
 
-ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
+EACH = "forward={0} input_gradient={0} weight_gradient={0}"
+ANSWERS = {  # answers on the pages: words -> (schedule, settings)
     "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
     "two chunks and 50.25": ("interleaved", "num_microbatches=16 chunks=4"),
     "If c = 0, 16 microbatches take 52.5": ("interleaved", "num_microbatches=16"),
@@ -91,12 +92,16 @@ ANSWERS = {  # answers in ADVANCED.md: words -> (schedule, settings)
     "quarter (it takes 25.75": ("dualpipe-v", "overlap_saving=1/4"),
     "the shortest order with `memory=7` takes 30": ("search", "memory=7 communication=1"),
     "35 x 3 + 2 (34 - 8) = 157": ("1f1b", "num_microbatches=32 communication=1"),
+    "A batch then takes 35": ("1f1b", "communication=1/8"),
+    "with m = 8, 32": ("1f1b", f"num_microbatches=16 communication=1/8 {EACH.format('1/2')}"),
+    "below), and 37.625": ("1f1b", f"num_microbatches=64 communication=1/8 {EACH.format('1/8')}"),
 }
 
 
 @pytest.mark.parametrize("words", ANSWERS)
 def test_answers_on_the_page_match_the_simulator(words: str) -> None:
-    assert words in " ".join((FOLDER / "ADVANCED.md").read_text().split())
+    pages = "".join((FOLDER / page).read_text() for page in ("ADVANCED.md", "README.md"))
+    assert words in " ".join(pages.split())
     name, changes = ANSWERS[words]
     config = dict(CONFIG)
     for change in changes.split():

@@ -153,6 +153,21 @@ def test_explorer_links_in_the_readme_are_accepted():
     assert run_explorer([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
 
 
+def test_stashing_pays_where_the_readme_links_to():
+    """At the learning rate of README.md's link, the loss ends higher without stashing."""
+    page = (FOLDER / "README.md").read_text()
+    rate = re.search(r"#schedule=pipedream-no-stash&p=8&gradients=1&rate=(\d+)\)", page)[1]
+    names = "pipedream", "pipedream-no-stash"
+    chosen = explorer_settings(p=8, n=4)
+    questions = [
+        {"ask": "train", "name": name, "chosen": chosen, "learningRate": int(rate)}
+        for name in names
+    ]
+    ends = [sum(found["losses"][-8:]) / 8 for found in run_explorer(questions)]
+    assert all(f"{end:.2f}" in page for end in ends)
+    assert ends[0] < ends[1]
+
+
 def test_csv_round_trips_and_errors_are_reported(tmp_path):
     good = [
         build_schedule(name, 4, 8)

@@ -4,9 +4,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -396,13 +394,3 @@ def test_a_tap_on_a_phone_only_selects_and_goals_stay_in_view(browser):
     )
     assert 0 <= goals["top"] < goals["bottom"] <= chart["top"]
     assert y < detail["top"] < detail["bottom"] <= 844
-
-
-def test_page_works_over_http(browser):
-    handler = partial(SimpleHTTPRequestHandler, directory=TUTORIAL)
-    handler.log_message = lambda *_: None
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        browser.open_url(f"http://127.0.0.1:{server.server_port}/explorer.html#schedule=zb-h1")
-        assert numbers(browser)["time"] == "27"
-        server.shutdown()

@@ -5,8 +5,9 @@ import re
 from collections import Counter
 from fractions import Fraction
 
+import pipedream_simple as simple
 import pytest
-from pipedream.draw.terminal import draw
+from pipedream.draw.terminal import cells_of, draw
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
@@ -49,6 +50,15 @@ def test_small_pipelines_are_drawn_as_expected():
     ]
     for w in (Fraction(1, 999_999_999), 10**6):
         assert draw(timeline("zb-h1", 4, 8, weight_gradient=w), 100).count("\n") < 60
+
+
+def test_a_timeline_too_long_for_a_terminal_becomes_a_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = timeline("1f1b", 16, 64)
+    text = draw(shown, 60)
+    assert str(tmp_path / "long.svg") in simple.draw_or_save("long", cells_of(shown), text)
+    assert (tmp_path / "long.svg").read_text().count("v10h-") == len(shown.events)
+    assert simple.draw_or_save("short", cells_of(shown), "text") == "text"
 
 
 def test_colors_keep_the_letters_and_continue_on_wrapped_lines():

@@ -198,31 +198,6 @@ def test_stages_unpickle_nothing(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-FAILING_SCHEDULES_SCRIPT = """
-import os, sys
-from pathlib import Path
-import pipedream_runtime
-def run_stage(config, arguments, rank):
-    for name in config["schedule"]:
-        Path(os.environ["PIPEDREAM_CASE"]).write_text(name + "-4" * (name == "search"))
-        if name in ("1f1b", "search"):
-            raise ValueError("boom in " + name)
-    Path("ran").write_text(" ".join(config["schedule"]))
-pipedream_runtime.run_stage = run_stage
-pipedream_runtime.start(sys.argv[1:])
-"""
-
-
-def test_go_on_skips_schedules_that_fail(tmp_path):
-    """With go_on, the run restarts without a schedule that has failed. It exits with code 1 even if
-    the other schedules succeed."""
-    arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
-    result = run(["-c", FAILING_SCHEDULES_SCRIPT, *arguments], start=[sys.executable], cwd=tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.count("failed; starting again without it") == 2
-    assert (tmp_path / "ran").read_text() == "zb-h1 zb-h2"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

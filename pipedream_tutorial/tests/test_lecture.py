@@ -27,7 +27,6 @@ CHECKS = {  # the other solution, 9_order.py, belongs to pipeline_by_hand.py
     "6_in_place_update": checks.check_update,
     "7_two_halves": checks.check_halves,
     "8_place_w": checks.check_zero_bubble,
-    "9_cut": checks.check_cut,
 }
 
 
@@ -166,8 +165,6 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("7_two_halves", (lambda dy, y, w: (dy @ w.T, dy), lambda x, dz: x.T @ dz), "between Y and"),
     ("8_place_w", (late_weights,), "holds 8 microbatches, more than 4"),
     ("8_place_w", (lambda p, m, r: ORDER(p, m, 0),), "holds|27 is possible"),
-    ("9_cut", (lambda layer_ms: len(layer_ms) // 2,), "with another cut"),
-    ("9_cut", (len,), "each stage needs at least one layer"),
 ]  # fmt: skip
 
 

@@ -10,15 +10,24 @@ import pytest
 from pipedream.config import FOLDER
 
 FUNCTION = re.compile(r"^def order\(.*?(?=\n\n\n|\Z)", re.DOTALL | re.MULTILINE)
+BUILDER = re.compile(r"^def build_layers\(.*?(?=\n\n\n)", re.DOTALL | re.MULTILINE)
+OWN_LAYERS = """def build_layers() -> list[nn.Module]:
+    width, last = 64, nn.Linear(64 * CONTEXT, 256)
+    blocks = [nn.TransformerEncoderLayer(width, 4, 128, 0.0, batch_first=True) for _ in range(4)]
+    return [nn.Embedding(256, width), *blocks, nn.Sequential(nn.Flatten(), last)]"""
+
+
+def start(script: Path, num_stages: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    return subprocess.run(
+        [*command, str(num_stages), script], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, text=True, timeout=200,
+    )  # fmt: skip
 
 
 def run_pipeline(script: Path, num_stages: int) -> tuple[list[float], dict[int, int]]:
     """Return the losses, and the number of held microbatches by rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    output = subprocess.run(
-        [*command, str(num_stages), script], env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True, stdout=subprocess.PIPE, text=True, timeout=200,
-    ).stdout  # fmt: skip
+    output = start(script, num_stages).stdout
     held = re.findall(r"rank (\d+) held\D*(\d+)", output)
     return (
         [float(loss) for loss in re.findall(r"loss (\S+)", output)],
@@ -31,7 +40,7 @@ def test_losses_do_not_depend_on_the_stages_and_only_1f1b_holds_fewer_microbatch
     tmp_path: Path,
 ) -> None:
     text = (FOLDER / "pipeline_by_hand.py").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 140
     solved = tmp_path / "solved.py"
     solution = FUNCTION.search((FOLDER / "solutions/9_order.py").read_text())
     assert solution is not None
@@ -47,3 +56,19 @@ def test_losses_do_not_depend_on_the_stages_and_only_1f1b_holds_fewer_microbatch
         found, held = run_pipeline(script, 3)
         assert found == pytest.approx(losses, abs=1e-6)
         assert held == expected
+
+
+@pytest.mark.timeout(300)
+def test_own_layers_need_one_constant_which_is_checked_before_the_first_message(
+    tmp_path: Path,
+) -> None:
+    text = (FOLDER / "pipeline_by_hand.py").read_text().replace("NUM_STEPS = 40", "NUM_STEPS = 10")
+    own, wrong = tmp_path / "own.py", tmp_path / "wrong.py"
+    wrong.write_text(BUILDER.sub(lambda _: OWN_LAYERS, text))
+    own.write_text(wrong.read_text().replace("(SIZE, WIDTH)  #", "(SIZE, CONTEXT, 64)  #"))
+    (losses, _), (found, _) = (run_pipeline(own, num_stages) for num_stages in (1, 2))
+    assert found == pytest.approx(losses, abs=1e-6)
+    assert len(found) == 1
+    done = start(wrong, 2)
+    assert done.returncode == 1
+    assert done.stdout == "error: Stage 0 returns (32, 16, 64), but MESSAGE is (32, 256).\n"

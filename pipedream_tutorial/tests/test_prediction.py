@@ -8,13 +8,12 @@ import json
 from fractions import Fraction
 
 import pytest
-from measured import with_messages
-from pipedream.runtime.record import RECORD_FORMAT, Case, MeasuredRun, build_record
-from pipedream.schedules.ops import repeat
+from pipedream.runtime.record import RECORD_FORMAT, Case, MeasuredRun, Slice, build_record
+from pipedream.schedules.ops import repeat, transfers
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.measures import idle
-from pipedream.simulate.simulator import Costs, simulate
+from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 MS = 10**6
 
@@ -34,11 +33,28 @@ UNEVEN = build_costs([20, 30, 25, 10], [40, 55, 50, 30], communication=3)
 SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20], communication=3)
 
 
+def with_messages(timeline: Timeline) -> list[Slice]:
+    """Return the slices of all operations, and of all messages that ranks send and receive, as if
+    the run had been measured. A unit of simulated time is a nanosecond."""
+    schedule = timeline.schedule
+    slices, ends = [], {}
+    for rank, item, start, end in timeline.events:
+        begun, ended = int(start), int(end)
+        slices.append(Slice(rank, "compute", item, begun, ended))
+        ends |= dict.fromkeys(item.parts, ended)
+    ranks, delay = schedule.rank_by_op(), int(timeline.costs.communication)
+    for sender, receiver in transfers(schedule):
+        for thread, op in (("send", sender), ("receive", receiver)):
+            sent = ends[sender]
+            slices.append(Slice(ranks[op], thread, sender, sent, sent + delay))
+    return slices
+
+
 def simulated_run(name, p, m, costs, *, policy="flush", change=lambda s: s):
     """Return a run in which every operation took exactly its simulated time. `change` alters the
     slices."""
     schedule = build_schedule(name, p, m)
-    slices = [change(s) for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
+    slices = [change(s) for s in with_messages(simulate(schedule, costs))]
     case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
     constants = {"peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
     by_rank = [[s[1:5] for s in slices if s.rank == rank] for rank in range(p)]

@@ -72,12 +72,11 @@ def test_weights_equal_one_process_bitwise(p, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
-    """Run the GPU benchmark on a CPU with a tiny GPT-2. Check the record and the trace that it
-    writes."""
+    """Run the GPU benchmark on a CPU with a tiny GPT-2. Check the record."""
     done = run(
         [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
          "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
-         "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")]
+         "--record", str(tmp_path / "record.json")]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "gpt2-tiny, 4 blocks of hidden size 64 per stage" in done.stdout
@@ -93,10 +92,6 @@ def test_benchmark_on_a_tiny_model(tmp_path):
         assert case["measured"]["makespan_ms"] == sorted(spans)[1]
         assert case["measured"]["weights_equal"] is True
         assert case["measured"]["peak_versions"] == case["predicted"]["peak_versions"]
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    computed = sum(e.get("cat") == "compute" for e in trace["traceEvents"])
-    assert computed == 2 * 2 * 2 * 4 * 2  # groups, stages, F and B, m, batches
-    assert trace["otherData"]["results used before they were ready"]["measured"] == 0
 
 
 @pytest.mark.gpu

@@ -71,10 +71,6 @@ def test_search_prefers_orders_that_are_short_for_consecutive_batches(memory, in
     assert simulate(repeat(found.schedule, 4), costs).makespan <= in_a_row
 
 
-def test_order_for_many_ranks_is_no_longer_than_zb_h1():
-    assert search(costs_of(18), 36, 18, tries=3).makespan <= 125
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     m=st.integers(1, 3),

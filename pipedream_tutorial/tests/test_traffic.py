@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from pipedream.schedules.ops import transfers
 from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.measures import peak_activations
-from pipedream.simulate.trace import transfers
 from pipedream.train.models import GPT2Size, gpt2_blocks
 
 from results.lab.tutorial.traffic import (

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pipedream_simple import number, percent
 
 from pipedream.draw import page
-from pipedream.draw.page import LINE_COLORS, TEXT, new_figure, panel_title
+from pipedream.draw.page import LINE_COLORS, SMALL, TEXT, new_figure, panel_title
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
@@ -30,6 +32,38 @@ DOMINATED_STYLE: dict[str, Any] = {
     "markeredgecolor": page.EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
 PARETO_STYLE: dict[str, Any] = DOMINATED_STYLE | {"marker": "D", "color": LINE_COLORS[4]}
+
+
+def utilization_comparison(config: Config) -> Figure:
+    """Draw the busy share of the ranks' time under each schedule, for one batch and for batches in
+    a row. The schedule with the lowest share in one batch is on top."""
+    rows = [row for row in compare(config) if isinstance(row, Row)]
+    rows.sort(key=lambda row: row.batch_idle.makespan_fraction, reverse=True)
+    low, high = (percent(1 - row.batch_idle.makespan_fraction) for row in (rows[0], rows[-1]))
+    steady: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": "", "clip_on": False}
+    legend: list[Artist] = [
+        Patch(color=LINE_COLORS[6], label="one batch"),
+        Line2D([], [], label="many batches in a row", **steady),
+    ]
+    figure, (ax,) = new_figure(
+        f"{config['num_stages']} ranks, {config['num_microbatches']} microbatches: ranks are busy "
+        f"for {low} ({rows[0].title}) to {high} ({rows[-1].title}) of the time of one batch",
+        [0.36 * len(rows)],
+        legend=legend,
+        notes=[STEADY_NOTE],
+        left=2.6,
+    )
+    for place, row in enumerate(rows):
+        busy = 1 - row.batch_idle.makespan_fraction
+        ax.barh(place, float(busy), 0.7, color=LINE_COLORS[6])
+        ax.text(0.01, place, percent(busy), va="center", fontsize=SMALL)
+        ax.plot([float(1 - row.steady_idle)], [place], **steady)
+    ax.set_yticks(range(len(rows)), [row.title for row in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlim(0, 1)
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.set_xlabel("busy share of all ranks' time", fontsize=TEXT)
+    return figure
 
 
 class IdleCurve(NamedTuple):

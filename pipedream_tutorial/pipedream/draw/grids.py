@@ -241,6 +241,17 @@ def forwards_only(timeline: Timeline) -> Timeline:
     return simulate(replace(schedule, orders=orders), timeline.costs)
 
 
+def microbatch_backward(config: Config) -> Figure:
+    """Draw a whole GPipe batch: all forward passes, then all backward passes."""
+    timeline = measure("gpipe", config).batch
+    last = number(forwards_only(timeline).makespan)
+    title = (
+        f"GPipe: the last forward pass ends at time {last}, and the gradients return until "
+        f"{number(timeline.makespan)}; ranks idle for {idle_share_text(timeline)}"
+    )
+    return lay_out(title, [Panel("", timeline)], height_factor=1.6)
+
+
 def weight_versioning(config: Config) -> Figure:
     """Color cells by the weight version that each pass uses, with and without stashing. Outline a
     backward pass if its version differs from the version of its forward pass."""

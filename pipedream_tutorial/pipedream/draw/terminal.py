@@ -20,6 +20,13 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "&": 175}
 def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
     """Draw a timeline as text: a time axis and one line per rank, in the format of
     pipedream_simple.py. Lines are wrapped at `columns`."""
+    paint = _color_letters if color else lambda text, letters: letters
+    return simple.draw(cells_of(timeline), columns, paint)
+
+
+def cells_of(timeline: Timeline) -> list[simple.Cell]:
+    """Return the cells of a timeline. If a rank has more than two stages, their texts name the
+    stage's position on the rank."""
     chunk_of_stage = [
         {s: position for position, s in enumerate(stages)}
         for stages in timeline.schedule.stages_by_rank()
@@ -33,7 +40,7 @@ def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
             letter = kind.lower() if position else kind
             texts.append(f"{kind}{i}/{position}" if has_many_chunks else f"{letter}{i}")
         cells.append((rank, "&".join(texts), start, end))
-    return simple.draw(cells, columns, _color_letters if color else lambda text, letters: letters)
+    return cells
 
 
 def _color_letters(text: str, letters: str) -> list[str]:

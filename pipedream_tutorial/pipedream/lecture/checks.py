@@ -20,7 +20,6 @@ from pipedream.schedules.ops import Op, Schedule, build_from_orders, repeat
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle, peak_activations
-from pipedream.simulate.simulator import Costs, simulate
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import copy_weights, relative_difference, train
 from pipedream.train.trainer import Gradients, StageTrainer, Weights
@@ -84,33 +83,6 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
         if m > 1 and idle(run(fewer)).makespan_fraction <= limit:
             raise WrongAnswer(f"{case}. That is enough, but so is a smaller number.")
     return f"your numbers agree with the simulator for {len(sizes)} inputs."
-
-
-@graded
-def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
-    """Check exercise 9: how many layers to put in the first of two stages, so that a batch of 64
-    microbatches takes the least time."""
-    for layer_ms in ([1, 1, 2], [4, 1, 1, 1, 1], [1] * 8, [2, 3, 1, 9, 1], [1, 5]):
-        cut = best_cut(layer_ms)
-        if not isinstance(cut, int) or not 0 < cut < len(layer_ms):
-            raise WrongAnswer(
-                f"best_cut({layer_ms}) is {cut!r}, but each stage needs at least one layer"
-            )
-
-        def batch_time(cut: int, layers: Sequence[int] = layer_ms) -> Fraction:
-            stages = tuple(map(Fraction, (sum(layers[:cut]), sum(layers[cut:]))))
-            third = tuple(duration / 3 for duration in stages)
-            costs = Costs(forward=third, input_gradient=third, weight_gradient=third)
-            return simulate(build_schedule("1f1b", 2, 64), costs).makespan
-
-        shortest = min(map(batch_time, range(1, len(layer_ms))))
-        if batch_time(cut) > shortest:
-            raise WrongAnswer(
-                f"best_cut({layer_ms}) is {cut}: 64 microbatches take {number(batch_time(cut))} "
-                f"ms, but only {number(shortest)} ms with another cut. Which stage do all "
-                "microbatches wait for?"
-            )
-    return "the slower stage sets the pace, and yours is as short as it can be."
 
 
 @graded

@@ -11,7 +11,7 @@ from pipedream.draw.page import DPI, WIDTH
 from pipedream.draw.terminal import draw
 from pipedream.schedules.ops import Schedule
 from pipedream.schedules.orders import SCHEDULES
-from pipedream.simulate.simulator import Timeline, build_costs, simulate
+from pipedream.simulate.simulator import Timeline, build_costs, check_complete, simulate
 
 
 class TimelinePicture(NamedTuple):
@@ -42,6 +42,7 @@ def describe(timeline: Timeline) -> str:
 
 def run(schedule: Schedule) -> Timeline:
     """Simulate the schedule with F = I = W = 1, so B = 2."""
+    check_complete(schedule)
     return simulate(schedule, build_costs(schedule))
 
 

@@ -16,10 +16,8 @@ from typing import NoReturn
 
 from pipedream.errors import UserError
 
-# Environment variables with two paths: rank 0 writes the current case to the first file, and the
-# processes of launch() find each other through the second. A port would be open to all users of the
-# machine.
-CASE_ENV = "PIPEDREAM_CASE"
+# Environment variable with the path of a file through which the processes of launch() find each
+# other. A port would be open to all users of the machine.
 STORE_ENV = "PIPEDREAM_STORE"
 GRACE_S = 2.0
 # Exit code if all processes succeed, but weights differ from one-process training

@@ -18,11 +18,10 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.ops import Item, Op, Schedule, transfers
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
-from pipedream.simulate.trace import Slice, transfers
 
 RECORD_FORMAT = 1
 Record = Mapping[str, Any]
@@ -31,6 +30,17 @@ Report = dict[str, Any]
 peak_versions) pairs. The rank with the last stage adds (microbatch, mean loss) pairs. On a GPU, the
 report also has the allocator's peak_memory_mib, and waited_for_host. The latter is the share of
 operations, from 0 to 1, that had finished by the time the host had launched them."""
+
+
+class Slice(NamedTuple):
+    """An operation or pair that a rank computed, or the transfer of a result. All slices use the
+    same clock."""
+
+    rank: int
+    thread: str  # compute, send or receive
+    item: Item  # for a transfer: the operation that produced the result
+    start_ns: int
+    end_ns: int
 
 
 class Case(NamedTuple):

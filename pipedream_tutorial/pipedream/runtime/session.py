@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipedream_simple import from_words
 
 from pipedream.errors import UserError
-from pipedream.runtime.launch import CASE_ENV, WEIGHTS_DIFFER
+from pipedream.runtime.launch import WEIGHTS_DIFFER
 from pipedream.runtime.record import (
     Case,
     MeasuredRun,
@@ -30,7 +30,6 @@ from pipedream.schedules.orders import SCHEDULES, SEARCH_PREFIX, schedule_for_tr
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import load_order
-from pipedream.simulate.trace import trace_document
 from pipedream.train.models import Config, Workload, count
 from pipedream.train.oracle import run_schedule
 from pipedream.train.trainer import StageTrainer, Weights, build_trainers
@@ -112,7 +111,7 @@ def gather_weights(
 
 def run_session(config: Config, command: str, rank: int) -> None:
     """Run all cases as one of the stages. Rank 0 prints the results and writes them to the files
-    that `config` lists under trace, record and weights."""
+    that `config` lists under record and weights."""
     cases = build_cases(config)
     runner = RankRunner(rank, config)
     if rank == 0:
@@ -122,8 +121,6 @@ def run_session(config: Config, command: str, rank: int) -> None:
     runs: list[MeasuredRun] = []
     calibration_run: MeasuredRun | None = None  # run whose durations predict all runs
     for case in cases:
-        if rank == 0 and CASE_ENV in os.environ:
-            Path(os.environ[CASE_ENV]).write_text(case.name)
         if case.memory is not None:  # rank 0 searches for an order and sends it to the others
             words = None
             if calibration_run is not None:
@@ -171,16 +168,6 @@ def run_session(config: Config, command: str, rank: int) -> None:
     print(render(record), flush=True)
     if config["record"]:
         write_atomically(config["record"], record)
-    if config["trace"]:
-        trace = trace_document(
-            run.case.schedule,
-            predicted=calibration_run.predict(run.case.schedule),
-            measured=run.slices,
-            policy=run.case.policy,
-            batch_size=run.case.num_microbatches,
-            unit_s=1e-9,
-        )
-        Path(config["trace"]).write_text(json.dumps(trace))
     if config["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
         weights_by_run = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
         torch.save(weights_by_run, config["weights"])

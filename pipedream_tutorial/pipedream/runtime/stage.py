@@ -27,8 +27,7 @@ import torch.distributed as dist
 from pipedream.errors import UserError
 from pipedream.runtime.launch import STORE_ENV, StageLostError
 from pipedream.runtime.record import Case, Report
-from pipedream.schedules.ops import Op, Schedule
-from pipedream.simulate.trace import find_input_ops, transfers
+from pipedream.schedules.ops import Op, Schedule, find_input_ops, transfers
 from pipedream.train.models import Config, Workload
 from pipedream.train.trainer import Trainers, Weights, build_trainers
 

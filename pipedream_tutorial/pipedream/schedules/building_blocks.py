@@ -17,6 +17,7 @@ the authors' orders, operation by operation.
 import math
 from collections.abc import Iterator
 from itertools import chain
+from operator import itemgetter
 
 from pipedream_simple import from_words
 
@@ -24,7 +25,7 @@ from pipedream.schedules.ops import Orders
 
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
-CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1), None: (0, 0)}
+CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1)}
 """Changes in the number of held activations and of waiting W operations, by kind."""
 
 Slots = list[list[list[int]]]
@@ -154,13 +155,15 @@ class _RankSlots:
         held, waiting = self.states[begin - 1] if begin else (0, 0)
         states = []
         kinds = self.kinds
+        idle_kind = self.idle_kind
         for slot in range(begin, len(kinds)):
             kind = kinds[slot]
             if kind is None and waiting:
-                kind = self.idle_kind
-            held_change, waiting_change = CHANGES[kind]
-            held += held_change
-            waiting += waiting_change
+                kind = idle_kind
+            if kind is not None:
+                held_change, waiting_change = CHANGES[kind]
+                held += held_change
+                waiting += waiting_change
             if slot >= changed and (held, waiting) == self.states[slot]:
                 break
             if held > limit or waiting < 0:
@@ -174,7 +177,7 @@ def _compact(slots: Slots) -> None:
     """Move every operation to the earliest slot for which its rank and its data are ready. The
     order of operations does not change."""
     free = [0] * len(slots)
-    for _, rank, kind, i in sorted(_operations(slots)):
+    for _, rank, kind, i in sorted(_operations(slots), key=itemgetter(0)):
         begin = max(free[rank], 1 + _input_slot(slots, rank, kind, i))
         slots[rank][kind][i] = begin
         free[rank] = begin + 1

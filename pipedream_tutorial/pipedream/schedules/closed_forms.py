@@ -150,7 +150,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=lambda c: (max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1) * c.total / c.v,
         span_idle_formula=lambda c, r, x: x - r * c.total / c.v,
         peak_activations=interleaved_activations,
-        idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
+        idle_text="(p-1) (F+B) / v if m >= p, otherwise (v (p-m) + m - 1) (F+B) / v",
         published="(p-1) (F+B) / v if p divides m",
         source="2104.04473",
     ),

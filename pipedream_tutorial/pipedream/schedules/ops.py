@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -71,7 +71,7 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        return len({stage for _, stage in self.microbatches_of})
+        return len(self.ops_by_stage)
 
     @property
     def stages_per_rank(self) -> int:
@@ -80,16 +80,28 @@ class Schedule:
     @cached_property
     def flat(self) -> list[list[Op]]:
         """Orders in which each pair is replaced with its two operations."""
-        return [[op for item in order for op in item.parts] for order in self.orders]
+        return [
+            [op for item in order for op in ((item,) if isinstance(item, Op) else item)]
+            for order in self.orders
+        ]
+
+    @cached_property
+    def ops_by_stage(self) -> dict[int, list[Op]]:
+        """Map each stage to its operations, in the order of its rank."""
+        operations: dict[int, list[Op]] = defaultdict(list)
+        for op in self.ops():
+            operations[op[1]].append(op)
+        return dict(operations)
 
     @cached_property
     def microbatches_of(self) -> dict[tuple[str, int], set[int]]:
         """Map from (kind, stage) to the microbatches for which the stage runs this kind of
         operation."""
-        microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for kind, stage, i in self.ops():
-            microbatches[kind, stage].add(i)
-        return dict(microbatches)
+        return {
+            (kind, stage): {i for other, _, i in ops if other == kind}
+            for stage, ops in self.ops_by_stage.items()
+            for kind in {kind for kind, _, _ in ops}
+        }
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -128,6 +140,20 @@ class Schedule:
             next_op = Op("I", stage + 1, i)
             needs.append(next_op if next_op in self else next_op._replace(kind="B"))
         return needs
+
+
+def find_input_ops(schedule: Schedule) -> dict[Op, Op]:
+    """Map each operation to the operation that computes its input on another stage. Operations
+    without such an input are omitted."""
+    pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
+    return {op: need for op, need in pairs if need.stage != op.stage}
+
+
+def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
+    """For each result that is sent to another rank, return the sending and the receiving
+    operation."""
+    ranks = schedule.rank_by_op()
+    return [(a, b) for b, a in find_input_ops(schedule).items() if ranks[a] != ranks[b]]
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
@@ -206,5 +232,6 @@ def _parse(cell: str, where: str) -> Item:
 
 def build_from_orders(name: str, lines: Orders) -> Schedule:
     """Build a schedule from each rank's operations. Tuples are converted to Op."""
-    orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
+    to_op = partial(tuple.__new__, Op)  # half the time of Op(*item)
+    orders = [tuple(i if type(i) is Pair else to_op(i) for i in line) for line in lines]
     return Schedule(name=name, orders=tuple(orders))

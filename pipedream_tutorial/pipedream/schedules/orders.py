@@ -57,15 +57,16 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     for pair in zip(weights, delayed[r + 1 :], strict=False):
         steps += pair
     # Each kind runs a stage's microbatches in order. A whole backward counts as both halves.
-    counts: Counter[tuple[str, int]] = Counter()
+    counts: Counter[str] = Counter()
     line: list[Item] = []
     for step in [*steps, *weights[p - 1 - r :]]:
         ops = []
         for letter in step:
             stage = r if letter.isupper() else 2 * p - 1 - r
-            kinds = "IW" if letter in "bB" else letter.upper()
-            ops.append(Op(letter.upper(), stage, counts[kinds[0], stage]))
-            counts.update((kind, stage) for kind in kinds)
+            halves = {"b": "iw", "B": "IW"}.get(letter, letter)
+            ops.append(Op(letter.upper(), stage, counts[halves[0]]))
+            for half in halves:
+                counts[half] += 1
         line.append(item_of(ops))
     return line
 

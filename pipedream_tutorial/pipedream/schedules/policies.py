@@ -55,7 +55,6 @@ class WeightUse(NamedTuple):
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
     staleness: dict[int, int]  # microbatch -> updates between its version and its own update
-    live: dict[Op, int]  # operation of the stage -> number of versions kept after the operation
     peak_versions: int  # maximum number of versions kept
 
     def version(self, op: Op) -> int:
@@ -63,7 +62,7 @@ class WeightUse(NamedTuple):
         return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
-ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak_versions=1)
+ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, peak_versions=1)
 """Weight use on a stage that flushes. It has no values per microbatch."""
 
 
@@ -72,13 +71,10 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
     versions, and the number of versions kept. The result depends only on the orders, not on times.
     `batch_size` is the number of microbatches between two updates if the policy updates once per
     batch."""
-    ops_of_stage: dict[int, list[Op]] = {}
-    for op in schedule.ops():
-        ops_of_stage.setdefault(op[1], []).append(op)
     p = schedule.num_stages
     return {
-        stage: _stage_use(ops_of_stage[stage], policy, batch_size, p)
-        for stage in sorted(ops_of_stage)
+        stage: _stage_use(ops, policy, batch_size, p)
+        for stage, ops in sorted(schedule.ops_by_stage.items())
     }
 
 
@@ -86,13 +82,12 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
-    in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
-    live: dict[Op, int] = {}
+    in_use: dict[int, int] = {}  # version -> microbatches in flight that run with it
     updates = 0
+    peak_versions = 1
     forward_microbatches = [op.microbatch for op in ops if op.kind == "F"]
     remaining = Counter(i // m for i in forward_microbatches)
-    for op in ops:
-        kind, _, i = op
+    for kind, _, i in ops:
         if kind == "F":
             version = forward[i] = policy.forward_version(updates, i, m, p)
             if version > updates:
@@ -100,25 +95,26 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                     f"microbatch {i} would run with version {version}, which does not exist yet",
                     f"use {p - 1} microbatches per batch or more",
                 )
-            in_use[version] += 1
-        elif kind != "W":
+            in_use[version] = in_use.get(version, 0) + 1
+            continue
+        if kind != "W":
             backward[i] = forward[i] if policy.stashed else updates
-        if kind in ("B", "W"):
-            version = forward[i]
-            in_use[version] -= 1
-            if not in_use[version]:
-                del in_use[version]
-            batch = i // m
-            staleness[i] = (i if policy.per_microbatch else batch) - version
-            remaining[batch] -= 1
-            if policy.per_microbatch or not remaining[batch]:
-                updates += 1
-        num_kept = 1
+        if kind == "I":
+            continue
+        version = forward[i]
+        in_use[version] -= 1
+        if not in_use[version]:
+            del in_use[version]
+        batch = i // m
+        staleness[i] = (i if policy.per_microbatch else batch) - version
+        remaining[batch] -= 1
+        if remaining[batch] and not policy.per_microbatch:
+            continue
+        updates += 1
         if policy.stashed:  # the newest version, and versions in use or to be read later
             oldest = updates
             if len(forward) < len(forward_microbatches):
                 oldest = policy.forward_version(updates, forward_microbatches[len(forward)], m, p)
             older = len(in_use) - (oldest in in_use)  # versions are read in order
-            num_kept = updates + 1 - oldest + older
-        live[op] = num_kept
-    return WeightUse(forward, backward, staleness, live, max(live.values()))
+            peak_versions = max(peak_versions, updates + 1 - oldest + older)
+    return WeightUse(forward, backward, staleness, peak_versions)

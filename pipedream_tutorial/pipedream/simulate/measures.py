@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, chain
 from typing import NamedTuple
 
+import pipedream_simple as simple
+
 from pipedream.schedules.ops import Op, Schedule
-from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.simulator import Timeline
 
 
@@ -46,11 +46,8 @@ The unit is the activations of one microbatch on one stage. With v stages per ra
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return the peak activations of each rank. The unit is the activations of one microbatch on
     all of the rank's layers."""
-    peaks = []
-    for order in schedule.flat:
-        held = accumulate(chain.from_iterable([CHANGES[kind] for kind, _, _ in order]))
-        peaks.append(Fraction(max(held, default=0)) / schedule.stages_per_rank)
-    return tuple(peaks)
+    v = schedule.stages_per_rank
+    return tuple(simple.peak_activations(order, v) for order in schedule.flat)
 
 
 Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start and end
@@ -68,22 +65,5 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
             for time, change in zip(times[op], CHANGES[op.kind], strict=True):
                 if change:
                     steps.append((time, steps[-1][1] + Fraction(change) / schedule.stages_per_rank))
-        curves.append(steps)
-    return curves
-
-
-def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """Return the number of weight versions that each rank keeps over time. The unit is one version
-    of all of the rank's layers. Every stage starts with one version. The number changes when an
-    operation ends."""
-    curves = []
-    for order, stages in zip(schedule.flat, schedule.stages_by_rank(), strict=True):
-        kept = dict.fromkeys(stages, 1)
-        steps: Steps = [(0, Fraction(1))]
-        for op in order:
-            kept[op.stage] = use[op.stage].live[op]
-            count = Fraction(sum(kept.values()), schedule.stages_per_rank)
-            if count != steps[-1][1]:
-                steps.append((times[op][1], count))
         curves.append(steps)
     return curves

@@ -16,6 +16,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import pipedream_simple as simple
+
 from pipedream.errors import UserError
 from pipedream.schedules.ops import Item, Op, Schedule, load_csv, repeat
 
@@ -152,9 +154,8 @@ class Timeline:
 
 def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
     """Start every operation as early as the orders and the data allow. Rank r does not start before
-    tick `free[r]`. Raises DeadlockError if the orders would deadlock. Raises ValueError if a needed
-    operation is missing or an operation occurs twice."""
-    _check_complete(schedule)
+    tick `free[r]`. The schedule must be complete (see `check_complete`). Raises DeadlockError if
+    the orders would deadlock."""
     tick, rules = _build_rules(schedule, costs)
     free = free or [0] * schedule.num_ranks
     starts: list[list[int]] = [[] for _ in free]
@@ -169,6 +170,13 @@ def ends_of_repeats(timeline: Timeline, count: int) -> list[int]:
     """Return the tick at which each rank ends the last of `count` batches. The same orders are
     repeated, and a rank starts its next batch as soon as it has finished the previous one.
     Simulating the schedule that `repeat` returns gives the same result, but takes more time."""
+    lines = zip(timeline.starts, timeline.ends, strict=True)
+    spans = [ends[-1] - starts[0] for starts, ends in lines if ends]
+    first_order = timeline.schedule.orders[0]
+    if first_order and first_order[0].parts[0].stage == 0 and spans[0] == max(spans):
+        # Every operation needs an operation of stage 0 on rank 0. If no rank is busy for longer
+        # than rank 0, all ranks are free in time, and each batch takes as long as the first.
+        return [ends[-1] + (count - 1) * spans[0] if ends else 0 for ends in timeline.ends]
     free = [0] * len(timeline.ends)
     for num_left in reversed(range(count)):
         old_free = free
@@ -214,8 +222,9 @@ def _advance(
     for item in order:
         numbers: Sequence[int]
         if len(item) == 3:  # an operation; this code takes most of the time, so it is inlined
-            duration, inputs, outputs = rules[item[:2]]
-            numbers = item[2:]
+            kind, stage, number = item
+            duration, inputs, outputs = rules[kind, stage]
+            numbers = (number,)
         else:
             duration, inputs, outputs = rules[_kind(item)]
             numbers = [op.microbatch for op in item]
@@ -223,8 +232,9 @@ def _advance(
             i = numbers[position]
             while i not in results:
                 yield
-            if results[i] + delay > now:
-                now = results[i] + delay
+            ready = results[i] + delay
+            if ready > now:
+                now = ready
         starts.append(now)
         now += duration
         ends.append(now)
@@ -252,7 +262,9 @@ def _build_rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[
     def build_rule(item: Item, stages: set[int]) -> _Rule:
         inputs = []
         for position, op in enumerate(item.parts):
-            for need in schedule.needs(op):
+            source = simple.need(op, schedule.num_stages - 1)
+            if source is not None:
+                need = Op(*source)
                 delay = 0 if need.stage in stages else int(costs.communication / tick)
                 inputs.append((position, results(need), delay))
         outputs = list(enumerate(map(results, item.parts)))
@@ -265,9 +277,9 @@ def _build_rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[
     return tick, rules
 
 
-def _check_complete(schedule: Schedule) -> None:
-    """Check that each operation occurs once, and that each microbatch on a stage has a backward
-    pass (B, or I and W). Raises ValueError otherwise."""
+def check_complete(schedule: Schedule) -> None:
+    """Check orders from a file or a student: each operation occurs once, and each microbatch on a
+    stage has a backward pass (B, or I and W). Raises ValueError otherwise."""
     if sum(map(len, schedule.flat)) > sum(map(len, schedule.microbatches_of.values())):
         ((op, _),) = Counter(schedule.ops()).most_common(1)
         raise ValueError(f"{op} appears twice in the orders")
@@ -317,6 +329,7 @@ def load_order(path: Path) -> Schedule:
             raise ValueError("it has no backward pass")
         if len(set(map(len, schedule.stages_by_rank()))) > 1:
             raise ValueError("its ranks have different numbers of stages")
+        check_complete(schedule)
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:
         raise UserError(f"{path} cannot run: {error}", "fix the order in the file") from error

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.ops import Op, Schedule, find_input_ops
 from pipedream.schedules.orders import schedule_for_training
 from pipedream.simulate.simulator import build_costs, simulate
-from pipedream.simulate.trace import find_input_ops
 from pipedream.train.models import TASK_MICROBATCHES, Task, Workload
 from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, build_trainers
 

@@ -16,7 +16,7 @@ from pipedream.errors import UserError, main_with_errors, nearest
 
 ON_GPUS = [
     "--device=cuda", "--model=gpt2-medium", "--forward_ms=0", "--backward_ms=0",
-    "--learning_rate=0.01", "--calibrate_on=8", "--check_weights=no", "--go_on=yes",
+    "--learning_rate=0.01", "--calibrate_on=8", "--check_weights=no",
 ]  # fmt: skip
 BENCHMARKS = {
     # With fewer than 8 sequences, a GPU would wait for the host to launch its work.

@@ -134,7 +134,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all methods, write the record and print the results."""
+    """Measure all methods, and write the record."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "give one path in an existing folder",
@@ -150,8 +150,6 @@ def main() -> None:
         "ways": results,
     }
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
-    for name, row in results.items():
-        print(f"{name:8} F, I, W in ms {row['ms']}  (I + W) / B {row['ratio']:.2f}")
 
 
 if __name__ == "__main__":

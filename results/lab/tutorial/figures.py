@@ -43,10 +43,10 @@ from pipedream.draw.page import (
     place_labels,
     save,
 )
+from pipedream.schedules.ops import transfers
 from pipedream.simulate.comparison import Row, measure
 from pipedream.simulate.measures import Steps, held_activations, idle
 from pipedream.simulate.simulator import Timeline
-from pipedream.simulate.trace import transfers
 from pipedream_simple import number, percent
 
 from results.lab.tutorial.goals import GPU_GOAL, points_error
@@ -288,54 +288,50 @@ def batch_times(record: Record) -> list[tuple[float, float, float]]:
     return times
 
 
-def draw_microbatch_size(records: Sequence[Record], path: Path) -> Figure:
-    """Plot the measured speed of a block against the micro-batch size, and below it the time of one
-    batch on RANKS ranks, with its losses. There is one column per record."""
-    figure, axes = new_figure(
+def draw_microbatch_size(record: Record, path: Path) -> Figure:
+    """Plot the measured speed of a block against the micro-batch size, and beside it the time of
+    one batch on RANKS ranks, with its losses."""
+    rows, settings = record["rows"], record["settings"]
+    machine = record["device"].partition(",")[0].replace("NVIDIA ", "")
+    figure, (speed_axes, time_axes) = new_figure(
         f"Small microbatches are slow, and large ones leave too few to fill {RANKS} ranks",
-        [2.6, 3.4], columns=len(records), left=1.0,
+        [3.4], columns=2, left=1.0,
         legend=[Patch(color=color, label=text) for text, color in LOSSES.items()],
         notes=[
-            f"Above: a block, forward and backward. Below: GPipe or 1F1B on {RANKS} ranks with a "
-            "block each, calculated from the times above, c = 0"
+            f"Left: a block of {settings['model']}, {settings['tokens']} tokens each, forward and "
+            f"backward, one thread of a {machine}. Right: GPipe or 1F1B",
+            f"on {RANKS} ranks with a block each, calculated from the times on the left, c = 0",
         ],
     )  # fmt: skip
-    num = len(records)
-    for record, speed_axes, time_axes in zip(records, axes[:num], axes[num:], strict=True):
-        rows, settings = record["rows"], record["settings"]
-        sizes = [row["sequences"] for row in rows]
-        speeds = [row["sequences"] / row["seconds"] for row in rows]
-        places = range(len(sizes))
-        machine = record["device"].partition(",")[0].replace("NVIDIA ", "")
-        block = f"{settings['model']}, {settings['tokens']} tokens each"
-        panel_title(speed_axes, f"{machine}: {block}")
-        speed_axes.plot(places, speeds, color="black", marker="o")
-        speed_axes.set_ylim(0, 1.15 * max(speeds))
-        speed_axes.set_ylabel("sequences per second", fontsize=TEXT)
-        speed_axes.set_xticks(places, sizes)
-        totals = [0.0] * len(sizes)
-        columns = zip(*batch_times(record), strict=True)
-        for color, parts in zip(LOSSES.values(), columns, strict=True):
-            time_axes.bar(places, parts, 0.7, totals, color=color)
-            totals = [total + part for total, part in zip(totals, parts, strict=True)]
-        for place, total in enumerate(totals):
-            time_axes.annotate(
-                f"{total:.0f}" if total >= 100 else f"{total:.1f}", (place, total), (0, 4),
-                textcoords="offset points", ha="center", fontsize=SMALL,
-                weight="bold" if total == min(totals) else "normal",
-            )  # fmt: skip
-        best = sizes[totals.index(min(totals))]
-        panel_title(
-            time_axes, f"{CURVE_BATCH} sequences: fastest at size {best}, m = {CURVE_BATCH // best}"
-        )
-        time_axes.set_ylim(0, 1.15 * max(totals))
-        time_axes.set_ylabel("ms per batch", fontsize=TEXT)
-        time_axes.set_xticks(places, [f"{n}\n{CURVE_BATCH // n}" for n in sizes])
-        time_axes.set_xlabel("sequences per microbatch (above), m (below)", fontsize=TEXT)
-        for ax in (speed_axes, time_axes):
-            ax.set_xlim(-0.6, len(sizes) - 0.4)
-            ax.grid(axis="y", color="#E6E6E6")
-    return save(figure, path, hash_data(records))
+    sizes = [row["sequences"] for row in rows]
+    speeds = [row["sequences"] / row["seconds"] for row in rows]
+    places = range(len(sizes))
+    panel_title(speed_axes, "Measured speed of a block")
+    speed_axes.plot(places, speeds, color="black", marker="o")
+    speed_axes.set_ylim(0, 1.15 * max(speeds))
+    speed_axes.set_ylabel("sequences per second", fontsize=TEXT)
+    speed_axes.set_xticks(places, sizes)
+    speed_axes.set_xlabel("sequences per microbatch", fontsize=TEXT)
+    totals = [0.0] * len(sizes)
+    for color, parts in zip(LOSSES.values(), zip(*batch_times(record), strict=True), strict=True):
+        time_axes.bar(places, parts, 0.7, totals, color=color)
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    for place, total in enumerate(totals):
+        weight = "bold" if total == min(totals) else "normal"
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": SMALL}
+        time_axes.text(place, total, f"{total:.0f}", weight=weight, **style)
+    best = sizes[totals.index(min(totals))]
+    panel_title(
+        time_axes, f"{CURVE_BATCH} sequences: fastest at size {best}, m = {CURVE_BATCH // best}"
+    )
+    time_axes.set_ylim(0, 1.15 * max(totals))
+    time_axes.set_ylabel("ms per batch", fontsize=TEXT)
+    time_axes.set_xticks(places, [f"{n}\n{CURVE_BATCH // n}" for n in sizes])
+    time_axes.set_xlabel("sequences per microbatch (above), m (below)", fontsize=TEXT)
+    for ax in (speed_axes, time_axes):
+        ax.set_xlim(-0.6, len(sizes) - 0.4)
+        ax.grid(axis="y", color="#E6E6E6")
+    return save(figure, path, hash_data(record))
 
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:

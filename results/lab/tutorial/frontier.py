@@ -6,7 +6,6 @@ python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json
 
 import json
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def solve(problem: Problem, max_makespan: int, seconds: float) -> tuple[list[Wor
 
 
 def main() -> None:
-    """Write the record and print its rows."""
+    """Write the record."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "give one path in an existing folder",
@@ -116,9 +115,6 @@ def main() -> None:
         "rows": rows,
     }
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
-    for row in rows:
-        proved = "proved" if Fraction(row["makespan"]) == Fraction(row["lower_bound"]) else "open"
-        print(f"c = {row['communication']}, memory {row['memory']}: {row['makespan']}, {proved}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pipedream.schedules.ops import Op
 from pipedream.schedules.orders import SCHEDULES, schedule_for_training
 from pipedream.schedules.policies import weight_use
 
-from results.lab.tutorial.tables import bubble_table, cut_table, depth_table
+from results.lab.tutorial.tables import bubble_table, cut_table
 from results.lab.tutorial.text import describe, render_page
 from results.lab.tutorial.traffic import comparison_table
 
@@ -63,7 +63,7 @@ def idle_table() -> str:
     """Return a table of the closed forms for idle time, with the sizes or durations for which they
     hold."""
     texts = {
-        name: (form.idle_text + (f" (if {form.range_text})" * (form.range_text != "always")),)
+        name: (f"if {form.range_text}: " * (form.range_text != "always") + form.idle_text,)
         for name, form in CLOSED_FORMS.items()
     }
     return _formula_table(("X, idle time of each rank in one batch",), texts)
@@ -145,10 +145,8 @@ def _formula_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Map each table name to a function that generates the table."""
     records = load_records(folder / "records")
-    study = _load(folder / "records/cpu-staleness.json")
     return {
         "microbatch 4": microbatch_table,
-        "staleness at 8": lambda: depth_table(study, num_stages=8),
         "idle time": idle_table,
         "activations": activation_table,
         "weight versions": version_table,
@@ -191,7 +189,7 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     records = load_records(folder / "records")
     described_records = [(describe(record), record) for record in records.values()]
     zero_bubble = records["h200-p4-zero-bubble.json"]
-    curves = [_load(path) for path in sorted((folder / "records").glob("curve-*.json"))]
+    curve = _load(folder / "records/curve-cpu.json")
     searched = _load(folder / "records/frontier.json")
     errors = _load(folder / "records/cpu-staleness.json")["gradient_errors"]
     drawings: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -209,8 +207,8 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
         ),
         "figures/held.png": (figure_module.held_digest(), figure_module.draw_held),
         "figures/microbatch_size.png": (
-            figure_module.hash_data(curves),
-            partial(figure_module.draw_microbatch_size, curves),
+            figure_module.hash_data(curve),
+            partial(figure_module.draw_microbatch_size, curve),
         ),
         "figures/gradient_error.png": (
             figure_module.gradient_digest(errors),

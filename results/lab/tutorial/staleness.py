@@ -123,7 +123,7 @@ STUDY: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Run STUDY on one thread, write the record that the tutorial's text quotes, and print it."""
+    """Run STUDY on one thread, write the record that the tutorial's text quotes."""
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "give one path in an existing folder",
@@ -147,22 +147,6 @@ def main() -> None:
         "final_losses": losses,
     }
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    for row in errors:
-        print(
-            f"p={row['num_stages']} lr={row['learning_rate']:g} {row['mode']}: gradient error "
-            f"{_format(row['median_relative_error'])}, by stage "
-            f"{' '.join(map(_format, row['per_stage']))}; against current weights "
-            f"{_format(row['median_staleness_error'])}"
-        )
-    for row in losses:
-        print(
-            f"p={row['num_stages']} lr={row['learning_rate']:g} {row['name']}: final loss "
-            f"{_format(row['median'])}, diverged {row['num_diverged']} of {len(row['losses'])}"
-        )
-
-
-def _format(number: float | None) -> str:
-    return "infinite" if number is None else f"{number:.3g}"
 
 
 if __name__ == "__main__":

@@ -74,24 +74,6 @@ def _loss(row: Mapping[str, Any] | None) -> str:
     return text + diverged * (row["num_diverged"] > 0)
 
 
-def depth_table(study: Record, num_stages: int) -> str:
-    """Return a table of the final losses at one depth, with one row per learning rate and one
-    column per schedule. Learning rates below 0.25 are omitted."""
-    names = ("1f1b", "pipedream", "pipedream-no-stash")
-    rows = {
-        (row["learning_rate"], row["name"]): row
-        for row in study["final_losses"]
-        if row["num_stages"] == num_stages and row["learning_rate"] >= 0.25
-    }
-    lines = [
-        "| learning rate | " + " | ".join(SCHEDULES[name].title for name in names) + " |",
-        "|---:" * (1 + len(names)) + "|",
-    ]
-    for rate in dict.fromkeys(rate for rate, _ in rows):
-        lines.append(f"| {rate:g} | {' | '.join(_loss(rows[rate, name]) for name in names)} |")
-    return "\n".join(lines)
-
-
 TABLE_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-v")
 
 

@@ -71,9 +71,7 @@ python pipedream_runtime.py --num_stages 4
 
 *Equal* means that the weights are bit-identical to the weights from training in one process. The
 simulator uses the mean durations of one run (\\*) to predict the other runs. On GPUs, run
-`python ../results/lab/tutorial/benchmark.py NAME`. NAME is `flushes`, `zero-bubble` or `search`.
-`--trace trace.json` writes predictions and measurements next to each other, for
-[Perfetto](https://ui.perfetto.dev)."""
+`python ../results/lab/tutorial/benchmark.py NAME`. NAME is `flushes`, `zero-bubble` or `search`."""
 
 
 def render_page(records: Mapping[str, Record], one_run: Record, study: Record) -> str:

@@ -32,6 +32,10 @@ PAGE = """<!doctype html>
 body {{ max-width: 860px; margin: 0 auto; padding: 12px 16px 60px; font: 17px/1.55 sans-serif;
  overflow-wrap: anywhere; }}
 img {{ max-width: 100%; }}
+@media (max-width: 560px) {{  /* a picture scrolls sideways, so that its text stays readable */
+ p:has(> img) {{ overflow-x: auto; }}
+ p > img {{ max-width: none; width: 760px; }}
+}}
 pre {{ overflow-x: auto; background: #f3f5f6; padding: 10px; font-size: 13px; line-height: 1.35; }}
 table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
 td, th {{ border: 1px solid #cfd6da; padding: 3px 9px; overflow-wrap: normal; }}
