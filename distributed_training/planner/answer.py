@@ -5,7 +5,7 @@ files, this module reads only the model's config.json. It imports neither torch 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft
@@ -92,37 +92,21 @@ class Answer:
         """GPU-hours of the run, or None if its work or its speed is unknown."""
         return count_gpu_hours(self.first, self.amount)
 
-    @property
-    def cost(self) -> str | None:
-        """Price of the run, or None if it is unknown."""
-        if self.price is None or self.gpu_hours is None:
-            return None
-        return self.price.of(self.gpu_hours)
-
     def as_dict(self) -> JsonObject:
         """Return the answer as JSON."""
-        first = self.first
-        record = first.as_record()
+        hours = self.gpu_hours
+        machine = self.first.plan.machine
         return {
             "verdict": self.verdict,
             "fits": judge_fit(self.asked, self.first),
             "changes": self.changes,
-            "gpu": first.plan.machine.gpu_name,
-            "num_processes": first.plan.num_processes,
-            "gpu_memory_bytes": first.plan.machine.gpu_memory_bytes,
-            "needed_bytes": record["needed_bytes"],
-            "likely_bytes": record["likely_bytes"],
-            "memory_bytes": record["memory_bytes"],
-            "context_bytes": first.memory.context_bytes,
-            "host_bytes": record["host_bytes"],
-            "tokens_per_s": record["tokens_per_s"],
-            "step_time_s": record["step_time_s"],
-            "likely_s": record["likely_s"],
-            "validated": record["validated"],
+            "gpu": machine.gpu_name,
+            "gpu_memory_bytes": machine.gpu_memory_bytes,
+            "num_processes": self.first.plan.num_processes,
             "options": self.options,
             "num_steps": None if isinstance(self.amount, str) else self.amount.num_steps,
-            "gpu_hours": self.gpu_hours,
-            "cost": self.cost,
+            "gpu_hours": hours,
+            "cost": None if hours is None or self.price is None else self.price.of(hours),
             "suggestions": [
                 {"settings": settings, **describe_layout(choice)}
                 for settings, choice in self.suggestions
@@ -310,16 +294,10 @@ def name_with_mode(choice: Prediction) -> str:
     return name
 
 
-def describe_layout(choice: Prediction) -> dict[str, Any]:
-    """Return a layout as JSON. `memory_bytes` maps each component to a list of its sizes in bytes,
-    one per rank."""
+def describe_layout(choice: Prediction) -> JsonObject:
+    """Return a layout and its predictions as JSON. `memory_bytes` are those of the rank that needs
+    most."""
     plan = choice.plan
-    stages = choice.memory.by_rank
-    ranks_per_stage = plan.num_processes // len(stages)
-    by_rank = {
-        component: [stage[component] for stage in stages for _ in range(ranks_per_stage)]
-        for component in stages[0]
-    }
     return {
         "name": name_with_mode(choice),
         "strategy": plan.strategy.name,
@@ -327,12 +305,5 @@ def describe_layout(choice: Prediction) -> dict[str, Any]:
         "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
         "micro_batch_size": plan.batch.micro_batch_size,
         "num_microbatches": plan.batch.num_microbatches,
-        "fits": choice.fits,
-        "validated": choice.validated,
-        "memory_bytes": by_rank,
-        "needed_bytes": choice.memory.needed_bytes,
-        "step_time_s": choice.step and choice.step.seconds,
-        "tokens_per_s": choice.tokens_per_s,
-        "likely_s": choice.likely_s,
-        "likely_bytes": choice.memory.likely_bytes,
+        **choice.as_record(),
     }

@@ -4,20 +4,17 @@ other package, so that the planner runs wherever Python runs."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
+@dataclass(slots=True)
 class Cost:
     """Seconds of arithmetic, memory traffic and network traffic."""
 
-    __slots__ = ("arithmetic_s", "memory_s", "network_s")
-
-    def __init__(
-        self, arithmetic_s: float = 0.0, memory_s: float = 0.0, network_s: float = 0.0
-    ) -> None:
-        self.arithmetic_s = arithmetic_s
-        self.memory_s = memory_s
-        self.network_s = network_s
+    arithmetic_s: float = 0.0
+    memory_s: float = 0.0
+    network_s: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(

@@ -1,5 +1,6 @@
 """Estimate the rates of a machine from datasheets and fitted values."""
 
+import functools
 import itertools
 import json
 import math
@@ -98,6 +99,7 @@ def cpu_rates(
     )
 
 
+@functools.cache
 def tiled_multiplications(
     m: float,
     k: float,

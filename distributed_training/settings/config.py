@@ -283,7 +283,7 @@ class DraftConfig(Config):
     async_tp: bool
 
 
-class RunConfig(DraftConfig):
+class RunConfig(DraftConfig, defer_build=True):
     """CONFIG of a run. No value is "auto"."""
 
     learning_rate: Rate

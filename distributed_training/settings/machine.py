@@ -11,6 +11,7 @@ reports them, or 98% of the datasheet's. Link bandwidths are in GB/s per directi
 
 If a device's name does not contain its memory, the first entry of its model is used."""
 
+import functools
 import re
 import sys
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ _GAPS = re.compile(
 )
 
 
+@functools.cache
 def find_gpu(device_name: str | None) -> Gpu | None:
     """Return the entry in gpus.json for a device name from nvidia-smi or CUDA. Return None for a
     device without an entry and for a partial GPU (MIG)."""
