@@ -92,6 +92,14 @@ def initialize(net: Any, module: nn.Module) -> None:
     net._init_weights(module)
 
 
+def initialize_all(owner: Any, module: nn.Module) -> None:
+    """Initialize a module and the modules in it, as the innermost transformers model around each of
+    them does. `owner` is the innermost model around `module`."""
+    for child in module.children():
+        initialize_all(child if hasattr(child, "_init_weights") else owner, child)
+    initialize(owner, module)
+
+
 def is_ignored(net: Any, name: str) -> bool:
     """Return whether the transformers model `net` ignores a tensor `name` in weight files."""
     return any(re.search(pattern, name) for pattern in net._keys_to_ignore_on_load_unexpected)

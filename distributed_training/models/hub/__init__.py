@@ -136,6 +136,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         "document": document,
         "blocks": path,
         "embedding": embedding_name,
+        "head": model.read_logit_transform(net),
     }
     kinds, packs, has_window = trace(net, inner, blocks)
     num_positions = model.read_num_positions(config)
@@ -155,7 +156,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         splits=False,
         packs=packs,
         has_linear_attention=packing.has_linear_attention(net),
-        config={**settings, "head": model.read_logit_transform(net)},
+        config=settings,
     )
 
 

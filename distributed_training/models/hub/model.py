@@ -83,8 +83,7 @@ def build_net(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
     with torch.device("cpu"):
-        for module in net.modules():  # A module may initialize the buffers of others.
-            private.initialize(net, module)
+        private.initialize_all(net, net)  # A module may initialize the buffers of others.
     return net
 
 
@@ -302,7 +301,7 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
 
 def read_logit_transform(net: Any) -> dict[str, float]:
     """Return the "scale" and "cap" of the function that a model applies to the results z of its
-    output layer. The model cannot be used afterwards.
+    output layer. The model's parameters need no values.
 
     The function is `scale * z` if the cap is 0, and `cap * tanh(scale * z / cap)` otherwise. Raises
     UnsupportedError for any other function."""
@@ -314,10 +313,13 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     )
     output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
     vars(output).update(cross_attentions=None, shared_kv_states=None)
-    find_blocks(net)[1].forward = lambda *_arguments, **_options: output
-    net.get_output_embeddings().forward = lambda x: x
+    _, inner, _ = find_blocks(net)
+    head = net.get_output_embeddings()
+    inner.forward = lambda *_arguments, **_options: output
+    head.forward = lambda x: x
     ids = torch.zeros(1, len(z), dtype=torch.int64)
     y = net(input_ids=ids, use_cache=False).logits.double().flatten()
+    del inner.forward, head.forward
     scale = float(f"{float(y[0] / z[0]):.9g}")
     scaled = scale * z
     cap = 0.0 if torch.allclose(y, scaled, rtol=1e-6) else float(y[-1])

@@ -127,7 +127,7 @@ def separates(
             for value in (first_x, second_x)
         )
     block.to("meta")
-    change = (first - second).abs().amax((0, 2))
+    change = (first - second).abs().amax(-1).flatten(0, -2).amax(0)
     return bool(change[_IS_SECOND].max() < 1e-3 * change[~_IS_SECOND].max())
 
 

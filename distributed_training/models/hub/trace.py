@@ -43,6 +43,7 @@ def trace(
 
     Afterwards, the model's tensors have no values."""
     groups = _group_blocks(net.config, blocks)
+    net.config.pad_token_id = None  # otherwise, some models look for padding among the ids
     firsts = [layers[0] for layers in groups]
     long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
     short_length = long_length // 2
@@ -174,9 +175,9 @@ class _Recorder(private.TorchDispatchMode):
     inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
 
     def start(self, x: torch.Tensor, constants: Any) -> None:
-        """Begin to record a block with the input `x` [1, T, D]. `constants` contains its
+        """Begin to record a block with the input `x` [..., T, D]. `constants` contains its
         parameters, its buffers and its other inputs."""
-        self.num_tokens = x.shape[1]
+        self.num_tokens = x.shape[-2]
         self.constants = _storages(constants)
         self.read = _storages(x)  # by any operation
         self.saved: _Storages = set()  # by autograd
