@@ -60,7 +60,7 @@ class Config(KeyModel):
     # fmt: off
     model: PathText = data_key(AUTO)
     """Model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
-    the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
+    the Hub name or folder of a Llama, Mistral, Qwen or other decoder. auto: gpt2-tiny without
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: PathText = data_key(AUTO)
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
