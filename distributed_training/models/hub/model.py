@@ -180,7 +180,8 @@ class HubDecoder(private.MovedModule, Decoder):
             options |= {"documents": documents, "position_ids": positions}
         if past is not None:
             past.cache = past.cache or transformers.DynamicCache(config=self.net.config)
-            options["past_key_values"] = past.cache
+            names = inspect.signature(self.inner.forward).parameters
+            options["cache" if "cache" in names else "past_key_values"] = past.cache
             if getattr(self.net.config, "attention_chunk_size", None):
                 options["first_position"] = past.length
         return self.inner(input_ids=x, **options).last_hidden_state  # type: ignore[no-any-return]
