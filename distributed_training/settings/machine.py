@@ -17,6 +17,7 @@ bandwidths are in GB/s per direction:
 An entry whose name contains another entry's name comes before that entry. A plain name such as V100
 denotes the model's first entry whose form factor is not PCIe or NVL."""
 
+import json
 import os
 import re
 import shutil
@@ -32,7 +33,7 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import Positive
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_as, parse_json, shown
+from distributed_training.settings.files import load_json, parse_as, shown
 
 GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -244,7 +245,7 @@ def parse_gpu(name: str) -> Gpu:
     suffix such as "@500W" lowers the power limit. Raises UserError for an unknown GPU."""
     if name.lstrip().startswith("{"):
         try:
-            document = parse_json(name)
+            document = json.loads(name)
         except ValueError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", str(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
