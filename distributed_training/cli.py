@@ -33,11 +33,7 @@ from distributed_training.settings.keys import (
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
 from distributed_training.start import launch
-from distributed_training.start.streams import (
-    open_closed_streams,
-    open_lasting,
-    replace_unencodable,
-)
+from distributed_training.start.streams import open_lasting
 from distributed_training.tools.dry_run import print_plan
 
 TOOLS = ("plan", "compare", "parity", "data")  # commands that accept CONFIG's keys, beside train
@@ -404,8 +400,6 @@ def main(
     output_dir = file.parent / str(config.get("output_dir", "runs"))
     config = {**config, "output_dir": str(output_dir)}
     description = description.splitlines()[0]
-    open_closed_streams()
-    replace_unencodable()
     # transformers and PEFT import torchao if it is installed. torchao then warns about kernels that
     # this machine lacks and about deprecated functions of torch.
     for library in ("torchao", "torch.utils._pytree"):
