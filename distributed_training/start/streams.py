@@ -16,8 +16,8 @@ class LastingFile(io.FileIO):
 
 
 def open_lasting(stream: Any) -> Any:
-    """Return a text stream that writes to the file of `stream`, line by line, and replaces characters
-    that it cannot encode. A stream without a file is returned unchanged."""
+    """Return a text stream that writes to the file of `stream`, line by line, and replaces
+    characters that it cannot encode. A stream without a file is returned unchanged."""
     try:
         file = LastingFile(stream.fileno(), "w", closefd=False)
     except io.UnsupportedOperation:
