@@ -14,7 +14,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.sort import layout_settings
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import MARK, ROOT
+from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GIB, find_gpu
 from distributed_training.settings.request import parse_overrides
 
@@ -72,7 +72,10 @@ def build_batch_script(
     gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)
     template, submit = job_template(file)
     name = f"train-{plan.strategy.name.replace('_', '-')}"
-    header = [f"{MARK}:  {plan_command}", f"Submit:  {submit} {shlex.quote(file.name)}"]
+    header = [
+        f"written by distributed_training:  {plan_command}",
+        f"Submit:  {submit} {shlex.quote(file.name)}",
+    ]
     time = "04:00:00"
     if isinstance(amount, str):
         header.append(f"The time is unknown: {amount}.")
