@@ -45,9 +45,9 @@ def save_plot(layouts: Sequence[LayoutRow], file: Path) -> None:
 
 
 def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
-    """Plot the training losses of each run as a line, and its validation losses as dots. Runs of
-    the same layout have the same color. A non-finite loss (None in a record) leaves a gap. Return
-    None if there is no finite training loss."""
+    """Plot the training losses of each run as a line, and its validation losses as dots. A
+    non-finite loss (None in a record) leaves a gap. Return None if there is no finite training
+    loss."""
     import matplotlib.figure
 
     # This figure needs no display and need not be closed.
@@ -57,31 +57,19 @@ def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
     )
     axes = figure.subplots()
     for index, layout in enumerate(layouts):
+        r = layout.finished_record
+        if r is None:
+            continue
         style: dict[str, Any] = {"color": f"C{index % 10}", "linewidth": 1.2}
-        label: str | None = layout.name
-        for r in layout.finished_records:
-            steps = [step for step, _ in r.loss_curve]
-            losses = np.array(
-                [loss for _, loss in r.loss_curve],
-                dtype=float,
-            )  # None becomes NaN
-            if not np.isfinite(losses).any():
-                continue
-            axes.plot(steps, losses, label=label, **style)
-            label = None  # one entry in the legend per layout
-            eval_steps = [row["step"] for row in r.evaluations]
-            eval_losses = np.array(
-                [row["loss"] for row in r.evaluations],
-                dtype=float,
-            )
-            axes.plot(
-                eval_steps,
-                eval_losses,
-                "o",
-                markeredgecolor="white",
-                zorder=3,
-                **style,
-            )
+        steps = [step for step, _ in r.loss_curve]
+        # None becomes NaN.
+        losses = np.array([loss for _, loss in r.loss_curve], dtype=float)
+        if not np.isfinite(losses).any():
+            continue
+        axes.plot(steps, losses, label=layout.name, **style)
+        eval_steps = [row["step"] for row in r.evaluations]
+        eval_losses = np.array([row["loss"] for row in r.evaluations], dtype=float)
+        axes.plot(eval_steps, eval_losses, "o", markeredgecolor="white", zorder=3, **style)
     if not axes.lines:
         return None
     axes.set(xlabel="optimizer step", ylabel="loss in nats per token (dots: validation)")
@@ -105,7 +93,7 @@ def compare_runs(records: Sequence[Record]) -> Comparison:
             settings = ", ".join(f"{key} {short_name(str(values.get(key)))}" for key in keys)
             settings = textwrap.shorten(settings, _SETTINGS_WIDTH, placeholder=" ...")
             name = f"{name}, {settings}"
-        layouts.append(LayoutRow(name=name, records=[r]))
+        layouts.append(LayoutRow(name=name, record=r))
     return Comparison(layouts=layouts)
 
 
