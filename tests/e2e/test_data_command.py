@@ -26,7 +26,8 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     options = ["--model", model, "--dataset", tmp_path / "a.jsonl", "--max_length", 200]
     result = heavy_pool().script(["data", *options, "--show", 9])
     assert_ok(result)
-    learned = re.findall("«(.*?)»", result.stdout, re.S)
+    samples = result.stdout.partition("--- sample 1")[2]
+    learned = re.findall("«(.*?)»", samples, re.S)
     first = "<none>\nA sequence <|end|><|end|>\n"
     assert learned == ["<none>\nAnother one<|end|>\n", first, first]
     assert f"<|turn|>assistant\n«{first}»" in result.stdout
