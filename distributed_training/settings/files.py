@@ -118,28 +118,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"the key {shown(duplicate)} appears twice")
-    return values
-
-
-def load_json(
-    path: Path,
-    what: str,
-    *,
-    unique: bool = False,
-) -> Any:
+def load_json(path: Path, what: str) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read or if the JSON is invalid.
-    `what` describes the file in the message. If `unique` is True, a duplicate key is also an
-    error."""
+    `what` describes the file in the message."""
     require_regular(path, what)
     try:
-        hook = _reject_duplicate_keys if unique else None
-        return json.loads(path.read_bytes(), object_pairs_hook=hook)
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         why = f"the folder contains {', '.join(names) or 'no JSON file'}"

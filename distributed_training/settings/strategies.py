@@ -268,7 +268,7 @@ def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str,
     if isinstance(json_or_path, str):
         relative = config_file.parent / json_or_path
         file = relative if relative.is_file() else files.resolve_user_path(json_or_path)
-        document = files.load_json(file, "DeepSpeed configuration", unique=True)
+        document = files.load_json(file, "DeepSpeed configuration")
     fix = "see configs/ds_config_zero2.json"
     return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
 
