@@ -4,7 +4,7 @@ not depend on the strategy."""
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from distributed_training.records.display import Display, short_path
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise.process import STOP_SIGNALS, handle_signals
-from distributed_training.train.callbacks import Callback, Checkpoints
+from distributed_training.train.around_steps import Checkpoints, Recorder, keep_best, stop_early
+from distributed_training.train.profiling import Profile
 
 FLUSH_EVERY_S = 1.0
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
@@ -223,9 +224,10 @@ class Trainer:
     data: Data
     sampler: Sampler
     display: Display
-    callbacks: Sequence[Callback]
+    recorder: Recorder
     history: records.History
     set_activity: Callable[[str], None]  # publishes the current activity (start/progress.py)
+    profile: Profile | None = None
     sample: str | None = None  # text that the trained model generated
     stop_signum: int = 0  # number of the signal that stops all ranks, or 0
 
@@ -268,7 +270,12 @@ class Trainer:
             handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
             with handle_signals(handlers) as previous_handlers:
                 self.stop_signal.previous_handlers = previous_handlers
-                self.call("before_training")
+                if self.profile is not None:
+                    self.profile.start(self)
+                evaluations = self.history.evaluations
+                # The run may have been killed after this evaluation, such as during an export.
+                if evaluations and evaluations[-1]["step"] == self.step:
+                    self._act_on_evaluation(evaluations[-1])
                 # Before the first step, and where the resumed run was killed before it evaluated
                 if self.evaluation_is_due:
                     self._evaluate()
@@ -277,7 +284,8 @@ class Trainer:
                 while self.step < self.num_steps and not self.stop_signum:
                     self._advance()
                 self.peak_memory.end()
-                self.call("after_training")
+                if self.profile is not None:
+                    self.profile.stop()
                 if self.step == self.num_steps:
                     is_done = self._export_and_sample()
                 self.checkpoints.finish(self)
@@ -323,7 +331,8 @@ class Trainer:
         }
         self.results.add(row, self.engine.train_step(batch))
         self.history.step += 1
-        self.call("after_step")
+        if self.profile is not None:
+            self.profile.step()
         if self.step == self.results.first_step:
             self.checkpoints.saver.preallocate(self.engine)
 
@@ -345,18 +354,18 @@ class Trainer:
         return self.stop_signum > 0
 
     def _flush(self) -> None:
-        """Collect the results of the pending steps, and pass them to the callbacks.
+        """Collect the results of the pending steps, and record them.
 
         Raises RunError on all ranks at the first step with a non-finite loss or gradient,
         unless `on_nonfinite` allows the step to be skipped."""
         rows, fault = self.results.flush()
         if rows:
-            self.call("on_metrics", rows)
+            self.recorder.add_steps(self, rows)
         if fault is not None:
             step = rows[-1]["step"]
             self.checkpoints.finish(self)
             self.history.truncate(step)
-            self.call("on_history")
+            self.recorder.store(self.history)
             raise self.results.build_error(fault)
 
     def _evaluate(self) -> None:
@@ -375,7 +384,12 @@ class Trainer:
         values = metrics.evaluation(float(total), num_targets, num_bytes)
         row = {"step": self.step, **values}
         self.history.evaluations.append(row)
-        self.call("on_evaluation", row)
+        self.recorder.add_evaluation(self, row)
+        self._act_on_evaluation(row)
+
+    def _act_on_evaluation(self, row: dict[str, Any]) -> None:
+        keep_best(self, row)
+        stop_early(self)
 
     def _export_and_sample(self) -> bool:
         """Export the model while the last checkpoint is being written, and generate a sample.
@@ -464,11 +478,6 @@ class Trainer:
     def _begin_measuring(self) -> None:
         self.peak_memory.begin()
         self.results.restart()
-
-    def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of each callback."""
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *arguments)
 
     def say(self, text: str) -> None:
         """Print a line that begins with the step."""

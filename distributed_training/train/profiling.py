@@ -15,7 +15,6 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import TRACE_FILE
-from distributed_training.train.callbacks import Callback
 
 if TYPE_CHECKING:
     from distributed_training.train.loop import Trainer
@@ -38,13 +37,13 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
     return range(last_step + first, last_step + min(first + config.profile, num_remaining + 1))
 
 
-class Profile(Callback):
+class Profile:
     """Profiler that traces `steps` on this rank."""
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
 
-    def before_training(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer) -> None:
         # The profiler warms up in the step before the first traced step.
         wait = self._steps.start - trainer.step - 2
         self._profiler = torch.profiler.profile(
@@ -55,11 +54,11 @@ class Profile(Callback):
         )
         self._profiler.start()
 
-    def after_step(self, trainer: Trainer) -> None:
+    def step(self) -> None:
         """Tell the profiler that a step has ended. After the last traced step, write the file."""
         self._profiler.step()
 
-    def after_training(self, trainer: Trainer) -> None:
+    def stop(self) -> None:
         """Stop the profiler and write the steps traced so far. After a rank has failed, the
         profilers of the other ranks could wait for that rank forever."""
         self._profiler.stop()

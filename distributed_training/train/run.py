@@ -27,8 +27,9 @@ from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
 from distributed_training.supervise.process import END_ACTIVITY, Process
-from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
+from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
+from distributed_training.train.profiling import Profile, steps_to_trace
 
 
 def train(
@@ -57,7 +58,8 @@ def train(
         data=data,
         sampler=sampler,
         display=display,
-        callbacks=[*build_profilers(plan, history), recorder, KeepBest(), EarlyStopping()],
+        recorder=recorder,
+        profile=build_profile(plan, history),
         history=history,
         set_activity=set_activity,
     )
@@ -138,14 +140,10 @@ def announce(
         display.note(note)
 
 
-def build_profilers(plan: Plan, history: records.History) -> list[Callback]:
-    """Return the callback that traces steps if CONFIG asks for it."""
-    if not plan.config.profile:
-        return []
-    from distributed_training.train.profiling import Profile, steps_to_trace
-
-    traced_steps = steps_to_trace(plan, history.step)
-    return [Profile(traced_steps)] if traced_steps else []
+def build_profile(plan: Plan, history: records.History) -> Profile | None:
+    """Return the profiler of the steps to trace, or None if there are none."""
+    steps = steps_to_trace(plan, history.step) if plan.config.profile else range(0)
+    return Profile(steps) if steps else None
 
 
 def finish_record(
