@@ -24,17 +24,13 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
     """Return the 1-based numbers of the steps to trace in a run that continues after `last_step`.
 
     The traced steps follow the warm-up. If the run is too short for the warm-up and the trace, the
-    last possible steps are traced. The first step and the step that captures a graph are never
-    traced."""
-    config = plan.config
-    num_remaining = (plan.num_steps or 0) - last_step
-    warm_up = MAX_WARMUP_STEPS
-    if config.cuda_graphs:  # The profiler needs its own warm-up step after the capture.
-        warm_up = NUM_EAGER_STEPS + 2
-        if num_remaining < warm_up + config.profile:
-            num_remaining = min(num_remaining, NUM_EAGER_STEPS)
-    first = 1 + max(1, min(warm_up, num_remaining - config.profile))
-    return range(last_step + first, last_step + min(first + config.profile, num_remaining + 1))
+    last steps are traced, except for the first one. Every other run traces no step that captures a
+    graph."""
+    num_traced = plan.config.profile
+    end = (plan.num_steps or 0) + 1
+    warm_up = NUM_EAGER_STEPS + 2 if plan.config.cuda_graphs else MAX_WARMUP_STEPS
+    first = max(last_step + 2, min(last_step + warm_up + 1, end - num_traced))
+    return range(first, min(first + num_traced, end))
 
 
 class Profile:
