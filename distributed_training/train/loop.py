@@ -55,11 +55,6 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     )
 
 
-def _format_ranks(ranks: list[int]) -> str:
-    """Return a string such as "rank 3" or "ranks 1, 4"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
     """Return whether a step has non-finite gradients, according to this rank's result.
 
@@ -166,12 +161,10 @@ class StepResults:
             first_index = result.param_grad_norms.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first_index)]
             faults.append(f"the first non-finite gradient is {name}")
-        ranks_by_fault: dict[str, list[int]] = {}
+        reasons = []
         for rank, faults_of_rank in enumerate(gather(faults)):
-            for fault in faults_of_rank:
-                ranks_by_fault.setdefault(fault, []).append(rank)
-        reasons = [f"{fault} on {_format_ranks(ranks)}" for fault, ranks in ranks_by_fault.items()]
-        what = f"step {step}: {', and '.join(reasons) or 'the gradients are not finite'}"
+            reasons += [f"{fault} on rank {rank}" for fault in faults_of_rank]
+        what = f"step {step}: {', and '.join(reasons[:4]) or 'the gradients are not finite'}"
         if may_skip and too_many:
             what += f", as in the previous {MAX_CONSECUTIVE_SKIPS} steps"
         return what
