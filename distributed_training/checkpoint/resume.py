@@ -14,14 +14,7 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import (
-    LAST,
-    RECORD_FILE,
-    Record,
-    is_alive,
-    load_record,
-    write_json,
-)
+from distributed_training.records.record import LAST, RECORD_FILE, Record, is_alive, load_record
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, load_object, parse_as, shown
@@ -61,11 +54,6 @@ class Meta(BaseModel, strict=True):
 def resume_advice(checkpoint: Path) -> str:
     """Return advice for a user whose checkpoint is damaged."""
     return f"set resume to another folder in {checkpoint.parent}, or train again without resume"
-
-
-def write_meta(folder: Path, meta: Meta) -> None:
-    """Write a checkpoint's meta.json."""
-    write_json(folder / META_FILE, meta.model_dump(mode="json"))
 
 
 def read_meta(folder: Path) -> Meta:

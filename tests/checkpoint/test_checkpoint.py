@@ -16,7 +16,8 @@ from distributed_training.data.pieces import MESSAGES
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import build_part
-from distributed_training.records.folder import list_checkpoints, remove_unfinished
+from distributed_training.records.folder import META_FILE, list_checkpoints, remove_unfinished
+from distributed_training.records.record import write_json
 from distributed_training.settings import files
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import FinishedError
@@ -281,7 +282,7 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     changed = read_meta(other).model_copy(update={"spread": {**SPREAD, "strategy": "dp"}})
-    resume.write_meta(other, changed)
+    write_json(other / META_FILE, changed.model_dump())
     for strategy, expected in {"zero2": same_strategy, "dp": other, "fsdp": other}.items():
         assert find_checkpoint("auto", tmp_path, strategy=strategy) == expected
     with open(other.parents[1] / ".owner.json", "w") as file:
