@@ -50,7 +50,12 @@ def train(
     record, history = start_record(plan, sampler, data, topology)
     recorder = Recorder(record, start_tracker(plan, history, topology))
     engine = build_engine(plan, topology)
-    announce(plan, record, display)
+    if record is not None:
+        display.say(fold(plan.verdict))
+        display.table(header_rows(records.Record.model_validate(record.values)))
+    for note in plan.notes:
+        display.note(note)
+    traced_steps = steps_to_trace(plan, history.step)
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -59,7 +64,7 @@ def train(
         sampler=sampler,
         display=display,
         recorder=recorder,
-        profile=build_profile(plan, history),
+        profile=Profile(traced_steps) if traced_steps else None,
         history=history,
         set_activity=set_activity,
     )
@@ -125,25 +130,6 @@ def start_tracker(
         run_info,
         history.step,
     )
-
-
-def announce(
-    plan: Plan,
-    record: records.RunRecord | None,
-    display: Display,
-) -> None:
-    """Print what will be trained, and the plan's notes."""
-    if record is not None:
-        display.say(fold(plan.verdict))
-        display.table(header_rows(records.Record.model_validate(record.values)))
-    for note in plan.notes:
-        display.note(note)
-
-
-def build_profile(plan: Plan, history: records.History) -> Profile | None:
-    """Return the profiler of the steps to trace, or None if there are none."""
-    steps = steps_to_trace(plan, history.step) if plan.config.profile else range(0)
-    return Profile(steps) if steps else None
 
 
 def finish_record(
