@@ -15,7 +15,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from pydantic_core import to_json
 from distributed_training.data.samples import CAPPED_NUM_SAMPLES
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, short_path
+from distributed_training.records.display import fold, short_path
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
@@ -259,14 +258,7 @@ def train_each(
             train(run, out)
             run.seconds = time.monotonic() - start
         line = f"{prefix}{run.name}: {conclude(run)}"
-        print(
-            textwrap.fill(
-                line,
-                WIDTH,
-                subsequent_indent=" " * len(prefix),
-            ),
-            flush=True,
-        )
+        print(fold(line, len(prefix)), flush=True)
 
 
 def train(run: Run, out: Path) -> None:
