@@ -273,7 +273,10 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
 
 
 def _differences(
-    old: JsonObject, data_fingerprint: str, plan: Plan, allowed: Collection[str] = ()
+    old: JsonObject,
+    data_fingerprint: str,
+    plan: Plan,
+    allowed: Collection[str] = (),
 ) -> str:
     """Describe the keys of the work, except those in `allowed`, that differ from the work `old` of
     a run with this data. The text may have moved, if its tokens are the same."""

@@ -225,7 +225,12 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def mark_stopped(
-    run_dir: Path, status: str, error: str, *, consequence: bool = False, decides: bool = False
+    run_dir: Path,
+    status: str,
+    error: str,
+    *,
+    consequence: bool = False,
+    decides: bool = False,
 ) -> bool:
     """Record why a run is stopping, unless the run has finished or another process has recorded a
     cause. Any rank or the launching process may call this function. Return False if the record

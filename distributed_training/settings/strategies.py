@@ -259,7 +259,10 @@ def load_strategy(config: Config) -> Strategy:
     )
 
 
-def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
+def _read_json(
+    config_file: Path,
+    json_or_path: Any,
+) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
     """Return (file, DeepSpeed configuration, the part of the configuration that this package reads)
     for a strategy. `json_or_path` is the configuration itself or its path, relative to the folder
     of the strategy's `config_file` or to the checkout."""

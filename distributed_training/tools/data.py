@@ -37,7 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
+    arguments: argparse.Namespace,
+    configure: Callable[[Sequence[str]], Request],
+    script: Path,
 ) -> int:
     """Tokenize the dataset into the token cache, as a training run would. Show samples and counts.
     Return the exit code."""

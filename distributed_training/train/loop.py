@@ -70,7 +70,11 @@ class StepResults:
     each step. All ranks must call each method that is not a property."""
 
     def __init__(
-        self, plan: Plan, history: records.History, engine: Engine, device: torch.device
+        self,
+        plan: Plan,
+        history: records.History,
+        engine: Engine,
+        device: torch.device,
     ) -> None:
         self.config = plan.config
         self.can_skip = plan.strategy.traits.averages_with_torch

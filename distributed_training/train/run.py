@@ -205,7 +205,10 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     return engine
 
 
-def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, int]:
+def build_model(
+    plan: Plan,
+    topology: Topology,
+) -> tuple[Decoder, InitialWeights, int]:
     """Return the model on the meta device, its initial weights and their fingerprint, which is
     0 for random weights without LoRA.
 
