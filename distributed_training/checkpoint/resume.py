@@ -14,14 +14,7 @@ from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import (
-    LAST,
-    RECORD_FILE,
-    Record,
-    is_alive,
-    load_record,
-    write_json,
-)
+from distributed_training.records.record import LAST, RECORD_FILE, Record, is_alive, load_record
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, load_object, parse_as, shown
@@ -61,11 +54,6 @@ class Meta(BaseModel, strict=True):
 def resume_advice(checkpoint: Path) -> str:
     """Return advice for a user whose checkpoint is damaged."""
     return f"set resume to another folder in {checkpoint.parent}, or train again without resume"
-
-
-def write_meta(folder: Path, meta: Meta) -> None:
-    """Write a checkpoint's meta.json."""
-    write_json(folder / META_FILE, meta.model_dump(mode="json"))
 
 
 def read_meta(folder: Path) -> Meta:
@@ -173,10 +161,6 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
     changed = changed_keys(meta, plan)
-    max_steps = plan.work.get("max_steps")
-    if changed & STEPS == {"epochs"} and plan.num_steps == max_steps:
-        what = f"epochs={plan.work['epochs']} has no effect, because {max_steps=} decides"
-        raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
         changed -= STEPS
     if "model" in changed:
@@ -289,7 +273,10 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record:
 
 
 def _differences(
-    old: JsonObject, data_fingerprint: str, plan: Plan, allowed: Collection[str] = ()
+    old: JsonObject,
+    data_fingerprint: str,
+    plan: Plan,
+    allowed: Collection[str] = (),
 ) -> str:
     """Describe the keys of the work, except those in `allowed`, that differ from the work `old` of
     a run with this data. The text may have moved, if its tokens are the same."""

@@ -37,10 +37,11 @@ from distributed_training.parallel.tensor_files import (
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import (
     CHECKPOINTS,
-    checkpoint_name,
+    META_FILE,
     list_checkpoints,
     remove_unfinished,
 )
+from distributed_training.records.record import write_json
 from distributed_training.settings.detect import available_ram_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
@@ -162,7 +163,7 @@ class Saver:
         threads of all ranks must call this method."""
         start = time.monotonic()
         is_rank_0 = self.topology.rank == 0
-        final_folder = partial_folder.with_name(checkpoint_name(meta.step))
+        final_folder = partial_folder.with_name(f"step-{meta.step:08d}")
         file = partial_folder / resume.rank_file_name(self.topology.rank)
         gather_values = partial(gather, group=self._group)
         with raise_on_all_ranks(gather_values):
@@ -180,7 +181,7 @@ class Saver:
         for has_turn in (not is_rank_0, is_rank_0):
             with raise_on_all_ranks(gather_values):
                 if self._is_disk_leader and has_turn:
-                    resume.write_meta(partial_folder, meta)
+                    write_json(partial_folder / META_FILE, meta.model_dump())
                     publish(partial_folder, final_folder)
         # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
         # and this run repeats their steps.

@@ -94,7 +94,10 @@ class TrainedModel:
 
 
 def trained_model_of_run(
-    plan: Plan, names: Iterable[str], read: Callable[[str], torch.Tensor], base_fingerprint: int
+    plan: Plan,
+    names: Iterable[str],
+    read: Callable[[str], torch.Tensor],
+    base_fingerprint: int,
 ) -> TrainedModel:
     """Return the trained weights of a run. `names` are the names of the trained parameters, and
     `read` returns the tensor of a name."""

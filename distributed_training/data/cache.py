@@ -7,7 +7,6 @@ name begins with .writing-."""
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -33,7 +32,6 @@ _VERSION = 20
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
-LOG_EVERY_S = 10.0  # time between updates of the progress bar without a terminal
 
 
 def tokenize(
@@ -146,13 +144,11 @@ def _fill(
     tokenizer.check_splits()
     splits, firsts = {}, {}
     counts = {split: Counts() for split in corpus}
-    pause = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
     with tqdm(
         desc="tokenizing",
         total=count_corpus_bytes(corpus),
         leave=False,
-        mininterval=pause,
-        delay=pause,
+        disable=None,
         bar_format="{l_bar}{bar:20}| {elapsed}<{remaining}{postfix}",
     ) as bar:
         for split, sources in corpus.items():

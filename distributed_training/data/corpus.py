@@ -322,7 +322,5 @@ def _shuffle(texts: dict[str, str]) -> list[str]:
     """Return the texts sorted by a hash of their names. The last texts are held out for validation,
     and this order makes them a representative mixture."""
 
-    def hash_of(name: str) -> bytes:
-        return hashlib.sha256(name.encode()).digest()
-
-    return [texts[name] for name in sorted(texts, key=hash_of)]
+    names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [texts[name] for name in names]

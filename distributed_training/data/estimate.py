@@ -19,7 +19,10 @@ MIN_ERROR = 0.05  # smallest uncertainty that is stated
 SUFFIXES = (".txt", ".md", ".jsonl")  # files that can be read from any line
 
 
-def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] | None:
+def sample_corpus(
+    corpus: Corpus,
+    folder: Path,
+) -> tuple[Corpus, float, float] | None:
     """Write evenly spaced chunks of the training text to `folder`. Return (corpus of the chunks,
     size of the text relative to the chunks, relative uncertainty of the number of samples). A
     validation split consists of the same chunks. Return None if the files cannot be read from the

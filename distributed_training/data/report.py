@@ -145,7 +145,10 @@ def describe(
     return lines
 
 
-def first_samples(samples: Samples, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def first_samples(
+    samples: Samples,
+    count: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (ids, mask) for each of the first `count` samples, which are not packed. The mask is
     True for ids that are targets in the loss."""
     for start, length in zip(samples.starts[:count], samples.lengths[:count], strict=True):

@@ -84,7 +84,10 @@ class Samples:
             owners=self.owners[parts],
         )
 
-    def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def parts_of(
+        self,
+        indices: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (part indices, rows) for the samples in `indices`. The row of a part is the
         position of the part's sample in `indices`. The index NO_SAMPLE contributes no parts."""
         rows = np.flatnonzero(indices != NO_SAMPLE)
@@ -95,7 +98,10 @@ class Samples:
         parts = np.repeat(self.firsts[real], counts) + _concatenate_ranges(counts)
         return parts, np.repeat(rows, counts)
 
-    def batch(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+    def batch(
+        self,
+        indices: np.ndarray,
+    ) -> tuple[np.ndarray, ...]:
         """Return (inputs, targets), each int64 [len(indices), seq_len]. Targets outside the loss
         are IGNORE_INDEX.
 

@@ -78,7 +78,10 @@ class Tokenizer:
     class. Chat templates use `date` in ISO format, by default today, as the current date."""
 
     def __init__(
-        self, folder: Path, model: Mapping[str, str] | None = None, date: str | None = None
+        self,
+        folder: Path,
+        model: Mapping[str, str] | None = None,
+        date: str | None = None,
     ) -> None:
         self.folder = folder
         self._model = dict(model or {})
@@ -299,7 +302,10 @@ class Tokenizer:
             rows = (encoding.ids for encoding in encodings)
         return [np.array(ids, np.int32) for ids in rows]
 
-    def encode_pieces(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_pieces(
+        self,
+        batch: Sequence[Piece],
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, loss mask) for each piece. Concatenating the ids of the pieces of a document
         gives the ids of `tokenizer(document)`. No special tokens are added to pieces that the
         tokenizer's own chat template rendered."""
@@ -323,7 +329,10 @@ class Tokenizer:
             rows.append((ids, mask))
         return rows
 
-    def _encode_spans(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_spans(
+        self,
+        piece: Piece,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask) for a piece with spans. Only the spans are in the loss.
 
         As in transformers, a token is in the loss if at least one of its characters is in the loss.

@@ -143,7 +143,10 @@ class DeepSpeedEngine(base.Engine):
             yield from self._parts(group, tensor_names, read)
 
     def _parts(
-        self, group: int, tensor_names: Iterable[str], read: Callable[[int], dict[str, Any]]
+        self,
+        group: int,
+        tensor_names: Iterable[str],
+        read: Callable[[int], dict[str, Any]],
     ) -> Iterator[Part]:
         """Yield this rank's shards of the weights and Adam moments in one optimizer group, without
         padding. `read` returns the flat tensors of a group by name."""

@@ -39,7 +39,11 @@ class StepGraph:
     `step` must not wait for the GPU, and its control flow must not depend on values on the GPU."""
 
     def __init__(
-        self, step: Callable[..., tuple[torch.Tensor, ...]], device: torch.device, *, captures: bool
+        self,
+        step: Callable[..., tuple[torch.Tensor, ...]],
+        device: torch.device,
+        *,
+        captures: bool,
     ) -> None:
         self.step = step
         self.device = device

@@ -48,7 +48,11 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
 def parallelize(
-    stage: Decoder, weights: InitialWeights, plan: Plan, topology: Topology, mesh: DeviceMesh | None
+    stage: Decoder,
+    weights: InitialWeights,
+    plan: Plan,
+    topology: Topology,
+    mesh: DeviceMesh | None,
 ) -> list[nn.Parameter]:
     """Parallelize a model or a pipeline stage over `mesh` in place, except for DDP, and fill it
     with its initial `weights`. Return the parameters whose gradients must be summed over tp. All
@@ -424,7 +428,10 @@ class NativeEngine(base.Engine):
             "good_steps": int(self.good_steps),
         }
 
-    def _adam_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _adam_state(
+        self,
+        parameter: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """Return the Adam moments and step counter of a parameter, or {} before the first step."""
         return self.optimizer.state.get(self.local_params[parameter], {})
 

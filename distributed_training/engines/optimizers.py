@@ -171,7 +171,10 @@ class AdamWBf16(torch.optim.Optimizer):
                         **scalars,
                     )
 
-    def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    def _chunks(
+        self,
+        parameter: torch.Tensor,
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield the index of the first value and the pieces of the flattened parameter, gradient
         and Adam moments. Each piece has at most `chunk_size` values."""
         if parameter.grad is None or parameter.numel() == 0:

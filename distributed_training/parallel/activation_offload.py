@@ -58,7 +58,11 @@ class _HostStore:
         self.latest: _Pass | None = None  # its tensors are being copied to the host
 
     def run(
-        self, block: nn.Module, forward: Callable[..., Any], x: torch.Tensor, **options: Any
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        x: torch.Tensor,
+        **options: Any,
     ) -> Any:
         """Run a block's forward pass. Move the large tensors that it saves, except its weights and
         those that all blocks share, such as masks."""

@@ -37,7 +37,11 @@ FROZEN_MATMULS = {
 
 
 def apply_checkpointing(
-    model: Decoder, mode: str, num_blocks: int | None = None, *, compiled: bool = False
+    model: Decoder,
+    mode: str,
+    num_blocks: int | None = None,
+    *,
+    compiled: bool = False,
 ) -> None:
     """Apply activation checkpointing to the first `num_blocks` blocks, by default all, in place.
     Call this function after apply_lora and before apply_compile. `compiled` indicates whether the
@@ -189,7 +193,11 @@ def apply_compile(
 
 
 def apply_fsdp(
-    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool
+    model: Decoder,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    *,
+    keep_gathered: bool,
 ) -> None:
     """Shard each block and then the remaining parameters in place with FSDP2.
 

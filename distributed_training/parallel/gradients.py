@@ -46,7 +46,9 @@ def all_reduce_sum(
 
 @torch.no_grad()
 def global_norm(
-    parameters: list[nn.Parameter], topology: Topology, duplicate_params: Collection[torch.Tensor]
+    parameters: list[nn.Parameter],
+    topology: Topology,
+    duplicate_params: Collection[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (2-norm of all gradients of the model, 2-norm of this rank's shard of each gradient).
     The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.

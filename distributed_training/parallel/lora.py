@@ -168,7 +168,10 @@ class Adapter(nn.Module):
             )
         return y + delta
 
-    def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(
+        self,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A times the adapters' scale, [k lora_rank, in], and the expanded B,
         [out, k lora_rank], in `dtype`."""
         a = local_part(self.a).to(dtype) * self.scale

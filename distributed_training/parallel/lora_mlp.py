@@ -132,7 +132,10 @@ class _GatedMLP(torch.autograd.Function):
 # These are not `triton_op`s, because torch.compile would see inside them, and copy y (torch 2.11).
 @torch.library.custom_op("distributed_training::lora_activate", mutates_args=())
 def activate(
-    y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor, unit_size: int
+    y: torch.Tensor,
+    hidden: torch.Tensor,
+    b: torch.Tensor,
+    unit_size: int,
 ) -> torch.Tensor:
     """Return silu(gate) * up, [.., F], where gate and up are the rows of `y + hidden b^T`.
 
@@ -188,7 +191,12 @@ def _(_d_act, _d_last_hidden, a, y, _hidden, b, _unit_size):  # type: ignore[no-
 
 
 def _launch(
-    y: torch.Tensor, hidden: torch.Tensor, unit_size: int, rows: int, tile: int, warps: int
+    y: torch.Tensor,
+    hidden: torch.Tensor,
+    unit_size: int,
+    rows: int,
+    tile: int,
+    warps: int,
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the numbers of programs and the kernels' sizes."""
     units = y.shape[-1] // 2

@@ -33,7 +33,11 @@ class Pipeline:
     `group`."""
 
     def __init__(
-        self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
+        self,
+        stages: dict[int, Decoder],
+        plan: Plan,
+        topology: Topology,
+        group: dist.ProcessGroup,
     ) -> None:
         """Build the schedule. `stages` maps stage indices to this rank's stages. `group` contains
         the ranks of this pipeline. All ranks of the run must build their pipelines together."""
@@ -121,7 +125,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *documents: torch.Tensor,
     ) -> torch.Tensor | None:
         """Run the forward pass of one batch [B, T] through all stages. Return the output of the
         last stage on the rank with that stage, and None on other ranks."""
@@ -197,7 +204,8 @@ class Pipeline:
 
 
 def _exchange(
-    group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
+    group: dist.ProcessGroup,
+    messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
 ) -> None:
     """Send and receive all messages concurrently, and wait until they complete. Each message is a
     tuple (rank of the peer in `group`, tensor to send, tensor to receive into)."""

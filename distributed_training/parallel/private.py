@@ -75,7 +75,11 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
         self.num_replicas = num_replicas
 
     def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
         """Return an uninitialized tensor of the given size."""
         if not self._is_kept(dtype):
@@ -133,7 +137,10 @@ class LayerStyle(ParallelStyle):
         return self.apply(module, device_mesh)  # type: ignore[attr-defined,no-any-return]
 
 
-def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
+def find_zero_fragment(
+    zero: Any,
+    parameter: Any,
+) -> tuple[int, int, int, int] | None:
     """Return the position of this rank's fp32 shard of a parameter in a ZeRO optimizer, or None if
     there is no shard. The position is (index of the flat tensor, offset in that tensor, index of
     the shard's first element in the flattened parameter, number of elements).
@@ -157,7 +164,10 @@ def zero_partitions(zero: Any) -> list[torch.Tensor]:
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
 
-def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
+def read_zero_group(
+    zero: Any,
+    group: int,
+) -> dict[str, torch.Tensor]:
     """Return a dict with the flat weights of one parameter group (key "weight") and the group's
     Adam state. If the group is on disk, the tensors are copies, and the key "step" is missing."""
     swapped = _is_swapped(zero, group)

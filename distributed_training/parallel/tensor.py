@@ -184,7 +184,11 @@ def _gather_tokens(
 
 
 def _vocab_parallel_logits(
-    mesh: DeviceMesh, placement: Placement, x: torch.Tensor, weight: DTensor, vocab_size: int
+    mesh: DeviceMesh,
+    placement: Placement,
+    x: torch.Tensor,
+    weight: DTensor,
+    vocab_size: int,
 ) -> torch.Tensor:
     """Return the logits [B, T, V] on every rank, for generation."""
     local = F.linear(_gather_tokens(x, mesh, placement), weight.to_local())

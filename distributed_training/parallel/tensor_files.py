@@ -200,7 +200,10 @@ def _aligned_bytes(part: Part) -> int:
 
 
 def _copy_overlap(
-    stored_part: Part, target: torch.Tensor, is_filled: torch.Tensor, start: Sequence[int]
+    stored_part: Part,
+    target: torch.Tensor,
+    is_filled: torch.Tensor,
+    start: Sequence[int],
 ) -> None:
     """Copy the overlap of a stored part and `target` into `target`, and mark the copied values in
     `is_filled`. `start` is the index of the first element of `target` in the tensor or, for a range

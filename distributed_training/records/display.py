@@ -69,9 +69,7 @@ class Display:
         """Print generated text. Control characters are escaped."""
         self.say(title)
         for line in text.split("\n"):
-            self.say(
-                textwrap.fill(printable(line), WIDTH, initial_indent="  ", subsequent_indent="  ")
-            )
+            self.say(fold(printable(line), 2, "  "))
 
     def table(self, rows: dict[str, str]) -> None:
         """Print aligned lines of names and values. Long values are wrapped, and empty values are

@@ -12,10 +12,6 @@ CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints, oldest first. Other files and folders, such as a user's copy of a
     checkpoint, are ignored."""

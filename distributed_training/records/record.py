@@ -25,7 +25,6 @@ from distributed_training.settings.files import (
     load_json,
     load_object,
     parse_as,
-    parse_json,
     replace_file,
 )
 
@@ -226,7 +225,12 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def mark_stopped(
-    run_dir: Path, status: str, error: str, *, consequence: bool = False, decides: bool = False
+    run_dir: Path,
+    status: str,
+    error: str,
+    *,
+    consequence: bool = False,
+    decides: bool = False,
 ) -> bool:
     """Record why a run is stopping, unless the run has finished or another process has recorded a
     cause. Any rank or the launching process may call this function. Return False if the record
@@ -276,7 +280,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     for line in path.read_bytes().split(b"\n")[:-1]:
         # A crash may have damaged the line.
         with contextlib.suppress(ValueError, TypeError, LookupError):
-            if parse_json(line)["step"] <= num_steps:
+            if json.loads(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
     replace_file(path, b"".join(kept_lines))
 

@@ -13,7 +13,7 @@ import numpy as np
 from distributed_training.records.display import fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys, format_table
-from distributed_training.settings.errors import UserError, describe, print_stderr, printable
+from distributed_training.settings.errors import UserError, print_stderr, printable
 from distributed_training.settings.files import plural, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
@@ -45,9 +45,9 @@ def save_plot(layouts: Sequence[LayoutRow], file: Path) -> None:
 
 
 def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
-    """Plot the training losses of each run as a line, and its validation losses as dots. Runs of
-    the same layout have the same color. A non-finite loss (None in a record) leaves a gap. Return
-    None if there is no finite training loss."""
+    """Plot the training losses of each run as a line, and its validation losses as dots. A
+    non-finite loss (None in a record) leaves a gap. Return None if there is no finite training
+    loss."""
     import matplotlib.figure
 
     # This figure needs no display and need not be closed.
@@ -57,31 +57,19 @@ def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
     )
     axes = figure.subplots()
     for index, layout in enumerate(layouts):
+        r = layout.finished_record
+        if r is None:
+            continue
         style: dict[str, Any] = {"color": f"C{index % 10}", "linewidth": 1.2}
-        label: str | None = layout.name
-        for r in layout.finished_records:
-            steps = [step for step, _ in r.loss_curve]
-            losses = np.array(
-                [loss for _, loss in r.loss_curve],
-                dtype=float,
-            )  # None becomes NaN
-            if not np.isfinite(losses).any():
-                continue
-            axes.plot(steps, losses, label=label, **style)
-            label = None  # one entry in the legend per layout
-            eval_steps = [row["step"] for row in r.evaluations]
-            eval_losses = np.array(
-                [row["loss"] for row in r.evaluations],
-                dtype=float,
-            )
-            axes.plot(
-                eval_steps,
-                eval_losses,
-                "o",
-                markeredgecolor="white",
-                zorder=3,
-                **style,
-            )
+        steps = [step for step, _ in r.loss_curve]
+        # None becomes NaN.
+        losses = np.array([loss for _, loss in r.loss_curve], dtype=float)
+        if not np.isfinite(losses).any():
+            continue
+        axes.plot(steps, losses, label=layout.name, **style)
+        eval_steps = [row["step"] for row in r.evaluations]
+        eval_losses = np.array([row["loss"] for row in r.evaluations], dtype=float)
+        axes.plot(eval_steps, eval_losses, "o", markeredgecolor="white", zorder=3, **style)
     if not axes.lines:
         return None
     axes.set(xlabel="optimizer step", ylabel="loss in nats per token (dots: validation)")
@@ -105,7 +93,7 @@ def compare_runs(records: Sequence[Record]) -> Comparison:
             settings = ", ".join(f"{key} {short_name(str(values.get(key)))}" for key in keys)
             settings = textwrap.shorten(settings, _SETTINGS_WIDTH, placeholder=" ...")
             name = f"{name}, {settings}"
-        layouts.append(LayoutRow(name=name, records=[r]))
+        layouts.append(LayoutRow(name=name, record=r))
     return Comparison(layouts=layouts)
 
 
@@ -124,7 +112,6 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
         for file in map(Path, map(os.path.realpath, files)):  # resolves the link runs/latest
             try:
                 record = load_record(file)
-                _check_values(record)
                 records[file] = record
             except UserError as error:
                 if not path.is_dir():
@@ -132,17 +119,6 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
                     print_stderr(f"note: {error}")
     return list(records.values())
-
-
-def _check_values(record: Record) -> None:
-    """Raise UserError if the tables cannot show a record, because one wrong value would hide all
-    other runs."""
-    other = record.model_copy(update={"run_dir": ""})  # tables of two runs read more values
-    try:
-        render("", compare_runs([record, other]))
-    except Exception as error:  # each value may have any type
-        what = f"record {record.run_dir}/{RECORD_FILE} contains a value that cannot be shown"
-        raise UserError(what, describe(error)) from None
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:

@@ -3,7 +3,6 @@
 settings."""
 
 import platform
-import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,26 +33,14 @@ TEXT_COLUMNS = {"run", "pick", "layout", "status", "verdict", "bottleneck"}
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table. A cell shows the value of one run, or the mean over several runs."""
+    """Column of a table. A cell shows the value of a run, or that the run has none."""
 
     value: Callable[[Record], Any]  # number or text; None if the record has no value
     show: Callable[[Any], str] = str
-    show_std: bool = False  # show the standard deviation over several runs
 
-    def values(self, records: Sequence[Record]) -> list[Any]:
-        """Return the runs' values in this column. Runs without a value are left out."""
-        return [value for value in map(self.value, records) if value is not None]
-
-    def __call__(self, *records: Record) -> str:
-        values = self.values(records)
-        if not values:
-            return EMPTY_CELL
-        if isinstance(values[0], str):
-            return ", ".join(sorted({*map(self.show, values)}))
-        text = self.show(statistics.fmean(values))
-        if self.show_std and len(values) > 1:
-            text += f" ± {self.show(statistics.stdev(values))}"
-        return text
+    def __call__(self, record: Record | None) -> str:
+        value = None if record is None else self.value(record)
+        return EMPTY_CELL if value is None else self.show(value)
 
 
 def predicted(name: str) -> Callable[[Record], Any]:
@@ -107,18 +94,15 @@ RESULTS = {
     "tokens/s": Column(
         lambda r: r.performance.get("tokens_per_s"),
         "{:,.0f}".format,
-        True,
     ),
-    "ms per step": Column(
-        lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, True
-    ),
+    "ms per step": Column(lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds),
     "MFU": Column(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "reserved GPU memory": Column(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
     "peak RAM": Column(lambda r: r.memory.get("peak_host_bytes"), format_bytes),
-    "training loss": Column(_last_loss, "{:.3f}".format, True),
-    "validation loss": Column(_from_last_evaluation("loss"), "{:.4f}".format, True),
-    "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format, True),
-    "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format, True),
+    "training loss": Column(_last_loss, "{:.3f}".format),
+    "validation loss": Column(_from_last_evaluation("loss"), "{:.4f}".format),
+    "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format),
+    "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format),
 }
 
 
@@ -142,26 +126,26 @@ PREDICTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRow:
-    """Row of a table: a layout with one run per seed, or a single run."""
+    """Row of a table: a run."""
 
     name: str
-    records: list[Record]
+    record: Record | None = None
     why: str = ""  # reason why a requested run has no record
 
     @property
-    def finished_records(self) -> list[Record]:
-        """Return the records of runs that have results."""
-        return [r for r in self.records if r.performance]
+    def finished_record(self) -> Record | None:
+        """Return the record if the run has results."""
+        return self.record if self.record and self.record.performance else None
 
     @property
     def status(self) -> str:
-        """Describe the status of the runs in a few words, such as "ok", or "killed 12/100" after 12
+        """Describe the status of the run in a few words, such as "ok", or "killed 12/100" after 12
         of 100 steps."""
         if self.why:
             return "failed"
-        if not self.records:
+        r = self.record
+        if r is None:
             return "not run yet"
-        r = self.records[-1]
         word: str = r.status
         if word == "running" and r.hostname == platform.node() and not is_alive(r):
             word = "killed"
@@ -179,11 +163,11 @@ class Comparison:
 
     @property
     def records(self) -> list[Record]:
-        return [record for layout in self.layouts for record in layout.records]
+        return [layout.record for layout in self.layouts if layout.record]
 
     @property
     def finished(self) -> list[LayoutRow]:
-        return [layout for layout in self.layouts if layout.finished_records]
+        return [layout for layout in self.layouts if layout.finished_record]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -206,10 +190,10 @@ class Comparison:
         if keys:
             return f"The runs are not comparable, because they differ in {', '.join(keys)}."
         speeds = []
-        for layout in self.finished:
-            values = RESULTS["tokens/s"].values(layout.finished_records)
-            if values:
-                speeds.append((statistics.fmean(values), layout.name))
+        for layout in self.layouts:
+            r = layout.finished_record
+            if r is not None and r.performance["tokens_per_s"] is not None:
+                speeds.append((r.performance["tokens_per_s"], layout.name))
         if len(speeds) < 2:
             return ""
         *_, (second_speed, second), (speed, first) = sorted(speeds)
@@ -224,14 +208,15 @@ class Comparison:
         """Return sentences about failed runs and overfitting."""
         notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
-            for r in layout.records:
-                if r.error:
-                    error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
-                    notes.append(f"{layout.name} {r.status}: {error}")
-            for r in layout.records:
-                overfitting = describe_overfitting(r)
-                if overfitting:
-                    notes.append(f"{layout.name} {overfitting}.")
+            r = layout.record
+            if r is None:
+                continue
+            if r.error:
+                error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
+                notes.append(f"{layout.name} {r.status}: {error}")
+            overfitting = describe_overfitting(r)
+            if overfitting:
+                notes.append(f"{layout.name} {overfitting}.")
         return notes
 
     @property
@@ -256,7 +241,7 @@ def _build_columns(
     names of the layouts, and empty columns are left out."""
     cells = {"run": [layout.name for layout in layouts]}
     for name, column in columns.items():
-        texts = [column(*layout.finished_records) for layout in layouts]
+        texts = [column(layout.finished_record) for layout in layouts]
         if {*texts} - {EMPTY_CELL}:
             cells[name] = texts
     return cells
@@ -268,7 +253,7 @@ def summary_rows(r: Record) -> dict[str, str]:
     if len(r.evaluations) > 1:
         rows["perplexity before"] = format_perplexity(r.evaluations[0]["perplexity"])
     for name, column in RESULTS.items():
-        if column.values([r]):
+        if column.value(r) is not None:
             rows[name] = column(r)
     overfitting = describe_overfitting(r)
     if overfitting:

@@ -5,12 +5,11 @@ import contextlib
 import difflib
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -21,16 +20,12 @@ from distributed_training.settings.errors import UserError
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Folder of strategies/ and configs/: the checkout, or the package if a wheel was installed
 ROOT = _PACKAGE if (_PACKAGE / "strategies").is_dir() else _PACKAGE.parent
-MARK = "written by distributed_training"  # at the beginning of files that a command may replace
-_SIGNATURE = re.compile(rf"{MARK} (\d+)".encode())  # with a checksum of the file without it
 _ERROR_TEXTS = {
     "model_type": "is not a JSON object",
     "dict_type": "is not a JSON object",
     "extra_forbidden": "is not a known key",
     "missing": "is missing",
 }
-_MAX_DEPTH = 100  # deepest nesting of JSON that is read
-_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 _CHUNK_BYTES = 16 * 2**20
 REPLACED = ".replaced-"  # beginning of the name of a folder that is being replaced
 JsonObject = dict[str, Any]
@@ -64,40 +59,6 @@ def open_probe(path: Path) -> IO[bytes]:
     except OSError as error:
         why = f"{folder}: {error.strerror}"
         raise UserError(f"{path} cannot be written", why, "name another place") from None
-
-
-def check_replaced(path: Path) -> None:
-    """Raise UserError if the file `path` exists and is not as `write_own` wrote it, or if it cannot
-    be written."""
-    if not os.path.lexists(path):
-        open_probe(path).close()
-        return
-    signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
-    if signature is not None:
-        content = path.read_bytes().replace(
-            signature[0],
-            MARK.encode(),
-            1,
-        )
-        if zlib.crc32(content) == int(signature[1]):
-            return
-    what = f"{path} exists, and it is not exactly what this program wrote"
-    raise UserError(what, fix="name another file or folder, or move this one")
-
-
-def write_own(path: Path, text: str) -> None:
-    """Write a file that `check_replaced` accepts until somebody changes it. `text` contains MARK,
-    which gets a checksum."""
-    content = text.encode(errors="surrogateescape")
-    signature = f"{MARK} {zlib.crc32(content)}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        content.replace(
-            MARK.encode(),
-            signature.encode(),
-            1,
-        )
-    )
 
 
 def publish(unpublished: Path, final: Path) -> None:
@@ -160,27 +121,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"the key {shown(duplicate)} appears twice")
-    return values
-
-
-def load_json(
-    path: Path,
-    what: str,
-    *,
-    unique: bool = False,
-) -> Any:
+def load_json(path: Path, what: str) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read or if the JSON is invalid.
-    `what` describes the file in the message. If `unique` is True, a duplicate key is also an
-    error."""
+    `what` describes the file in the message."""
     require_regular(path, what)
     try:
-        return parse_json(path.read_bytes(), _reject_duplicate_keys if unique else None)
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         advice = did_you_mean(path.name, names)
@@ -207,25 +153,6 @@ def load_model_json(path: Path) -> JsonObject:
         why = "it is a link to a file in another folder"
         raise UserError(f"model {path} cannot be read", why, "copy the file to its place")
     return load_object(path, "model")
-
-
-def parse_json(
-    text: str | bytes,
-    hook: Callable[..., Any] | None = None,
-) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested so deeply that
-    functions which process it would exceed Python's recursion limit."""
-    try:
-        value = json.loads(text, object_pairs_hook=hook)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    members = [value]
-    for _ in range(_MAX_DEPTH):
-        containers = [member for member in members if isinstance(member, dict | list)]
-        members = [m for c in containers for m in (c.values() if isinstance(c, dict) else c)]
-        if not members:
-            return value
-    raise ValueError(_TOO_DEEP)
 
 
 def require_regular(path: Path, what: str) -> None:

@@ -58,7 +58,10 @@ class Options(KeyModel):
         return 0
 
     def sent_bytes(
-        self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
+        self,
+        num_values: int,
+        matrices: Sequence[tuple[int, int]],
+        num_replicas: int,
     ) -> dict[str, int]:
         """Return the size of one exchange in bytes, keyed by collective operation. The exchange
         contains `num_values` values. `matrices` contains the (rows, columns) of each gradient that

@@ -9,9 +9,8 @@ from typing import Any
 
 from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, KEYS, Request, validate
-from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import check_names, read_keys
-from distributed_training.settings.strategies import list_strategies, strategy_options
+from distributed_training.settings.strategies import strategy_options
 
 PRESETS_DIR = files.ROOT / "configs" / "presets"
 
@@ -39,11 +38,6 @@ def build_config(
     options_class = strategy_options(strategy)
     engine_keys = read_keys(options_class)
     keys = KEYS | engine_keys
-    for name in sorted(typed_texts.keys() - keys.keys()):
-        for other in list_strategies():
-            if name in read_keys(strategy_options(other)):
-                what = f"{name} is a key of strategy {other}, but the strategy is {strategy}"
-                raise UserError(what, fix=f"leave out {name}, or set strategy to {other}")
     check_names(config, keys, "CONFIG")
     check_names(preset_document, keys, str(preset))
     check_names(typed_texts, keys, "the command line")

@@ -264,7 +264,10 @@ def load_strategy(config: Config) -> Strategy:
     )
 
 
-def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
+def _read_json(
+    config_file: Path,
+    json_or_path: Any,
+) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
     """Return (file, DeepSpeed configuration, the part of the configuration that this package reads)
     for a strategy. `json_or_path` is the configuration itself or its path, relative to the folder
     of the strategy's `config_file` or to the checkout."""
@@ -273,7 +276,7 @@ def _read_json(config_file: Path, json_or_path: Any) -> tuple[Path, Mapping[str,
     if isinstance(json_or_path, str):
         relative = config_file.parent / json_or_path
         file = relative if relative.is_file() else files.resolve_user_path(json_or_path)
-        document = files.load_json(file, "DeepSpeed configuration", unique=True)
+        document = files.load_json(file, "DeepSpeed configuration")
     fix = "see configs/ds_config_zero2.json"
     return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
 

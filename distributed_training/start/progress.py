@@ -79,7 +79,10 @@ class Progress:
 
 
 def find_limit(
-    config: RunConfig, world_size: int, name: str = "", steps_s: Collection[float] = ()
+    config: RunConfig,
+    world_size: int,
+    name: str = "",
+    steps_s: Collection[float] = (),
 ) -> float:
     """Return the time limit of the activity `name` in seconds, or 0 if there is no limit. `steps_s`
     contains the durations of earlier steps."""
@@ -190,7 +193,8 @@ class Monitor:
 
 
 def describe_suspects(
-    activities: Mapping[int, Activity], stacks: Mapping[int, tuple[bool, str]]
+    activities: Mapping[int, Activity],
+    stacks: Mapping[int, tuple[bool, str]],
 ) -> str:
     """Name a rank that the other ranks are waiting for. This is a rank that has started the fewest
     activities. If all ranks have started the same number, it is a rank that is not in a collective.

@@ -216,7 +216,11 @@ def _send_signal(ranks: Iterable[Rank], signum: int) -> None:
 
 
 def _terminate(
-    ranks: Sequence[Rank], codes: dict[int, int], timeout_s: float, *, was_signaled: bool
+    ranks: Sequence[Rank],
+    codes: dict[int, int],
+    timeout_s: float,
+    *,
+    was_signaled: bool,
 ) -> None:
     """Terminate all ranks. The ranks have `timeout_s` seconds to save a checkpoint or, if a rank
     failed, to report the cause. Ranks that are still running after this time are killed.

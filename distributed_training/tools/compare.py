@@ -15,7 +15,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,13 +25,12 @@ from pydantic_core import to_json
 
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, short_path
+from distributed_training.records.display import fold, short_path
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS, Request
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, plural
-from distributed_training.settings.keys import at_least
 from distributed_training.settings.request import format_overrides, parse_overrides
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.local import requested_processes
@@ -67,7 +65,7 @@ class ComparisonPlan(BaseModel):
 class Run:
     """One requested training run and its result."""
 
-    values: Values  # keys that override CONFIG, including strategy and seed
+    values: Values  # keys that override CONFIG, including strategy
     command: list[str]  # command without these values
     num_processes: int
     name: str = ""  # strategy and the keys that the plan sets for this run
@@ -87,20 +85,8 @@ class Run:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `compare` that are not CONFIG keys."""
-    add_plan_options(parser)
-    seeds = "number of runs per strategy, with seed, seed + 1, ... (default: 1)"
-    parser.add_argument(
-        "--seeds",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help=seeds,
-    )
-
-
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the runs and the folder for their records."""
+    """Add the options of `compare` and `parity` that name the runs and the folder for their
+    records."""
     add = parser.add_argument
     add(
         "plan",
@@ -195,8 +181,7 @@ def build_runs(
     if arguments.force:
         command.append("--force")
     runs = [
-        build_run(values, own_values, seed_offset, build, command, processes)
-        for seed_offset in range(arguments.seeds)
+        build_run(values, own_values, build, command, processes)
         for values, own_values in zip(layouts, plan.runs, strict=True)
     ]
     configs = [run.config for run in runs if run.config is not None]
@@ -210,26 +195,23 @@ def build_runs(
 def build_run(
     values: Values,
     own_keys: Iterable[str],
-    seed_offset: int,
     build: Build,
     command: list[str],
     num_processes: int,
 ) -> Run:
-    """Return a run with these values and with `seed_offset` added to CONFIG's seed. Its name
-    contains the values of `own_keys`. If CONFIG rejects the values, the run's `why` contains the
-    reason."""
-    known_values = {"strategy": "?", **values, "seed": seed_offset}
-    run = Run(values=known_values, command=command, num_processes=num_processes)
+    """Return a run with these values. Its name contains the values of `own_keys`. If CONFIG rejects
+    the values, the run's `why` contains the reason."""
+    run = Run(values={"strategy": "?", **values}, command=command, num_processes=num_processes)
     try:
         config = build(format_overrides(values))
         if config.batch_size == AUTO:
             what = "compare needs a fixed batch_size, because each strategy would choose its own"
             raise UserError(what, fix="add --batch_size 8")
-        run.config = config.model_copy(update={"seed": config.seed + seed_offset})
-        run.values |= {"strategy": config.strategy, "seed": run.config.seed}
+        run.config = config
+        run.values["strategy"] = config.strategy
     except UserError as error:
         run.why = str(error)
-    settings = [f"{key}={run.values[key]}" for key in own_keys if key not in ("strategy", "seed")]
+    settings = [f"{key}={run.values[key]}" for key in own_keys if key != "strategy"]
     run.name = " ".join([run.values["strategy"], *settings])
     return run
 
@@ -265,26 +247,17 @@ def train_each(
     """Train the remaining runs one after another, and print what `conclude` returns for each."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
-    seeds = {run.values.get("seed") for run in runs}
     for number, run in enumerate(runs, 1):
         if run.status == "ok":
             continue
         prefix = f"{number:>3}/{len(runs)}  "
-        name = f"{run.name}, seed {run.values['seed']}" if len(seeds) > 1 else run.name
         if run.status == "remaining":
-            print(f"{prefix}{name} ...", flush=True)
+            print(f"{prefix}{run.name} ...", flush=True)
             start = time.monotonic()
             train(run, out)
             run.seconds = time.monotonic() - start
-        line = f"{prefix}{name}: {conclude(run)}"
-        print(
-            textwrap.fill(
-                line,
-                WIDTH,
-                subsequent_indent=" " * len(prefix),
-            ),
-            flush=True,
-        )
+        line = f"{prefix}{run.name}: {conclude(run)}"
+        print(fold(line, len(prefix)), flush=True)
 
 
 def train(run: Run, out: Path) -> None:
@@ -330,20 +303,11 @@ def train(run: Run, out: Path) -> None:
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
     """Print the tables, and write them and the plot of the losses to files."""
-    layouts: dict[str, LayoutRow] = {}
+    layouts = []
     for run in runs:
-        layout = layouts.setdefault(
-            run.name,
-            LayoutRow(name=run.name, records=[]),
-        )
-        if run.why:
-            layouts[run.name] = dataclasses.replace(
-                layout,
-                why=layout.why or run.why,
-            )
-        elif run.record:
-            layout.records.append(run.record)
-    comparison = Comparison(layouts=[*layouts.values()])
+        record = None if run.why else run.record
+        layouts.append(LayoutRow(name=run.name, record=record, why=run.why))
+    comparison = Comparison(layouts=layouts)
     heading = (
         f"{count_runs(runs, 'ok')} of {plural(len(runs), 'run')} finished. The runs were executed "
         "one after another, each in new processes."

@@ -91,7 +91,10 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     return load_plan(folder).model, folder / weights_name
 
 
-def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:
+def find_trained(
+    name: str,
+    weights_name: str,
+) -> tuple[TrainedModel, Tokenizer, bool]:
     """Return the weights and the tokenizer of a run, and whether the run trained on
     conversations."""
     spec, folder = find_weights(name, weights_name)

@@ -32,6 +32,7 @@ from distributed_training.tools import compare
 # Relative differences that another order of summation in fp32 can cause, with a margin
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 ROUNDING_FACTOR = 4
+add_options = compare.add_options
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors in a checkpoint
 OK, OTHER_WORK, SKIPPED = "ok", "other work", "skipped"
 # Dropout is off, because each layout would draw different masks. A run saves one checkpoint, after
@@ -55,12 +56,6 @@ REFERENCE_VALUES: compare.Values = {
     "cuda_graphs": False,
     "gradient_compression": "none",
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `parity` that are not CONFIG keys."""
-    compare.add_plan_options(parser)
-    parser.set_defaults(seeds=1)
 
 
 def run(
@@ -149,7 +144,6 @@ def build_references(
         reference = compare.build_run(
             values,
             (),
-            0,
             build,
             first.command,
             num_processes=1,

@@ -27,7 +27,7 @@ from distributed_training.predict.predict import Cluster, Prediction, parse_clus
 from distributed_training.records.display import bottleneck_name, describe_work, fold, format_count
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import check_replaced, shown, write_own
+from distributed_training.settings.files import shown
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import (
     FIRST_HOST_NOTE,
@@ -75,8 +75,8 @@ def run(
     """Answer the request and print the answer. `configure` applies `key=value` strings to CONFIG.
     Return the exit code."""
     job_file = Path(arguments.write).expanduser() if arguments.write else None
-    if job_file is not None:
-        check_replaced(job_file)
+    if job_file is not None and job_file.exists():
+        raise UserError(f"{job_file} already exists", fix="name another file, or remove this one")
     request = configure(arguments.overrides)
     cluster = _cluster(arguments, request)
     if job_file is not None and not cluster.machine.num_gpus:
@@ -197,7 +197,8 @@ def _write_job(
         machine_options=machine_options,
         plan_command=shlex.join(["python", *sys.argv]),
     )
-    write_own(file, job)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(job, errors="surrogateescape")
     submit = job_template(file)[1]
     file_word = shlex.quote(str(file))
     print(f"Wrote {file_word}. Check it, then submit it:")

@@ -4,7 +4,7 @@ not depend on the strategy."""
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from distributed_training.records.display import Display, short_path
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise.process import STOP_SIGNALS, handle_signals
-from distributed_training.train.callbacks import Callback, Checkpoints
+from distributed_training.train.around_steps import Checkpoints, Recorder, keep_best, stop_early
+from distributed_training.train.profiling import Profile
 
 FLUSH_EVERY_S = 1.0
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
@@ -54,11 +55,6 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     )
 
 
-def _format_ranks(ranks: list[int]) -> str:
-    """Return a string such as "rank 3" or "ranks 1, 4"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
     """Return whether a step has non-finite gradients, according to this rank's result.
 
@@ -74,7 +70,11 @@ class StepResults:
     each step. All ranks must call each method that is not a property."""
 
     def __init__(
-        self, plan: Plan, history: records.History, engine: Engine, device: torch.device
+        self,
+        plan: Plan,
+        history: records.History,
+        engine: Engine,
+        device: torch.device,
     ) -> None:
         self.config = plan.config
         self.can_skip = plan.strategy.traits.averages_with_torch
@@ -165,12 +165,10 @@ class StepResults:
             first_index = result.param_grad_norms.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first_index)]
             faults.append(f"the first non-finite gradient is {name}")
-        ranks_by_fault: dict[str, list[int]] = {}
+        reasons = []
         for rank, faults_of_rank in enumerate(gather(faults)):
-            for fault in faults_of_rank:
-                ranks_by_fault.setdefault(fault, []).append(rank)
-        reasons = [f"{fault} on {_format_ranks(ranks)}" for fault, ranks in ranks_by_fault.items()]
-        what = f"step {step}: {', and '.join(reasons) or 'the gradients are not finite'}"
+            reasons += [f"{fault} on rank {rank}" for fault in faults_of_rank]
+        what = f"step {step}: {', and '.join(reasons[:4]) or 'the gradients are not finite'}"
         if may_skip and too_many:
             what += f", as in the previous {MAX_CONSECUTIVE_SKIPS} steps"
         return what
@@ -223,9 +221,10 @@ class Trainer:
     data: Data
     sampler: Sampler
     display: Display
-    callbacks: Sequence[Callback]
+    recorder: Recorder
     history: records.History
     set_activity: Callable[[str], None]  # publishes the current activity (start/progress.py)
+    profile: Profile | None = None
     sample: str | None = None  # text that the trained model generated
     stop_signum: int = 0  # number of the signal that stops all ranks, or 0
 
@@ -268,7 +267,12 @@ class Trainer:
             handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
             with handle_signals(handlers) as previous_handlers:
                 self.stop_signal.previous_handlers = previous_handlers
-                self.call("before_training")
+                if self.profile is not None:
+                    self.profile.start(self)
+                evaluations = self.history.evaluations
+                # The run may have been killed after this evaluation, such as during an export.
+                if evaluations and evaluations[-1]["step"] == self.step:
+                    self._act_on_evaluation(evaluations[-1])
                 # Before the first step, and where the resumed run was killed before it evaluated
                 if self.evaluation_is_due:
                     self._evaluate()
@@ -277,7 +281,8 @@ class Trainer:
                 while self.step < self.num_steps and not self.stop_signum:
                     self._advance()
                 self.peak_memory.end()
-                self.call("after_training")
+                if self.profile is not None:
+                    self.profile.stop()
                 if self.step == self.num_steps:
                     is_done = self._export_and_sample()
                 self.checkpoints.finish(self)
@@ -323,7 +328,8 @@ class Trainer:
         }
         self.results.add(row, self.engine.train_step(batch))
         self.history.step += 1
-        self.call("after_step")
+        if self.profile is not None:
+            self.profile.step()
         if self.step == self.results.first_step:
             self.checkpoints.saver.preallocate(self.engine)
 
@@ -345,18 +351,18 @@ class Trainer:
         return self.stop_signum > 0
 
     def _flush(self) -> None:
-        """Collect the results of the pending steps, and pass them to the callbacks.
+        """Collect the results of the pending steps, and record them.
 
         Raises RunError on all ranks at the first step with a non-finite loss or gradient,
         unless `on_nonfinite` allows the step to be skipped."""
         rows, fault = self.results.flush()
         if rows:
-            self.call("on_metrics", rows)
+            self.recorder.add_steps(self, rows)
         if fault is not None:
             step = rows[-1]["step"]
             self.checkpoints.finish(self)
             self.history.truncate(step)
-            self.call("on_history")
+            self.recorder.store(self.history)
             raise self.results.build_error(fault)
 
     def _evaluate(self) -> None:
@@ -375,7 +381,12 @@ class Trainer:
         values = metrics.evaluation(float(total), num_targets, num_bytes)
         row = {"step": self.step, **values}
         self.history.evaluations.append(row)
-        self.call("on_evaluation", row)
+        self.recorder.add_evaluation(self, row)
+        self._act_on_evaluation(row)
+
+    def _act_on_evaluation(self, row: dict[str, Any]) -> None:
+        keep_best(self, row)
+        stop_early(self)
 
     def _export_and_sample(self) -> bool:
         """Export the model while the last checkpoint is being written, and generate a sample.
@@ -464,11 +475,6 @@ class Trainer:
     def _begin_measuring(self) -> None:
         self.peak_memory.begin()
         self.results.restart()
-
-    def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of each callback."""
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *arguments)
 
     def say(self, text: str) -> None:
         """Print a line that begins with the step."""

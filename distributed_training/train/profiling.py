@@ -15,7 +15,6 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import TRACE_FILE
-from distributed_training.train.callbacks import Callback
 
 if TYPE_CHECKING:
     from distributed_training.train.loop import Trainer
@@ -25,26 +24,22 @@ def steps_to_trace(plan: Plan, last_step: int) -> range:
     """Return the 1-based numbers of the steps to trace in a run that continues after `last_step`.
 
     The traced steps follow the warm-up. If the run is too short for the warm-up and the trace, the
-    last possible steps are traced. The first step and the step that captures a graph are never
-    traced."""
-    config = plan.config
-    num_remaining = (plan.num_steps or 0) - last_step
-    warm_up = MAX_WARMUP_STEPS
-    if config.cuda_graphs:  # The profiler needs its own warm-up step after the capture.
-        warm_up = NUM_EAGER_STEPS + 2
-        if num_remaining < warm_up + config.profile:
-            num_remaining = min(num_remaining, NUM_EAGER_STEPS)
-    first = 1 + max(1, min(warm_up, num_remaining - config.profile))
-    return range(last_step + first, last_step + min(first + config.profile, num_remaining + 1))
+    last steps are traced, except for the first one. Every other run traces no step that captures a
+    graph."""
+    num_traced = plan.config.profile
+    end = (plan.num_steps or 0) + 1
+    warm_up = NUM_EAGER_STEPS + 2 if plan.config.cuda_graphs else MAX_WARMUP_STEPS
+    first = max(last_step + 2, min(last_step + warm_up + 1, end - num_traced))
+    return range(first, min(first + num_traced, end))
 
 
-class Profile(Callback):
+class Profile:
     """Profiler that traces `steps` on this rank."""
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
 
-    def before_training(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer) -> None:
         # The profiler warms up in the step before the first traced step.
         wait = self._steps.start - trainer.step - 2
         self._profiler = torch.profiler.profile(
@@ -55,11 +50,11 @@ class Profile(Callback):
         )
         self._profiler.start()
 
-    def after_step(self, trainer: Trainer) -> None:
+    def step(self) -> None:
         """Tell the profiler that a step has ended. After the last traced step, write the file."""
         self._profiler.step()
 
-    def after_training(self, trainer: Trainer) -> None:
+    def stop(self) -> None:
         """Stop the profiler and write the steps traced so far. After a rank has failed, the
         profilers of the other ranks could wait for that rank forever."""
         self._profiler.stop()

@@ -1,15 +1,12 @@
 """Execute a training run on one rank, from loading the data to the finished record. `train` builds
 the parts of the run with the functions below it."""
 
-import contextlib
 import shlex
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,14 +27,10 @@ from distributed_training.records.display import Display, fold, header_rows, sho
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
-from distributed_training.supervise.process import (
-    END_ACTIVITY,
-    STOP_SIGNALS,
-    Process,
-    handle_signals,
-)
-from distributed_training.train.callbacks import Callback, EarlyStopping, KeepBest, Recorder
+from distributed_training.supervise.process import END_ACTIVITY, Process
+from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
+from distributed_training.train.profiling import Profile, steps_to_trace
 
 
 def train(
@@ -58,7 +51,12 @@ def train(
     record, history = start_record(plan, sampler, data, topology)
     recorder = Recorder(record, start_tracker(plan, history, topology))
     engine = build_engine(plan, topology)
-    announce(plan, record, display)
+    if record is not None:
+        display.say(fold(plan.verdict))
+        display.table(header_rows(records.Record.model_validate(record.values)))
+    for note in plan.notes:
+        display.note(note)
+    traced_steps = steps_to_trace(plan, history.step)
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -66,7 +64,8 @@ def train(
         data=data,
         sampler=sampler,
         display=display,
-        callbacks=[*build_profilers(plan, history), recorder, KeepBest(), EarlyStopping()],
+        recorder=recorder,
+        profile=Profile(traced_steps) if traced_steps else None,
         history=history,
         set_activity=set_activity,
     )
@@ -134,29 +133,6 @@ def start_tracker(
     )
 
 
-def announce(
-    plan: Plan,
-    record: records.RunRecord | None,
-    display: Display,
-) -> None:
-    """Print what will be trained, and the plan's notes."""
-    if record is not None:
-        display.say(fold(plan.verdict))
-        display.table(header_rows(records.Record.model_validate(record.values)))
-    for note in plan.notes:
-        display.note(note)
-
-
-def build_profilers(plan: Plan, history: records.History) -> list[Callback]:
-    """Return the callback that traces steps if CONFIG asks for it."""
-    if not plan.config.profile:
-        return []
-    from distributed_training.train.profiling import Profile, steps_to_trace
-
-    traced_steps = steps_to_trace(plan, history.step)
-    return [Profile(traced_steps)] if traced_steps else []
-
-
 def finish_record(
     record: records.RunRecord,
     results: dict[str, Any],
@@ -211,26 +187,8 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
-        with stop_build_on_signal():
-            ALL_OPS[name].load(verbose=False)
+        ALL_OPS[name].load(verbose=False)
     dist.barrier()
-
-
-@contextlib.contextmanager
-def stop_build_on_signal() -> Iterator[None]:
-    """If a stop signal arrives inside the `with` block, terminate the compilers that this process
-    has started. Then call the signal's previous handler, which ends this process at once."""
-
-    def stop_build(signum: signal.Signals, frame: object) -> None:
-        children = psutil.Process().children(recursive=True)
-        compilers = [child for child in children if not child.name().startswith("python")]
-        for compiler in compilers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                compiler.terminate()
-        previous_handlers[signum](signum, frame)
-
-    with handle_signals(dict.fromkeys(STOP_SIGNALS, stop_build)) as previous_handlers:
-        yield
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
@@ -248,7 +206,10 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     return engine
 
 
-def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, int]:
+def build_model(
+    plan: Plan,
+    topology: Topology,
+) -> tuple[Decoder, InitialWeights, int]:
     """Return the model on the meta device, its initial weights and their fingerprint, which is
     0 for random weights without LoRA.
 

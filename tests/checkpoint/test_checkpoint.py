@@ -16,7 +16,8 @@ from distributed_training.data.pieces import MESSAGES
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import build_part
-from distributed_training.records.folder import list_checkpoints, remove_unfinished
+from distributed_training.records.folder import META_FILE, list_checkpoints, remove_unfinished
+from distributed_training.records.record import write_json
 from distributed_training.settings import files
 from distributed_training.settings.config import Request
 from distributed_training.settings.errors import FinishedError
@@ -281,7 +282,7 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
     (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     changed = read_meta(other).model_copy(update={"spread": {**SPREAD, "strategy": "dp"}})
-    resume.write_meta(other, changed)
+    write_json(other / META_FILE, changed.model_dump())
     for strategy, expected in {"zero2": same_strategy, "dp": other, "fsdp": other}.items():
         assert find_checkpoint("auto", tmp_path, strategy=strategy) == expected
     with open(other.parents[1] / ".owner.json", "w") as file:
@@ -334,16 +335,6 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
     ):
         with refused(message, f"--weights {run_dir}/hf"):
             find_checkpoint(str(run_dir), tmp_path, work)
-
-
-def test_epochs_without_effect_are_named(tmp_path):
-    run_dir = make_run(tmp_path, "a", 5, work={**WORK, "epochs": 2, "max_steps": 20})
-    plan = plan_of(None, work={**WORK, "epochs": 4, "max_steps": 20})
-    plan.config.resume, plan.num_steps = str(run_dir), 20
-    with refused("epochs=4", "max_steps=20 decides", "-1"):
-        resume.find_checkpoint(plan, [])
-    plan.work["max_steps"] = plan.num_steps = 40
-    assert resume.find_checkpoint(plan, []).parents[1] == run_dir
 
 
 def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(tmp_path):

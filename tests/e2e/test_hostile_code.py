@@ -91,7 +91,7 @@ WALK = {
     ],
     "plan": [("--model {model}", False), ("--preset {preset}", True)],
     "data": [("--model {model} --tokenizer {model}", False), ("--preset {preset}", True)],
-    "compare": [("--seeds 1 {runs}", True), ("--strategies dp --preset {preset}", True)],
+    "compare": [("{runs}", True), ("--strategies dp --preset {preset}", True)],
     "parity": [("--strategies dp --preset {preset}", True)],
     "report": [("{named_in_plan} {named_in_record} --plot {to}.png", False)],
     "generate": [

@@ -92,7 +92,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "Ctrl-C": STOPPED,
     "disk full": FULL,
     "no quota": FULL,
-    "not finite": (("failed",), r"not finite on ranks? ([\d, ]+, )?{rank}\b"),
+    "not finite": (("failed",), r"not finite on rank {rank}\b"),
     # A record remains if rank 0 writes it during the removal of the folder.
     "folder removed": (("", "failed"), r"was removed or renamed"),
     "killed after the export": KILLED,  # before the record is finished

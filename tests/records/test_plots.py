@@ -6,14 +6,14 @@ import pytest
 
 from distributed_training.records.report import plot_losses
 from distributed_training.records.results import LayoutRow
-from tests.records.test_comparison import over_seeds  # noqa: F401
+from tests.records.test_comparison import four_layouts  # noqa: F401
 from tests.support import made_record
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
 def of_runs(*records):
-    return [LayoutRow(name=r.strategy["name"], records=[r]) for r in records]
+    return [LayoutRow(name=r.strategy["name"], record=r) for r in records]
 
 
 def curves(axes):
@@ -36,10 +36,10 @@ def test_non_finite_losses_are_gaps_and_runs_without_losses_have_no_line():
     assert plot_losses(of_runs(empty)) is None
 
 
-def test_each_seed_has_a_line_in_the_color_of_its_layout(over_seeds):  # noqa: F811
-    figure = plot_losses(over_seeds.layouts)
+def test_each_layout_has_a_line_and_a_color(four_layouts):  # noqa: F811
+    figure = plot_losses(four_layouts.layouts)
     lines = figure.axes[0].lines
     assert list(curves(figure.axes[0])) == ["zero2", "dp"]
-    assert [line.get_color() for line in lines[:6]] == ["C0"] * 4 + ["C1"] * 2
-    assert lines[2].get_ydata().tolist() == pytest.approx([3.89, 3.79, 3.69, 3.59])
-    assert (list(lines[3].get_xdata()), list(lines[3].get_ydata())) == ([0, 4], [4, 4])
+    assert [line.get_color() for line in lines] == ["C0"] * 2 + ["C1"] * 2
+    assert lines[0].get_ydata().tolist() == pytest.approx([3.89, 3.79, 3.69, 3.59])
+    assert (list(lines[1].get_xdata()), list(lines[1].get_ydata())) == ([0, 4], [4, 4])

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.checkpoint.resume import Meta, write_meta
+from distributed_training.checkpoint.resume import Meta
 from distributed_training.plan.plan import PLAN_FILE, load_plan
 from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.planner.sort import as_typed
 from distributed_training.predict.predict import local_cluster
+from distributed_training.records.folder import META_FILE
+from distributed_training.records.record import write_json
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
 from distributed_training.start import run_dir
@@ -71,7 +73,8 @@ def save(plan, step):
     folder = plan.run_dir / f"checkpoints/step-0000000{step}"
     folder.mkdir(parents=True)
     values = {"work": {}, "spread": {}, "counters": {}, "files": {}, "checksums": {}}
-    write_meta(folder, Meta(step=step, attempt_id=plan.attempt_id, **values))
+    meta = Meta(step=step, attempt_id=plan.attempt_id, **values)
+    write_json(folder / META_FILE, meta.model_dump())
     return folder
 
 

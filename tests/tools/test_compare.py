@@ -22,7 +22,7 @@ def test_names_hold_the_keys_that_a_plan_sets_for_a_run(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan))
     arguments = argparse.Namespace(
-        plan=str(file), strategies=None, overrides=("learning_rate=0.5",), num_gpus=2, seeds=1,
+        plan=str(file), strategies=None, overrides=("learning_rate=0.5",), num_gpus=2,
         preset=None, force=False, max_restarts=0, out=str(tmp_path),
     )  # fmt: skip
 
@@ -78,15 +78,13 @@ folder.mkdir(parents=True)
 
 def test_a_published_plan_is_accepted_as_input(tmp_path):
     words = "results/plans/h200-x4.json", "--out", tmp_path, "--dry-run", "--learning_rate", "0.5"
-    shown = light_pool().script(["compare", *words, "--seeds", "2"])
+    shown = light_pool().script(["compare", *words])
     assert_ok(shown)
     first, *runs = shown.stdout.splitlines()
     names = [run["strategy"] for run in json.loads((ROOT / words[0]).read_text())["runs"]]
-    assert first.startswith(f"The comparison has {2 * len(names)} runs with 4 processes each.")
-    assert [line.split("strategy=")[1].split()[0] for line in runs] == names * 2
+    assert first.startswith(f"The comparison has {len(names)} runs with 4 processes each.")
+    assert [line.split("strategy=")[1].split()[0] for line in runs] == names
     assert all("learning_rate=0.5 " in line for line in runs)
-    count = len(names)
-    assert [line.endswith("seed=43") for line in runs] == [False] * count + [True] * count
 
 
 def test_a_typed_option_of_an_engine_reaches_only_its_strategy():
@@ -103,7 +101,6 @@ def test_a_typed_option_of_an_engine_reaches_only_its_strategy():
     [
         (["--strategies", "dp,fspd"], ["strategy='fspd'", "fsdp"]),
         ([], ["--strategies"]),
-        (["--strategies", "dp", "--seeds", "0"], ["--seeds", "'0' is not"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["batch_size"]),
         (["--strategies", "dp", "--cluster", "8xH100"], ["--cluster"]),
         ([str(small_text())], ["JSON"]),

@@ -2,7 +2,6 @@ import itertools
 import math
 import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,11 +21,9 @@ from distributed_training.records.record import History
 from distributed_training.settings.errors import RunError
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
-from distributed_training.supervise.process import handle_signals
-from distributed_training.train import callbacks, loop
-from distributed_training.train.callbacks import EarlyStopping, KeepBest, Recorder
+from distributed_training.train import around_steps, loop
+from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer, learning_rate
-from distributed_training.train.run import stop_build_on_signal
 from tests.checkpoint.test_checkpoint import TOPOLOGY
 
 
@@ -130,7 +127,7 @@ def make_trainer(engine=None, record=None, **config):
             seed=0,
         ),
         display=Display(enabled=True),
-        callbacks=[Recorder(record, Tracker()), KeepBest(), EarlyStopping()],
+        recorder=Recorder(record, Tracker()),
         history=History(),
         set_activity=lambda name: None,
     )
@@ -153,7 +150,7 @@ def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
 def test_checkpoints_are_saved_when_due_and_after_the_record(every, steps, monkeypatch):
     """Before a checkpoint is saved, the record must contain all steps up to the checkpoint.
     Otherwise, a kill after the save would permanently lose the metrics of these steps."""
-    monkeypatch.setattr(callbacks.records, "append_metrics", lambda *_: None)
+    monkeypatch.setattr(around_steps.records, "append_metrics", lambda *_: None)
     values, curves = {"skipped_steps": []}, []
     record = SimpleNamespace(update=lambda **new: values.update(new))
     trainer = make_trainer(record=record, checkpoint_every=every)
@@ -368,7 +365,7 @@ def test_best_weights_are_saved_at_each_evaluation_that_improves(losses, steps, 
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
     rows, batches = [], []
-    monkeypatch.setattr(callbacks.records, "append_metrics", lambda _, new: rows.extend(new))
+    monkeypatch.setattr(around_steps.records, "append_metrics", lambda _, new: rows.extend(new))
     results = [
         StepResult(torch.tensor(1.5), torch.tensor(0.5), False),
         StepResult(torch.tensor(4.5), None, True),
@@ -387,17 +384,5 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert values == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
-    assert trainer.callbacks[0].step_times == [0.5, 0.25]
+    assert trainer.recorder.step_times == [0.5, 0.25]
     assert trainer.history.skipped_steps == [3]
-
-
-def test_a_stopped_build_leaves_no_compiler():
-    signals = []
-    with (
-        handle_signals({signal.SIGTERM: lambda number, _: signals.append(number)}),
-        stop_build_on_signal(),
-    ):
-        compiler = subprocess.Popen(["sleep", "60"])
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert compiler.wait(10) == -signal.SIGTERM
-    assert signals == [signal.SIGTERM]

@@ -1,5 +1,5 @@
-"""Test which steps are traced. The first step and steps that capture a graph are not traced. If the
-run is long enough, the requested number of steps is traced."""
+"""Test which steps are traced. The first step is not traced, nor the step that captures a
+graph if the run is long enough."""
 
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ from distributed_training.train.profiling import steps_to_trace
     [
         (3, False, 0, 100, [6, 7, 8]),
         (3, True, 0, 100, [15, 16, 17]),  # the 13th step is captured
-        (3, True, 0, 16, [10, 11, 12]),
+        (3, True, 0, 16, [14, 15, 16]),
         (3, False, 40, 100, [46, 47, 48]),  # a resumed run warms up again
         (3, False, 0, 5, [3, 4, 5]),
-        (20, True, 0, 16, list(range(2, 13))),
+        (20, True, 0, 16, list(range(2, 17))),
     ],
 )
 def test_steps_that_are_traced(count, graphs, done, num_steps, traced):

@@ -117,7 +117,10 @@ def align(
 
 
 def _find_answer(
-    render: Render, messages: Sequence[Message], index: int, special_pattern: re.Pattern[str]
+    render: Render,
+    messages: Sequence[Message],
+    index: int,
+    special_pattern: re.Pattern[str],
 ) -> _Answer:
     """Render the conversation up to and including the answer `messages[index]`, and locate this
     answer in the rendered text. Raises AlignmentError if the answer cannot be found."""

@@ -1,5 +1,6 @@
 """Recognize the form of each record, and decide which part of it is in the loss."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, TEXT, Message
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import parse_json, shown
+from distributed_training.settings.files import shown
 
 COLUMNS = (
     TEXT,
@@ -364,7 +365,7 @@ def _parse(value: Any) -> Any:
     unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return parse_json(value)
+            return json.loads(value)
         except ValueError:
             return value
     return value

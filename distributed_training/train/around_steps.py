@@ -1,7 +1,5 @@
 """Define what happens around the steps of the training loop: record, tracker, display,
-checkpoints, best model and early stopping.
-
-The loop calls the callbacks in the order of their list."""
+checkpoints, best model and early stopping."""
 
 from __future__ import annotations
 
@@ -21,32 +19,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class Callback:
-    """Base class of callbacks, whose methods do nothing. All ranks call each method at the same
-    step and in the same order, so a method may communicate."""
-
-    def before_training(self, trainer: Trainer) -> None:
-        """Act before the first step of this process."""
-
-    def after_step(self, trainer: Trainer) -> None:
-        """Act after an optimizer step whose results are still on the device. This method must not
-        wait for the device."""
-
-    def on_metrics(self, trainer: Trainer, rows: list[Row]) -> None:
-        """Process new rows of metrics.jsonl."""
-
-    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
-        """Process the latest entry of the history's `evaluations`."""
-
-    def on_history(self, trainer: Trainer) -> None:
-        """Store the history, which must survive the end of this process."""
-
-    def after_training(self, trainer: Trainer) -> None:
-        """Act after the last step and before the export. This method is not called if a rank
-        fails."""
-
-
-class Recorder(Callback):
+class Recorder:
     """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
     and write them to record.json and metrics.jsonl."""
 
@@ -59,7 +32,8 @@ class Recorder(Callback):
         self.tracker = tracker
         self.step_times: list[float] = []  # in seconds, of each step that this process ran
 
-    def on_metrics(self, trainer: Trainer, rows: list[Row]) -> None:
+    def add_steps(self, trainer: Trainer, rows: list[Row]) -> None:
+        """Add new rows of metrics.jsonl."""
         for row in rows:
             self.step_times.append(row["step_time_s"])
             self.tracker.log_step(row)
@@ -67,14 +41,16 @@ class Recorder(Callback):
             records.append_metrics(trainer.plan.run_dir, rows)
         trainer.display.progress(rows, trainer.results.first_step)
 
-    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
+    def add_evaluation(self, trainer: Trainer, row: Row) -> None:
+        """Add the latest entry of the history's `evaluations`."""
         if self.record is not None:
             trainer.say(f"validation {describe_evaluation(row)}")
             self.tracker.log_evaluation(row)
 
-    def on_history(self, trainer: Trainer) -> None:
+    def store(self, history: records.History) -> None:
+        """Write the history to the record, so that it survives the end of this process."""
         if self.record is not None:
-            self.record.update(**vars(trainer.history))
+            self.record.update(**vars(history))
 
     def collect_results(self, trainer: Trainer) -> dict[str, Any]:
         """Return the values that are added to a record at the end of a run: history, performance,
@@ -106,45 +82,30 @@ class Recorder(Callback):
         }
 
 
-class EvaluationCallback(Callback):
-    """Base class of callbacks that act on evaluations. The evaluation of the checkpoint from which
-    a run resumes is passed to them again, because the run may have been killed after it, such as
-    during an export."""
-
-    def before_training(self, trainer: Trainer) -> None:
-        evaluations = trainer.history.evaluations
-        if evaluations and evaluations[-1]["step"] == trainer.step:
-            self.on_evaluation(trainer, evaluations[-1])
-
-
-class KeepBest(EvaluationCallback):
-    """With `keep_best`, export the model at each evaluation whose loss is the lowest so far."""
-
-    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
-        history = trainer.history
-        lowest = math.inf
-        if history.best and history.best.get("num_targets") == row.get("num_targets"):
-            lowest = history.best["loss"]
-        loss = row["loss"]  # None if it is not finite and was read from a record
-        is_best = trainer.step > 0 and loss is not None and loss < lowest
-        if trainer.plan.config.keep_best is True and is_best:
-            trainer.checkpoints.finish(trainer)
-            trainer.set_activity(f"the export after step {trainer.step}")
-            trainer.export(trainer.plan.run_dir / records.BEST)
-            history.best = row
-            trainer.call("on_history")
+def keep_best(trainer: Trainer, row: Row) -> None:
+    """With `keep_best`, export the model if the evaluation `row` has the lowest loss so far."""
+    history = trainer.history
+    lowest = math.inf
+    if history.best and history.best.get("num_targets") == row.get("num_targets"):
+        lowest = history.best["loss"]
+    loss = row["loss"]  # None if it is not finite and was read from a record
+    is_best = trainer.step > 0 and loss is not None and loss < lowest
+    if trainer.plan.config.keep_best is True and is_best:
+        trainer.checkpoints.finish(trainer)
+        trainer.set_activity(f"the export after step {trainer.step}")
+        trainer.export(trainer.plan.run_dir / records.BEST)
+        history.best = row
+        trainer.recorder.store(history)
 
 
-class EarlyStopping(EvaluationCallback):
+def stop_early(trainer: Trainer) -> None:
     """End the run if the last `stop_after` evaluations have not lowered the validation loss."""
-
-    def on_evaluation(self, trainer: Trainer, row: Row) -> None:
-        config = trainer.plan.config
-        lowest = trainer.history.describe_plateau(config.stop_after)
-        if lowest and trainer.step < trainer.num_steps:
-            why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
-            trainer.say(f"stopping early: {why} on the loss of {lowest}")
-            trainer.num_steps = trainer.step
+    config = trainer.plan.config
+    lowest = trainer.history.describe_plateau(config.stop_after)
+    if lowest and trainer.step < trainer.num_steps:
+        why = f"the last {config.stop_after} evaluations (stop_after) did not improve"
+        trainer.say(f"stopping early: {why} on the loss of {lowest}")
+        trainer.num_steps = trainer.step
 
 
 class Checkpoints:
@@ -172,7 +133,7 @@ class Checkpoints:
         self.finish(trainer)
         trainer.set_activity(f"the save after step {trainer.step}")
         # A run that resumes from this checkpoint needs the history up to this step.
-        trainer.call("on_history")
+        trainer.recorder.store(trainer.history)
         self.saver.begin(
             trainer.engine, step=trainer.step, data_fingerprint=trainer.data.fingerprint
         )
@@ -193,7 +154,7 @@ class Checkpoints:
             raise trainer.results.build_error(what) from None
         waited_before = not all(save["copied"] for save in trainer.history.saves)
         trainer.history.saves.append(row)
-        trainer.call("on_history")
+        trainer.recorder.store(trainer.history)
         trainer.display.say(f"saved {folder.parent.name}/{folder.name}")
         if not (row["copied"] or waited_before):
             trainer.display.note(
@@ -214,7 +175,7 @@ class Checkpoints:
         )
         self.saved_step = step
         history.truncate(step)
-        trainer.call("on_history")
+        trainer.recorder.store(trainer.history)
         if trainer.topology.rank == 0:
             records.truncate_metrics(plan.run_dir, step)
         trainer.display.say(f"resumed from {short_path(folder)}")
