@@ -506,8 +506,8 @@ def command() -> int:
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("distributed_training"):
             raise
-        what = f"{error.name} is not installed. Planning does not need it, but training does"
-        print_stderr(f"error: {what}. Run:\n  pip install 'trainplan[train]'")
+        what = f"{error.name} is not installed. Training needs it, and so does planning for models "
+        print_stderr(f"error: {what}of other families. Run:\n  pip install 'trainplan[train]'")
         return UserError.exit_code
 
 
