@@ -27,7 +27,7 @@ from distributed_training.predict.predict import Cluster, Prediction, parse_clus
 from distributed_training.records.display import bottleneck_name, describe_work, fold, format_count
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import check_replaced, shown, write_own
+from distributed_training.settings.files import IS_INSTALLED, check_replaced, shown, write_own
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import (
     FIRST_HOST_NOTE,
@@ -76,6 +76,9 @@ def run(
     Return the exit code."""
     job_file = Path(arguments.write).expanduser() if arguments.write else None
     if job_file is not None:
+        if IS_INSTALLED:
+            what = "--write needs a checkout, whose setup a job uses"
+            raise UserError(what, fix="clone the repository, and use its real_model_example.py")
         check_replaced(job_file)
     request = configure(arguments.overrides)
     cluster = _cluster(arguments, request)
