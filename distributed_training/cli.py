@@ -22,7 +22,7 @@ from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
-from distributed_training.settings.files import did_you_mean, one_of, shown
+from distributed_training.settings.files import IS_INSTALLED, did_you_mean, one_of, shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -56,6 +56,10 @@ class Program:
     description: str
     output_dir: Path  # CONFIG's output_dir
     argv: tuple[str, ...] = ()  # arguments after the command
+
+    @property
+    def name(self) -> str:
+        return "trainplan" if IS_INSTALLED else self.script.name
 
 
 class AddOverride(argparse.Action):
@@ -211,7 +215,7 @@ def refuse_planned_machines(arguments: argparse.Namespace) -> None:
 
 def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Train with CONFIG, a preset and the command line. With --dry-run, print the plan."""
-    name = program.script.name
+    name = program.name
     parser.usage = f"{name} [train] [--KEY VALUE ...] [--preset NAME]"
     parser.description = program.description
     parser.epilog = f"Other launchers also work: deepspeed --num_gpus=N {name}"
@@ -243,7 +247,7 @@ def tool_command(
     """Add the options of the command `name` in tools/, which accepts CONFIG's keys in addition to
     its own options."""
     tool = _load(f"tools.{name}")
-    parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
+    parser.usage = f"{program.name} {name} [OPTIONS] [--KEY VALUE ...]"
     tool.add_options(parser)
     add_keys(parser, has_arguments=name in ("compare", "parity"))
 
@@ -368,7 +372,7 @@ def describe_command(name: str) -> str:
 
 def short_help(program: Program) -> str:
     """Return one page: the commands with their purposes, and the first keys of CONFIG."""
-    lines = [program.description, "", f"{program.script.name} COMMAND [OPTIONS]", ""]
+    lines = [program.description, "", f"{program.name} COMMAND [OPTIONS]", ""]
     rows = [(name, describe_command(name)) for name in COMMANDS]
     keys = [KEYS[name] for name in program.config if name in KEYS][:13]
     rows += [(f"--{key.name}", key.help) for key in keys]
@@ -386,7 +390,7 @@ def run_command(name: str, program: Program) -> int:
         if program.argv[1:] != ("all",):
             return 0
         program = replace(program, argv=("--help",))
-    parser = Parser(prog=f"{program.script.name} {name}", description=describe_command(name))
+    parser = Parser(prog=f"{program.name} {name}", description=describe_command(name))
     act = COMMANDS[name](parser, program)
     arguments = read_options(parser, program.argv)
     if name != "plan":
@@ -460,8 +464,8 @@ def command() -> int:
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("distributed_training"):
             raise
-        what = f"{error.name} is not installed. Planning does not need it, but training does"
-        print_stderr(f"error: {what}. Run:\n  pip install 'trainplan[train]'")
+        what = f"{error.name} is not installed. Training needs it, and so does planning for models "
+        print_stderr(f"error: {what}of other families. Run:\n  pip install 'trainplan[train]'")
         return UserError.exit_code
 
 

@@ -194,7 +194,10 @@ def test_a_wheel_plans_in_any_folder_without_the_packages_of_the_extra_train(tmp
     answer = run("plan", "--cluster", "2x3060", "--model", "Qwen3-8B", "--preset", "lora-12gb")
     assert answer.stdout.startswith("LoRA adapters on a 4-bit base of Qwen3-8B "), answer.stderr
     assert "\n  trainplan --num_gpus 2 --preset lora-12gb " in answer.stdout
-    assert run("--help").returncode == 0
+    assert run("plan", "--cluster", "L4", "--write", "job.slurm").stderr.startswith(
+        "error: --write "
+    )
+    assert "\ntrainplan COMMAND [OPTIONS]\n" in run("--help").stdout
     training = run("--model", "gpt2-tiny")
     assert training.stderr.endswith("Run:\n  pip install 'trainplan[train]'\n")
     assert training.stderr.count("\n") == 2

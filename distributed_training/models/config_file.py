@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
     document = load_model_json(folder / CONFIG_FILE)
+    if find_spec("transformers") is None:
+        return complete_config(document)
     text = json.dumps(document, sort_keys=True)
 
     def read() -> str:
@@ -56,6 +59,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     complete = cached_json(f"2 {version('transformers')} {text}", read)
     # Write Infinity as transformers does, because JSON has no such number.
     return json.loads(complete, parse_constant=lambda name: {"__float__": name})  # type: ignore[no-any-return]
+
+
+def complete_config(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json, completed as transformers does for GPT-2, Llama, Mistral,
+    Qwen2 and Qwen3, so that planning does not need transformers."""
+    scaling = document.get("rope_scaling") or {}
+    rope_type = scaling.get("type", "default")
+    rope = {"rope_type": rope_type, "rope_theta": document.get("rope_theta", 10000.0), **scaling}
+    heads = document.get("num_attention_heads")
+    defaults: dict[str, Any] = {"num_key_value_heads": heads, "rope_parameters": rope}
+    if document.get("model_type") == "mistral":
+        defaults["sliding_window"] = 4096
+    if document.get("model_type") == "qwen3":
+        defaults["head_dim"] = 128
+    return {**defaults, **document}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

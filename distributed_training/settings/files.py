@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 from distributed_training.settings.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Folder of strategies/ and configs/: the checkout, or the package if a wheel was installed
-ROOT = _PACKAGE if (_PACKAGE / "strategies").is_dir() else _PACKAGE.parent
+IS_INSTALLED = (_PACKAGE / "strategies").is_dir()  # from a wheel, not a checkout
+ROOT = _PACKAGE if IS_INSTALLED else _PACKAGE.parent  # folder of strategies/ and configs/
 _ERROR_TEXTS = {
     "model_type": "is not a JSON object",
     "dict_type": "is not a JSON object",

@@ -11,7 +11,7 @@ from pathlib import Path
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.answer import Answer
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import ROOT
+from distributed_training.settings.files import IS_INSTALLED, ROOT
 from distributed_training.settings.machine import GIB, find_gpu
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
@@ -45,7 +45,7 @@ def launch_command(
     num_nodes = plan.num_processes // processes_here
     launcher = ["python", os.path.relpath(script)]
     program = launcher[1:]
-    if script.parent.name == "distributed_training":
+    if IS_INSTALLED:
         launcher = ["trainplan"]
         program = ["-m", "distributed_training.cli"]
     if num_nodes > 1:

@@ -27,7 +27,7 @@ from distributed_training.predict.predict import Cluster, Prediction, parse_clus
 from distributed_training.records.display import bottleneck_name, describe_work, fold, format_count
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import IS_INSTALLED, shown
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import (
     FIRST_HOST_NOTE,
@@ -75,8 +75,13 @@ def run(
     """Answer the request and print the answer. `configure` applies `key=value` strings to CONFIG.
     Return the exit code."""
     job_file = Path(arguments.write).expanduser() if arguments.write else None
-    if job_file is not None and job_file.exists():
-        raise UserError(f"{job_file} already exists", fix="name another file, or remove this one")
+    if job_file is not None:
+        if IS_INSTALLED:
+            what = "--write needs a checkout, whose setup a job uses"
+            raise UserError(what, fix="clone the repository, and use its real_model_example.py")
+        if job_file.exists():
+            fix = "name another file, or remove this one"
+            raise UserError(f"{job_file} already exists", fix=fix)
     request = configure(arguments.overrides)
     cluster = _cluster(arguments, request)
     if job_file is not None and not cluster.machine.num_gpus:

@@ -177,8 +177,8 @@ def test_recipes_need_the_memory_that_they_name(tmp_path):
     recipes = re.findall(r"^ +# ([^ :]+).*, ([\d.]+) GiB.*\n +(python .*)", guide, re.MULTILINE)
     assert len(recipes) >= 8
     for gpu, gib, command in recipes:
-        verdict = dry_run(typed(f"{command} --cluster {gpu}"), tmp_path).splitlines()[0]
-        needed = float(re.search(r", ([\d.]+) of", verdict)[1])
+        printed = " ".join(dry_run(typed(f"{command} --cluster {gpu}"), tmp_path).split())
+        needed = float(re.search(r"[:,] ([\d.]+) of [\d.]+ GiB", printed)[1])
         assert needed == pytest.approx(float(gib), abs=0.06), command
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from distributed_training.models import ModelSpec, find_model, gpt2, llama, weights
+from distributed_training.models import ModelSpec, config_file, find_model, gpt2, llama, weights
 from tests.models.hub_folders import random_model
 from tests.support import assert_near, edit_json, read_model, refused, save_model
 
@@ -135,6 +135,21 @@ def test_a_config_gives_the_same_model_as_in_transformers(name, tmp_path):
     assert find_model(str(tmp_path / "ours")).size == model.size
     if name in ("mistral-window-as-long", "qwen2-a-layer-slides"):
         assert model.size.num_positions == 48
+
+
+# Read only with transformers: names of other families, and layers of which only some slide
+NEEDS_TRANSFORMERS = {
+    "gpt2-names-of-others", "gpt2-untied", "qwen2-a-layer-slides", "rope-llama3-original-apart",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(SPELLINGS.keys() - NEEDS_TRANSFORMERS))
+def test_a_config_gives_the_same_size_without_transformers(name, tmp_path, monkeypatch):
+    config = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = find_model(str(tmp_path)).size
+    monkeypatch.setattr(config_file, "find_spec", lambda _: None)
+    assert find_model(str(tmp_path)).size == size
 
 
 def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):

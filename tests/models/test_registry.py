@@ -54,7 +54,7 @@ def test_a_family_outside_the_package_is_found(tmp_path):
     first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
     assert (first.label, second.label) == ("one", "second")
     assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
-    with refused("ones", f"{tmp_path}:second"):
+    with refused("ones", f"{tmp_path}:one"):
         find_model(f"{tmp_path}:ones")
 
 
