@@ -44,8 +44,8 @@ def test_steps_without_elapsed_time_have_no_throughput():
     [
         ("NVIDIA H100 PCIe", 756e12),
         # These names begin with a known name, but belong to other GPUs.
-        ("Quadro RTX 6000", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H1000", None),
+        ("NVIDIA A100X", None),
     ],
 )
 def test_peak_flops_of_gpus(name, peak):
