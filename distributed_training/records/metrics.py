@@ -118,30 +118,11 @@ class Tracker:
     send: Callable[[dict[str, float], int], object] = lambda values, step: None
     end: Callable[[], object] = lambda: None
 
-    def log_step(self, row: JsonObject) -> None:
-        """Send a row of metrics.jsonl."""
-        values = {
-            "train/loss": row["loss"],
-            "train/learning_rate": row["learning_rate"],
-            "train/grad_norm": row["grad_norm"],
-            "train/perplexity": perplexity(row["loss"]),
-            "speed/tokens_per_s": row["tokens_per_s"],
-            "speed/step_time_s": row["step_time_s"],
-        }
-        self.send(_drop_missing(values), row["step"])
-
-    def log_evaluation(self, row: JsonObject) -> None:
-        """Send an entry of the record's `evaluations`."""
-        values = {
-            "eval/loss": row["loss"],
-            "eval/perplexity": row["perplexity"],
-            "eval/bits_per_byte": row["bits_per_byte"],
-        }
-        self.send(_drop_missing(values), row["step"])
-
-
-def _drop_missing(values: JsonObject) -> JsonObject:
-    return {name: value for name, value in values.items() if value is not None}
+    def log(self, group: str, row: JsonObject) -> None:
+        """Send the numbers in a row of metrics.jsonl or in an entry of the record's `evaluations`.
+        Their names begin with `group`."""
+        values = {f"{group}/{name}": value for name, value in row.items() if value is not None}
+        self.send(values, row["step"])
 
 
 def perplexity(loss: float) -> float:

@@ -36,7 +36,7 @@ class Recorder:
         """Add new rows of metrics.jsonl."""
         for row in rows:
             self.step_times.append(row["step_time_s"])
-            self.tracker.log_step(row)
+            self.tracker.log("train", row)
         if self.record is not None:
             records.append_metrics(trainer.plan.run_dir, rows)
         trainer.display.progress(rows, trainer.results.first_step)
@@ -45,7 +45,7 @@ class Recorder:
         """Add the latest entry of the history's `evaluations`."""
         if self.record is not None:
             trainer.say(f"validation {describe_evaluation(row)}")
-            self.tracker.log_evaluation(row)
+            self.tracker.log("eval", row)
 
     def store(self, history: records.History) -> None:
         """Write the history to the record, so that it survives the end of this process."""
