@@ -172,13 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for axis, axis_members in members.items():
             entries = time_group(axis_members, sizes, device, options.calls)
             groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
-    if process.rank > 0:
+    if process.rank:
         return 0
     record = {
         "what": "time of each communication operation in seconds, on the slowest rank",
         **provenance(f"torchrun --nproc_per_node={process.world_size} results/lab/links.py"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": "nccl" if device.type == "cuda" else "gloo",
         "world_size": process.world_size,
         "processes_a_node": process.local_world_size,
         "mesh": axes,
