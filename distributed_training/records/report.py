@@ -13,7 +13,7 @@ import numpy as np
 from distributed_training.records.display import fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.results import Comparison, LayoutRow, differing_keys, format_table
-from distributed_training.settings.errors import UserError, print_stderr, printable
+from distributed_training.settings.errors import UserError, describe, print_stderr, printable
 from distributed_training.settings.files import plural, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
@@ -112,6 +112,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
         for file in map(Path, map(os.path.realpath, files)):  # resolves the link runs/latest
             try:
                 record = load_record(file)
+                _check_values(record)
                 records[file] = record
             except UserError as error:
                 if not path.is_dir():
@@ -119,6 +120,17 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
                 if file.name == RECORD_FILE:  # a folder may contain other JSON files
                     print_stderr(f"note: {error}")
     return list(records.values())
+
+
+def _check_values(record: Record) -> None:
+    """Raise UserError if the tables cannot show a record, because one wrong value would hide all
+    other runs."""
+    other = record.model_copy(update={"run_dir": ""})  # tables of two runs read more values
+    try:
+        render("", compare_runs([record, other]))
+    except Exception as error:  # each value may have any type
+        what = f"record {record.run_dir}/{RECORD_FILE} contains a value that cannot be shown"
+        raise UserError(what, describe(error)) from None
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:

@@ -75,10 +75,13 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
 
 
 def test_a_bad_record_hides_only_itself(runs, capsys):
-    bad = {name: runs / name / RECORD_FILE for name in ("cut off", "pipe")}
-    for file in bad.values():
+    # `data` is read to compare several runs.
+    bad = {name: runs / name / RECORD_FILE for name in ("deep", "pipe", "machine", "data")}
+    for name, file in bad.items():
         file.parent.mkdir()
-    bad["cut off"].write_text("[")
+        if name in ("machine", "data"):
+            file.write_text(json.dumps(record_values(**{name: {}})))
+    bad["deep"].write_text("[" * 2000 + "]" * 2000)
     os.mkfifo(bad["pipe"])
     assert len(find_records([runs])) == 3
     notes = capsys.readouterr().err
