@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import require_regular
+from distributed_training.settings.files import parse_json, require_regular
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
@@ -86,7 +86,7 @@ def read_records(
 def _parse(text: str) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON and for an unpaired surrogate, such as half of
     an emoji, which cannot be encoded."""
-    value = json.loads(text)
+    value = parse_json(text)
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value

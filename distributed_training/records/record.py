@@ -25,6 +25,7 @@ from distributed_training.settings.files import (
     load_json,
     load_object,
     parse_as,
+    parse_json,
     replace_file,
 )
 
@@ -280,7 +281,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     for line in path.read_bytes().split(b"\n")[:-1]:
         # A crash may have damaged the line.
         with contextlib.suppress(ValueError, TypeError, LookupError):
-            if json.loads(line)["step"] <= num_steps:
+            if parse_json(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
     replace_file(path, b"".join(kept_lines))
 

@@ -26,6 +26,8 @@ _ERROR_TEXTS = {
     "extra_forbidden": "is not a known key",
     "missing": "is missing",
 }
+_MAX_DEPTH = 100  # deepest nesting of JSON that is read
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 _CHUNK_BYTES = 16 * 2**20
 REPLACED = ".replaced-"  # beginning of the name of a folder that is being replaced
 JsonObject = dict[str, Any]
@@ -126,7 +128,7 @@ def load_json(path: Path, what: str) -> Any:
     `what` describes the file in the message."""
     require_regular(path, what)
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         advice = did_you_mean(path.name, names)
@@ -153,6 +155,22 @@ def load_model_json(path: Path) -> JsonObject:
         why = "it is a link to a file in another folder"
         raise UserError(f"model {path} cannot be read", why, "copy the file to its place")
     return load_object(path, "model")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested so deeply that
+    functions which process it would exceed Python's recursion limit."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    members = [value]
+    for _ in range(_MAX_DEPTH):
+        containers = [member for member in members if isinstance(member, dict | list)]
+        members = [m for c in containers for m in (c.values() if isinstance(c, dict) else c)]
+        if not members:
+            return value
+    raise ValueError(_TOO_DEEP)
 
 
 def require_regular(path: Path, what: str) -> None:

@@ -12,7 +12,6 @@ reports them, or 98% of the datasheet's. Link bandwidths are in GB/s per directi
 If a device's name does not contain its memory, the first entry of its model is used."""
 
 import functools
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,14 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import Positive
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_json, one_of, parse_as, shown
+from distributed_training.settings.files import (
+    did_you_mean,
+    load_json,
+    one_of,
+    parse_as,
+    parse_json,
+    shown,
+)
 
 GIB = 2**30
 NIC_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
@@ -109,7 +115,7 @@ def parse_gpu(name: str) -> Gpu:
     Raises UserError for an unknown GPU, and for a name that leaves the memory open."""
     if name.lstrip().startswith("{"):
         try:
-            document = json.loads(name)
+            document = parse_json(name)
         except ValueError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", str(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")

@@ -26,6 +26,8 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
         ("a", b'{\n "epochs" 2\n}', ["line 2 column 11"]),
         ("a", b'{"model": "\xff"}', ["0xff"]),
         ("large", b"[1]", ["large.json"]),
+        ("a", b"[" * 2000 + b"]" * 2000, ["100 levels"]),
+        ("a", b"[" * 101 + b"]" * 101, ["100 levels"]),
     ],
 )
 def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_path):

@@ -1,6 +1,5 @@
 """Recognize the form of each record, and decide which part of it is in the loss."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, TEXT, Message
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import parse_json, shown
 
 COLUMNS = (
     TEXT,
@@ -368,7 +367,7 @@ def _parse(value: Any) -> Any:
     unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except ValueError:
             return value
     return value
