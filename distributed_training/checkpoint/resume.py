@@ -161,6 +161,10 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
     changed = changed_keys(meta, plan)
+    max_steps = plan.work.get("max_steps")
+    if changed & STEPS == {"epochs"} and plan.num_steps == max_steps:
+        what = f"epochs={plan.work['epochs']} has no effect, because {max_steps=} decides"
+        raise UserError(what, fix="set max_steps to a larger number, or to -1 to train for epochs")
     if plan.num_steps is not None and plan.num_steps <= meta.step:
         changed -= STEPS
     if "model" in changed:

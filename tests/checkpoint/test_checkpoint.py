@@ -337,6 +337,16 @@ def test_resume_refuses_paths_without_a_checkpoint_or_with_one_of_other_work(tmp
             find_checkpoint(str(run_dir), tmp_path, work)
 
 
+def test_epochs_without_effect_are_named(tmp_path):
+    run_dir = make_run(tmp_path, "a", 5, work={**WORK, "epochs": 2, "max_steps": 20})
+    plan = plan_of(None, work={**WORK, "epochs": 4, "max_steps": 20})
+    plan.config.resume, plan.num_steps = str(run_dir), 20
+    with refused("epochs=4", "max_steps=20 decides", "-1"):
+        resume.find_checkpoint(plan, [])
+    plan.work["max_steps"] = plan.num_steps = 40
+    assert resume.find_checkpoint(plan, []).parents[1] == run_dir
+
+
 def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(tmp_path):
     runs = tmp_path / "runs"
     moved = make_run(tmp_path / "other disk", "b", 3)
