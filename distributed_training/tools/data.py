@@ -1,6 +1,7 @@
 """Show the first training samples, mark the tokens in the loss, and print counts."""
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=3,
         help=shown,
     )
+    parser.add_argument("--json", action="store_true", help="print samples and counts as JSON")
 
 
 def run(
@@ -65,6 +67,23 @@ def run(
     counts["tokenizer_name"] = tokenizer_name
     counts["special_tokens"] = tokenizer.facts.special
     shown_samples = list(report.first_samples(samples, arguments.show))
+    if arguments.json:
+        sample_dicts = []
+        for ids, mask in shown_samples:
+            text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            sample = {
+                "ids": ids.tolist(),
+                "loss_mask": mask.tolist(),
+                "text": text,
+            }
+            sample_dicts.append(sample)
+        print(
+            json.dumps(
+                {"samples": sample_dicts, "counts": counts},
+                indent=1,
+            )
+        )
+        return 0
     if shown_samples:
         print(
             "The loss covers the tokens between « and ». A sample's first token is only an input."

@@ -1,8 +1,9 @@
 """Test that the `data` command shows a run's training data."""
 
-import re
+import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from distributed_training.tools.data import _mark_targets
 from tests.conftest import assert_ok, heavy_pool
@@ -24,14 +25,23 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     rows = [{"messages": SAID}, {"messages": SAID[:1]}, {"messages": SAID[:2]}]
     jsonl(tmp_path, rows)
     options = ["--model", model, "--dataset", tmp_path / "a.jsonl", "--max_length", 200]
-    result = heavy_pool().script(["data", *options, "--show", 9])
+    result = heavy_pool().script(["data", *options, "--json", "--show", 9])
     assert_ok(result)
-    samples = result.stdout.partition("--- sample 1")[2]
-    learned = re.findall("«(.*?)»", samples, re.S)
+    found = json.loads(result.stdout)
+    theirs = AutoTokenizer.from_pretrained(model)
+    ids = [theirs.apply_chat_template(said)["input_ids"] for said in (SAID, SAID[:2], SAID[:2])]
+    assert [sample["ids"] for sample in found["samples"]] == ids
+    learned = []
+    for sample in found["samples"]:
+        pairs = zip(sample["ids"], sample["loss_mask"], strict=True)
+        learned.append(theirs.decode([token for token, is_target in pairs if is_target]))
     first = "<none>\nA sequence <|end|><|end|>\n"
     assert learned == ["<none>\nAnother one<|end|>\n", first, first]
-    assert f"<|turn|>assistant\n«{first}»" in result.stdout
-    assert "3 read, 2 used" in result.stdout
+    counts = found["counts"]
+    assert (counts["records"], counts["used"], counts["samples"]) == (3, 2, 3)
+    assert sum(counts["left_out"].values()) == 1
+    text = heavy_pool().script(["data", *options]).stdout
+    assert f"<|turn|>assistant\n«{first}»" in text
 
 
 def test_control_characters_in_texts_are_escaped(tokenizer):
