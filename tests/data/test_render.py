@@ -102,6 +102,17 @@ def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents(t
         renderer.render_samples(Conversation([SAID[0], called]), "here")
 
 
+def test_content_parts_are_joined_if_the_template_fails_on_them():
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    contents = [{"type": "text", "text": word} for word in ("a", "b")]
+    messages = [{"role": "user", "content": contents}, {"role": "assistant", "content": contents}]
+    renderer = Renderer([template] * 2, {}, NO_TOKENS)
+    ((text, spans, *_),) = renderer.render_samples(Conversation(messages), "here")
+    assert text == "user:ab;assistant:ab;"
+    assert [text[first:][:2] for first, _ in spans] == ["ab"]
+
+
 @pytest.mark.parametrize(("end", "count"), [("", 2), ("<|e|>", 0)])
 def test_marked_answers_without_an_end_token_are_counted(end, count):
     """A template may put the end token outside the text that it marks (trl#5988)."""

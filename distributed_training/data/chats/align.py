@@ -205,5 +205,21 @@ def _try_render(
 def loses_thoughts(message: Mapping[str, Any], text: str) -> bool:
     """Return whether a message has reasoning that is missing from `text`, which is in the loss."""
     thoughts = [message.get(key) for key in ("reasoning_content", "thinking", "reasoning")]
-    thoughts += _THOUGHT.findall(message["content"])
+    content = message.get("content")
+    if isinstance(content, str):
+        thoughts += _THOUGHT.findall(content)
     return any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
+
+
+def join_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages`, with each list of content parts joined into one string."""
+    with_texts = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            message = {
+                **message,
+                "content": "".join(part["text"] for part in content),
+            }
+        with_texts.append(message)
+    return with_texts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distributed_training.data import pieces
-from distributed_training.data.chats.align import loses_thoughts
+from distributed_training.data.chats.align import join_parts, loses_thoughts
 from distributed_training.data.chats.records import READ_KEYS, Record
 from distributed_training.data.chats.render import Conversation, find_functions
 from distributed_training.data.corpus import Source
@@ -105,7 +105,7 @@ def _render(
     if not samples:
         counts.left_out[NO_ANSWER] += 1
         return
-    contents = [message["content"] for message in conversation.messages]
+    contents = [message["content"] for message in join_parts(conversation.messages)]
     if tokenizer.special_pattern.search("\n".join(contents)):
         counts.notes[SPECIAL] += 1
     rendered = "\n".join(sample.text for sample in samples)

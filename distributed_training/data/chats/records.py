@@ -298,7 +298,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
         raise _missing_string("content", message, where)
     content = message.setdefault("content", None)
     if isinstance(content, list):
-        message["content"] = _join_parts(content, where)
+        _check_parts(content, where)
     elif content is None:
         message["content"] = ""
         if message["role"] == ASSISTANT and not any(message.get(key) for key in _OUTPUT_KEYS):
@@ -325,16 +325,13 @@ def _parse_calls(call: Any, where: str) -> list[Any]:
     return [{"type": "function", "function": function} for function in functions]
 
 
-def _join_parts(parts: list[Any], where: str) -> str:
-    """Return the text of a message's content. Raises UserError if a part is not text."""
-    text = ""
+def _check_parts(parts: list[Any], where: str) -> None:
+    """Raise UserError if a part of a message's content is not text."""
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             what = f"{where} has a part that is not text: {shown(part)}"
             raise UserError(what, "only text is supported", "remove such records")
-        text += part["text"]
-    return text
 
 
 def _is_trained(message: Message, where: str) -> bool | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from distributed_training.data.chats.align import AlignmentError, Rendered, align
+from distributed_training.data.chats.align import AlignmentError, Rendered, align, join_parts
 from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
@@ -68,6 +68,7 @@ class Renderer:
             return self._render(conversation, messages, marked=True)[1]
 
         try:
+            conversation = self._adapt(conversation)
             # Some templates mark the text that the assistant generates.
             template = self._select_template(conversation)
             has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template)
@@ -91,10 +92,30 @@ class Renderer:
         """Return the text of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
         try:
-            return self._render(Conversation(messages), messages, ask=True)[0]
+            conversation = self._adapt(Conversation(messages))
+            return self._render(conversation, conversation.messages, ask=True)[0]
         except Exception as error:  # A template can raise any error.
             what = "the chat template cannot render this question"
             raise UserError(what, describe(error)) from None
+
+    def _adapt(self, conversation: Conversation) -> Conversation:
+        """Join the parts of contents that are lists if the template accepts only strings."""
+        contents = [message.get("content") for message in conversation.messages]
+        has_parts = any(isinstance(content, list) for content in contents)
+        if has_parts and not self._accepts_parts:
+            return conversation._replace(messages=join_parts(conversation.messages))
+        return conversation
+
+    @cached_property
+    def _accepts_parts(self) -> bool:
+        """Whether the template accepts messages whose content is a list of parts."""
+        parts = [{"type": "text", "text": "Z"}, {"type": "text", "text": "X"}]
+        probe = {"role": "user", "content": parts}
+        try:
+            text = self._render(Conversation([]), [probe])[0]
+        except Exception:  # for example, the template adds a string to a list
+            return False
+        return re.search(r"Z\s*X", text) is not None
 
     def _render(
         self,
