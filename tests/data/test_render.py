@@ -34,11 +34,11 @@ def test_template_errors_are_one_line_that_names_the_row(content, words):
 
 
 @pytest.mark.parametrize(
-    "name", ["continue_final_message", "add_generation_prompt", "tools", "messages"]
+    "name", ["continue_final_message", "add_generation_prompt", "tools", "messages", "tokenize"]
 )
 def test_parameters_of_transformers_are_not_variables_of_a_template(name):
     renderer = Renderer([TEMPLATE] * 2, {}, NO_TOKENS)
-    with refused("a.jsonl line 2", f"argument '{name}'"):
+    with refused("a.jsonl line 2", f"chat_template_kwargs sets {name!r}"):
         renderer.render_samples(Conversation(SAID, template_kwargs={name: True}), "a.jsonl line 2")
 
 

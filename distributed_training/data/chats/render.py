@@ -3,6 +3,7 @@
 The Jinja sandbox of transformers keeps a template from running code. Time and memory are not
 limited, so an endless template must be stopped with Ctrl-C."""
 
+import inspect
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -61,12 +62,13 @@ class Renderer:
             *,
             ask: bool = False,
         ) -> str:
-            return self._render(conversation, messages, ask=ask)[0]
+            return self._render(conversation, messages, add_generation_prompt=ask)[0]
 
         def render_marked() -> list[Span]:
             messages = conversation.messages
-            return self._render(conversation, messages, marked=True)[1]
+            return self._render(conversation, messages, return_assistant_tokens_mask=True)[1]
 
+        _check_kwargs(conversation.template_kwargs, where)
         try:
             conversation = self._adapt(conversation)
             # Some templates mark the text that the assistant generates.
@@ -93,7 +95,7 @@ class Renderer:
         Raises UserError if the template cannot render the conversation."""
         try:
             conversation = self._adapt(Conversation(messages))
-            return self._render(conversation, conversation.messages, ask=True)[0]
+            return self._render(conversation, conversation.messages, add_generation_prompt=True)[0]
         except Exception as error:  # A template can raise any error.
             what = "the chat template cannot render this question"
             raise UserError(what, describe(error)) from None
@@ -118,16 +120,10 @@ class Renderer:
         return re.search(r"Z\s*X", text) is not None
 
     def _render(
-        self,
-        conversation: Conversation,
-        messages: Sequence[Message],
-        *,
-        ask: bool = False,
-        marked: bool = False,
+        self, conversation: Conversation, messages: Sequence[Message], **options: Any
     ) -> tuple[str, list[Span]]:
-        """Return the text of `messages` and, if `marked` is set, the spans that the template marks.
-        If `ask` is set, the text ends with the start of an answer. All parameters of transformers
-        are set here, so Python refuses a record's own values for them."""
+        """Return the text of `messages`, and the spans that the template marks if `options` ask for
+        them."""
         from transformers.utils import chat_template_utils
 
         # The templates' function strftime_now calls datetime.now, and transformers lets no other
@@ -139,10 +135,8 @@ class Renderer:
             tools=conversation.tools,
             documents=conversation.documents,
             chat_template=self._select_template(conversation),
-            add_generation_prompt=ask,
-            continue_final_message=False,
-            return_assistant_tokens_mask=marked,
             **{**self.variables, **conversation.template_kwargs},
+            **options,
         )
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
@@ -156,3 +150,16 @@ def find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the functions in a list of tools or tool calls."""
     functions = (item.get("function", item) for item in items if isinstance(item, dict))
     return [function for function in functions if isinstance(function, dict)]
+
+
+def _check_kwargs(template_kwargs: dict[str, Any], where: str) -> None:
+    """Raise UserError if a variable of the template has the name of a parameter of transformers,
+    which would replace messages or tools, or move the end of the text."""
+    from transformers import PreTrainedTokenizerBase
+
+    for name in template_kwargs:
+        parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        if name in {*parameters, "messages", "conversations"}:
+            what = f"{where}: chat_template_kwargs sets {shown(name)}"
+            why = "it may set only variables of the chat template"
+            raise UserError(what, why, "remove it")
