@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import json
+import shlex
 import sys
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import parse_json, require_regular
+from distributed_training.settings.files import parse_json, require_regular, shown
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
@@ -131,6 +132,10 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for name in names:
             if name and names.count(name) > 1:
                 raise UserError(f"{path} has two columns named {name!r}", fix="rename one")
+        for delimiter in "\t;|":
+            if len(names) == 1 and delimiter in names[0]:
+                what = f"{path} has no commas in its header {shown(names[0])}"
+                raise UserError(what, fix=f"separate its columns by commas, not {shown(delimiter)}")
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row or None in row.values():
@@ -235,5 +240,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _not_utf8(path: Path, why: str, encoding: str) -> UserError:
-    fix = f"convert it to UTF-8. If it is {encoding}, use: iconv -f {encoding} -t UTF-8"
+    copy = path.with_suffix(f".utf8{path.suffix}")
+    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} -o {shlex.quote(str(copy))}"
+    fix = f"convert it to UTF-8. If it is {encoding}, run: {command}"
     return UserError(f"dataset file {path} cannot be read", why, fix)

@@ -85,7 +85,8 @@ class Run:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `compare` and `parity` that are not CONFIG keys, which name the runs and the folder for their records."""
+    """Add the options of `compare` and `parity` that name the runs and the folder for their
+    records."""
     add = parser.add_argument
     add(
         "plan",

@@ -4,6 +4,7 @@ import gzip
 import os
 import random
 import struct
+import subprocess
 
 import datasets
 import pyarrow
@@ -34,6 +35,7 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
             assert "".join(read_text(tmp_path / "a.txt", by_line=by_line)) == STORY
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -41,11 +43,17 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
         ("plain words".encode("utf-16-le"), ["-f UTF-16LE"]),
     ],
 )
-def test_other_encodings_are_refused_with_a_command(content, words, tmp_path):
+def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
+    content, words, tmp_path
+):
     file = tmp_path / "my notes.txt"
     file.write_bytes(content)
-    with refused("my notes.txt", *words):
+    with refused("my notes.txt", *words) as caught:
         "".join(read_text(file))
+    command = str(caught.value)[str(caught.value).index("iconv ") :]
+    subprocess.run(command, shell=True, check=True)
+    mended = "".join(read_text(tmp_path / "my notes.utf8.txt"))
+    assert mended in ("ein Café ä", "plain words")
 
 
 def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
@@ -64,6 +72,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
+        ("a.csv", b"text;label\nabc;1\n", "'text;label'"),
         ("a.csv", b'text\n"abc\n', "line 2"),
         ("a.csv", b'prompt,completion\n"abc"\n', "line 2"),
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3"),
