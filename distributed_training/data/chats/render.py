@@ -17,6 +17,7 @@ from distributed_training.data.chats.align import AlignmentError, Rendered, alig
 from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
+from distributed_training.settings.files import shown
 
 
 class Conversation(NamedTuple):
