@@ -34,7 +34,11 @@ from distributed_training.settings.keys import (
 from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config, parse_overrides
-from distributed_training.start.streams import open_lasting
+from distributed_training.start.streams import (
+    open_closed_streams,
+    open_lasting,
+    replace_unencodable,
+)
 
 # Commands that accept CONFIG's keys, beside train, and their purposes
 TOOLS = {
@@ -425,6 +429,8 @@ def main(
     output_dir = file.parent / str(config.get("output_dir", "runs"))
     config = {**config, "output_dir": str(output_dir)}
     description = description.splitlines()[0]
+    open_closed_streams()
+    replace_unencodable()
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
