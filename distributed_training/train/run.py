@@ -1,12 +1,15 @@
 """Execute a training run on one rank, from loading the data to the finished record. `train` builds
 the parts of the run with the functions below it."""
 
+import contextlib
 import shlex
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -27,7 +30,12 @@ from distributed_training.records.display import Display, fold, header_rows, sho
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
-from distributed_training.supervise.process import END_ACTIVITY, Process
+from distributed_training.supervise.process import (
+    END_ACTIVITY,
+    STOP_SIGNALS,
+    Process,
+    handle_signals,
+)
 from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
 from distributed_training.train.profiling import Profile, steps_to_trace
@@ -187,8 +195,26 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
-        ALL_OPS[name].load(verbose=False)
+        with stop_build_on_signal():
+            ALL_OPS[name].load(verbose=False)
     dist.barrier()
+
+
+@contextlib.contextmanager
+def stop_build_on_signal() -> Iterator[None]:
+    """If a stop signal arrives inside the `with` block, terminate the compilers that this process
+    has started. Then call the signal's previous handler, which ends this process at once."""
+
+    def stop_build(signum: signal.Signals, frame: object) -> None:
+        children = psutil.Process().children(recursive=True)
+        compilers = [child for child in children if not child.name().startswith("python")]
+        for compiler in compilers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                compiler.terminate()
+        previous_handlers[signum](signum, frame)
+
+    with handle_signals(dict.fromkeys(STOP_SIGNALS, stop_build)) as previous_handlers:
+        yield
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
