@@ -19,13 +19,8 @@ class LastingFile(io.FileIO):
 
 
 def open_lasting(stream: Any) -> Any:
-<<<<<<< HEAD
     """Return a text stream that writes to the file of `stream`, line by line. A stream without a
     file is returned unchanged."""
-=======
-    """Return a text stream that writes to the file of `stream`, line by line, and replaces characters
-    that it cannot encode. A stream without a file is returned unchanged."""
->>>>>>> parent of c361c580 (An interrupted build of extensions leaves its compilers to end by themselves)
     try:
         file = LastingFile(stream.fileno(), "w", closefd=False)
     except io.UnsupportedOperation:

@@ -11,7 +11,7 @@ from pathlib import Path
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.answer import Answer
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import IS_INSTALLED, ROOT
+from distributed_training.settings.files import IS_INSTALLED, MARK, ROOT
 from distributed_training.settings.machine import GIB, find_gpu
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
@@ -88,10 +88,7 @@ def build_batch_script(
     gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)
     template, submit = job_template(file)
     name = f"train-{plan.strategy.name.replace('_', '-')}"
-    header = [
-        f"written by distributed_training:  {plan_command}",
-        f"Submit:  {submit} {shlex.quote(file.name)}",
-    ]
+    header = [f"{MARK}:  {plan_command}", f"Submit:  {submit} {shlex.quote(file.name)}"]
     time = "04:00:00"
     if isinstance(amount, str):
         header.append(f"The time is unknown: {amount}.")

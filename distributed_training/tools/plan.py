@@ -27,7 +27,7 @@ from distributed_training.predict.predict import Cluster, Prediction, parse_clus
 from distributed_training.records.display import bottleneck_name, describe_work, fold, format_count
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import IS_INSTALLED, shown
+from distributed_training.settings.files import IS_INSTALLED, check_replaced, shown, write_own
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import (
     FIRST_HOST_NOTE,
@@ -79,9 +79,7 @@ def run(
         if IS_INSTALLED:
             what = "--write needs a checkout, whose setup a job uses"
             raise UserError(what, fix="clone the repository, and use its real_model_example.py")
-        if job_file.exists():
-            fix = "name another file, or remove this one"
-            raise UserError(f"{job_file} already exists", fix=fix)
+        check_replaced(job_file)
     request = configure(arguments.overrides)
     cluster = _cluster(arguments, request)
     if job_file is not None and not cluster.machine.num_gpus:
@@ -202,8 +200,7 @@ def _write_job(
         machine_options=machine_options,
         plan_command=shlex.join(["python", *sys.argv]),
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(job, errors="surrogateescape")
+    write_own(file, job)
     submit = job_template(file)[1]
     file_word = shlex.quote(str(file))
     print(f"Wrote {file_word}. Check it, then submit it:")

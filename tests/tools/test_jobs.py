@@ -126,14 +126,17 @@ def assert_equal(plan, ranked, typed):
     assert {name for name in found if found[name] != expected[name]} == set(), typed
 
 
-def test_plan_replaces_no_file(call, tmp_path, capsys):
-    job = tmp_path / "job.slurm"
-    words = ["plan", "--model", "gpt2", "--write", str(job), "--cluster", "2xH100-80GB"]
-    assert call(words)[0] == 0
-    written = job.read_text()
-    assert call(words)[0] == 2
+@pytest.mark.parametrize("end", [".slurm", ".sky.yaml", ".yaml"])
+def test_plan_replaces_only_jobs_that_nobody_has_changed(end, call, tmp_path, capsys):
+    job = tmp_path / f"job{end}"
+    words = ["plan", "--model", "gpt2", "--write", str(job), "--cluster"]
+    for cluster in ("2xH100-80GB", "2x8xH100-80GB"):
+        assert call([*words, cluster])[0] == 0
+    changed = job.read_text().replace("\n", "\n#SBATCH --account=mine\n", 1)
+    job.write_text(changed)
+    assert call([*words, cluster])[0] == 2
     assert str(job) in capsys.readouterr().err
-    assert job.read_text() == written
+    assert job.read_text() == changed
 
 
 HOSTILE = "x: [\n#SBATCH --mem=9\ntouch PWNED\n#'\"$(touch PWNED)`touch PWNED`\u2028- train-gpt2"
@@ -187,7 +190,6 @@ def assert_same_plans(call, capsys, words, tmp_path):
         assert capsys.readouterr().err == err
         return 0, True
     cluster = words[words.index("--cluster") + 1]
-    job.unlink(missing_ok=True)
     call(["plan", *words, "--write", str(job)])
     starts = ("  python ", "  torchrun ")
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith(starts)]
@@ -268,8 +270,6 @@ def test_jobs_for_clouds_agree_with_published_schemas_and_slurms_options(end, ca
     written = 0
     for number in range(8):
         words = random_words(number)
-        for file in files:
-            file.unlink(missing_ok=True)
         if call(["plan", *words, "--write", str(files[0])])[0]:
             continue
         assert call(["plan", *words, "--write", str(files[1])])[0] == 0
