@@ -104,7 +104,7 @@ class Sizes:
     def by_kind(self: AnySizes) -> Iterator[tuple[float, AnySizes]]:
         """Yield (share of the model's blocks, the sizes in these blocks) for each kind of block."""
         for kind in self.size.kinds:
-            sizes = copy.copy(self)
+            sizes = self if kind is self.kind else copy.copy(self)
             sizes.kind = kind
             yield len(kind.layers) / self.size.num_layers, sizes
 
