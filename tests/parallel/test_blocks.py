@@ -16,7 +16,7 @@ import torch
 from distributed_training.parallel.blocks import apply_compile
 
 block = torch.nn.Linear(2, 2)
-model = SimpleNamespace(blocks={0: block}, is_last=False)
+model = SimpleNamespace(blocks={0: block}, is_last=False, loss=None)
 config = SimpleNamespace(compile=True, loss_chunk_tokens=1, lora_rank=0)
 apply_compile(model, config, compile_outer_layers=False)
 block.forward(torch.ones(1, 2))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import AttentionInterface
 
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.models.hub import UnsupportedError
@@ -105,6 +104,8 @@ def _chunk_size(module: nn.Module) -> int | None:
 @contextlib.contextmanager
 def record_windows() -> Iterator[list[int | None]]:
     """Append the `sliding_window` that `attention` receives to the list, for each call."""
+    from transformers import AttentionInterface
+
     windows = []
 
     def record(*tensors: Any, **options: Any) -> tuple[torch.Tensor, None]:

@@ -12,14 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from distributed_training.models.hub import UnsupportedError, model, text_document
 from distributed_training.models.private import is_ignored
@@ -72,6 +64,8 @@ def find_quantizer(document: dict[str, Any]) -> Any:
     quantization = document.get("quantization_config")
     if quantization is None:
         return None
+    from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+
     config: Any = AutoQuantizationConfig.from_dict(quantization)
     if not hasattr(config, "dequantize"):
         method = quantization.get("quant_method")
@@ -110,6 +104,9 @@ def match(
 ) -> StoredModel:
     """Match the tensors of weight files with the tensors of a text decoder. A tensor that
     transformers does not know keeps its name. Values are converted when they are read."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
     whole = find_whole(settings)
     net = whole.net
     quantizer = find_quantizer(settings["document"])
@@ -185,6 +182,8 @@ def to_files(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors, by name, that files of the text decoder or of the whole model contain for
     the text decoder's tensor `text_name`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     net = _text_net(settings)
     if whole:
         net = find_whole(settings).net

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers.activations import ACT2FN
 
 from distributed_training.models import private
 from distributed_training.models.attention import Documents, mask_documents
@@ -75,7 +74,7 @@ def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
             y = y + torch.where(is_inside, earlier, 0) * weight[:, -1 - distance, None]
         if bias is not None:
             y = y + bias[:, None]
-        return y if activation is None else ACT2FN[activation](y)
+        return y if activation is None else getattr(F, activation)(y)
 
     return wrapper
 
