@@ -104,10 +104,19 @@ def choose_model(
     if max_length > model.size.num_positions and not request.is_set("max_length"):
         settings["max_length"] = model.size.num_positions
         notes.append(f"max_length is {model.size.num_positions}, the model's context length")
+    size = model.size
     if request.lora_rank and request.lora_targets and not continues_adapters:
-        model.size.check_targets(request.lora_targets)
-    if request.lora_rank and any(kind.expert_products for kind in model.size.kinds):
-        notes.append("the adapters are on the model's linear layers. Its experts stay as they are")
+        size.check_targets(request.lora_targets)
+    if request.lora_rank:
+        targets = request.lora_targets
+        adapted = [len(kind.layers) for kind in size.kinds if kind.adapted_parts(targets)]
+        if sum(adapted) < size.num_layers:
+            note = f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
+            notes.append(f"{note}blocks. The others have matrices with other names")
+        if any(kind.expert_products for kind in size.kinds):
+            notes.append("the adapters are on linear layers. The model's experts stay as they are")
+    if size.has_linear_attention and machine.num_gpus:
+        notes.append("the model's linear attention needs: pip install flash-linear-attention")
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 

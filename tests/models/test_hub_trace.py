@@ -7,6 +7,9 @@ import json
 import pytest
 
 from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.planner.choose import choose_model
+from distributed_training.predict.predict import parse_cluster
+from distributed_training.settings.request import build_config
 from tests.models.hub_folders import make_folder
 from tests.planner.helpers import SPLIT, UNSPLIT, lay_out
 from tests.support import refused
@@ -66,3 +69,12 @@ def test_attention_to_an_encoder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
     with refused(str(tmp_path), "encoder_attn"):
         find_model(str(tmp_path))
+
+
+def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tmp_path):
+    folder = make_folder("qwen3_5_text", tmp_path)
+    config = {"model": str(folder), "lora_rank": 4, "lora_targets": "q_proj,v_proj"}
+    notes: list[str] = []
+    choose_model(build_config(config), parse_cluster("H200").machine, notes)
+    assert any("1 of the model's 4 blocks" in note for note in notes)
+    assert any("flash-linear-attention" in note for note in notes)
