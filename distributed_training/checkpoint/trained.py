@@ -1,5 +1,6 @@
 """Read a run's trained weights one tensor at a time, to load or export them."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +106,12 @@ def trained_model_of_run(
     spec = plan.model
     if not config.lora_rank:
         trained_names = set(names)
+        base = functools.cache(lambda: _base_source(plan))
 
         def read_any(name: str, slices: Slices) -> torch.Tensor:
             if name in trained_names:
                 return read(name)[slices]
-            return _base_source(plan)(name, slices)  # buffers that are not trained
+            return base()(name, slices)  # buffers that are not trained
 
         return TrainedModel(spec=spec, weights=read_any)
     adapters = peft.Adapters(

@@ -27,25 +27,29 @@ _TYPES = {
 IDS = torch.arange(5, 25)[None]
 
 
-@pytest.fixture(params=_TYPES)
-def whole(request, tmp_path) -> tuple[Path, torch.nn.Module, ModelSpec]:
-    """Return (folder of a whole model, the model in transformers, spec of its text decoder)."""
-    kind, tower = _TYPES[request.param]
+def make_whole(model_type: str, kind: str, folder: Path) -> Path:
+    """Save a tiny random multimodal model, with a text decoder of the given kind."""
+    _, tower = _TYPES[model_type]
     name, values = KINDS[kind]
     text = getattr(transformers, f"{name}Config")(**{**values, "pad_token_id": 0}).to_dict()
-    audio = {"audio_config": None} if request.param == "gemma4" else {}
-    tied = bool(text.get("tie_word_embeddings"))
-    config = CONFIG_MAPPING[request.param](
+    audio = {"audio_config": None} if model_type == "gemma4" else {}
+    config = CONFIG_MAPPING[model_type](
         text_config=text,
         vision_config=tower,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=bool(text.get("tie_word_embeddings")),
         **audio,
     )
-    folder = tmp_path / "whole"
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomize(model)
     model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=_TYPES)
+def whole(request, tmp_path) -> tuple[Path, torch.nn.Module, ModelSpec]:
+    """Return (folder of a whole model, the model in transformers, spec of its text decoder)."""
+    folder = make_whole(request.param, _TYPES[request.param][0], tmp_path / "whole")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return folder, model, find_model(str(folder))
 

@@ -124,10 +124,10 @@ def match(
             renamed, pattern = name, None
         text_name = whole.text_name(renamed)
         is_text = renamed not in expected or text_name in in_text
-        if pattern is not None:
-            sources.setdefault(renamed, []).append((name, pattern))
-        elif is_ignored(net, renamed) or not is_text:
+        if is_ignored(net, renamed) or not is_text:
             result.others[name] = stored[name]
+        elif pattern is not None:
+            sources.setdefault(renamed, []).append((name, pattern))
         else:
             result.text[text_name] = stored[name]
             result.file_names[text_name] = name
