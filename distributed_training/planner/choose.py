@@ -2,6 +2,7 @@
 
 This module does not import torch."""
 
+import importlib.util
 import os
 import time
 import uuid
@@ -115,7 +116,8 @@ def choose_model(
             notes.append(f"{note}blocks. The others have matrices with other names")
         if any(kind.expert_products for kind in size.kinds):
             notes.append("the adapters are on linear layers. The model's experts stay as they are")
-    if size.has_linear_attention and machine.num_gpus:
+    has_kernels = importlib.util.find_spec("fla") is not None
+    if size.has_linear_attention and machine.num_gpus and not has_kernels:
         notes.append("the model's linear attention needs: pip install flash-linear-attention")
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
