@@ -102,11 +102,17 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 def _find_gpus(words: set[str]) -> list[Gpu]:
     """Return the entries whose names consist of these words. If there are none, for example because
     the memory is not named, return the entries that differ only in their memory."""
-    entries = {gpu.name: {*gpu.name.upper().split("-")} for gpu in GPUS.values()}
-    same_form = {n: e for n, e in entries.items() if e & _FORM_WORDS == words & _FORM_WORDS}
-    complete = [GPUS[name] for name, entry in same_form.items() if entry <= words]
-    models = {n: {word for word in e if not word.endswith("GB")} for n, e in same_form.items()}
-    return complete or [GPUS[name] for name, model in models.items() if model <= words]
+    complete = []
+    same_model = []
+    for gpu in GPUS.values():
+        entry = {*gpu.name.upper().split("-")}
+        if entry & _FORM_WORDS != words & _FORM_WORDS:
+            continue
+        if entry <= words:
+            complete.append(gpu)
+        elif {word for word in entry if not word.endswith("GB")} <= words:
+            same_model.append(gpu)
+    return complete or same_model
 
 
 def parse_gpu(name: str) -> Gpu:
