@@ -95,13 +95,19 @@ def trained_values(model):
     }
 
 
-HUB_KIND = "gemma2"  # runs transformers' code, which is not split over processes
+# These run transformers' code, which is not split over processes.
+HUB_KINDS = ("gemma2", "qwen3_5_text", "gemma4_text")
+# Relative differences after five steps. The first gradients differ by up to 8e-6 and 2e-5 in these
+# kinds, because transformers' eager attention and the scan over chunks round otherwise, and Adam
+# divides by small gradients.
+LIMITS = {"gemma4_text": 1e-4, "qwen3_5_text": 1e-3}
 # Kind of model -> targets of adapters. GPT-2 has one fused matrix for q, k and v.
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 SEPARATE = {"all": ALL, "qv": "q_proj,v_proj", "gate": "gate_proj"}
 TARGETS = {
     "gpt2": {"all": "c_attn,attn.c_proj,c_fc,mlp.c_proj", "qv": "c_attn", "gate": "c_fc"},
-    "llama": SEPARATE, "qwen2": SEPARATE, "qwen3": SEPARATE, HUB_KIND: SEPARATE,
+    "llama": SEPARATE, "qwen2": SEPARATE, "qwen3": SEPARATE, "gemma2": SEPARATE,
+    "qwen3_5_text": {"all": f"{ALL},in_proj_qkv,in_proj_z,out_proj"}, "gemma4_text": {"all": ALL},
 }  # fmt: skip
 LAYOUTS = {
     "dp": {"strategy": "dp", **micro_batches(2)},
@@ -126,7 +132,7 @@ def compared(tmp_path_factory):
                 **BASE, "model": "auto", "weights": str(adapters), "pack": False,
                 "learning_rate": 1e-2, "lr_schedule": "constant", "warmup_steps": 0,
             }  # fmt: skip
-            for layout, keys in (UNSPLIT if kind == HUB_KIND else LAYOUTS).items():
+            for layout, keys in (UNSPLIT if kind in HUB_KINDS else LAYOUTS).items():
                 cases[f"{kind} {name} {layout}"] = {**values, **keys}
             one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
             steps = run_cases(one, 1, steps=5, function="batches")["one"]
@@ -154,7 +160,7 @@ def train_with_peft(model, steps):
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, layout) for kind in TARGETS for layout in (UNSPLIT if kind == HUB_KIND else LAYOUTS)],
+    [(kind, layout) for kind in TARGETS for layout in (UNSPLIT if kind in HUB_KINDS else LAYOUTS)],
 )
 def test_every_adapter_trains_as_in_peft(kind, layout, compared):
     for name, targets in TARGETS[kind].items():
@@ -167,7 +173,7 @@ def test_every_adapter_trains_as_in_peft(kind, layout, compared):
         for key, values in expected.items():
             assert (values - before[key]).norm() > 0.05 * values.norm(), key
             error = (adapters[key] - values).norm() / values.norm()
-            assert error <= 1e-5, f"{name}: {key} differs by {error:.1e}"
+            assert error <= LIMITS.get(kind, 1e-5), f"{name}: {key} differs by {error:.1e}"
 
 
 EXCHANGED = [
