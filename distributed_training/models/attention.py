@@ -6,6 +6,7 @@ alone: positions restart, and a token attends only to itself and to earlier toke
 The letters in shapes are defined in decoder.py. In addition, G is the number of key/value heads,
 which divides H, and S is the number of keys."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +14,15 @@ import torch.nn.functional as F
 
 if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
     from torch.nn.attention.varlen import varlen_attn
-# FlashAttention's kernels accept head sizes that are multiples of 8, up to this size.
+# FlashAttention's kernels accept multiples of 8 up to this size.
 _MAX_HEAD_SIZE = 256
 
 
 class Documents(NamedTuple):
     """Boundaries of the documents in a micro-batch, computed once for all blocks of a model.
 
-    Padding counts as a separate document. Attention uses either `ends` or `mask`. If neither is
-    set, each sample is a single document."""
+    Padding counts as a separate document. Attention uses `ends` if its kernel supports the size of
+    the heads, and `mask` otherwise. If neither is set, each sample is a single document."""
 
     # Position of each token in its document, int64 [B, T], or of the first token if the positions
     # are consecutive
@@ -35,7 +36,7 @@ def describe_documents(
     ends: torch.Tensor,
     *,
     dtype: torch.dtype,
-    head_size: int,
+    head_sizes: Collection[int],
     dropout: float,
     max_documents: int | None = None,
 ) -> Documents:
@@ -44,20 +45,31 @@ def describe_documents(
     padded with T.
 
     On a GPU, attention in bf16 without dropout uses a kernel that reads the ends, if the kernel
-    supports the head size. Otherwise, this function builds a mask of `B T^2` numbers in `dtype`,
-    the dtype of the queries. All blocks share the mask.
+    supports the head size. For other sizes, this function builds a mask of `B T^2` numbers in
+    `dtype`, the dtype of the queries. All blocks share the mask.
 
     The kernel is slow if many documents are empty. Set `max_documents` if the micro-batch has at
     most this many documents. The result then contains only this many ends."""
     batch, seq_len = positions.shape
-    is_supported = head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
-    if positions.is_cuda and dtype is torch.bfloat16 and is_supported and not dropout:
+    num_supported = 0
+    if positions.is_cuda and dtype is torch.bfloat16 and not dropout:
+        num_supported = sum(map(has_kernel, head_sizes))
+    flat_ends = None
+    mask = None
+    if num_supported > 0:
         sample_starts = torch.arange(batch, device=ends.device)[:, None] * seq_len
         flat_ends = (ends + sample_starts).flatten().to(torch.int32)
         if max_documents is not None:
             flat_ends = drop_empty(flat_ends, max_documents)
-        return Documents(positions, F.pad(flat_ends, (1, 0)))
-    return Documents(positions, mask=mask_documents(positions, dtype))
+        flat_ends = F.pad(flat_ends, (1, 0))
+    if num_supported < len(head_sizes):
+        mask = mask_documents(positions, dtype)
+    return Documents(positions, flat_ends, mask)
+
+
+def has_kernel(head_size: int) -> bool:
+    """Return whether FlashAttention's kernels accept heads of this size."""
+    return head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
 
 
 def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
@@ -100,19 +112,21 @@ def attend(
     is_causal: bool = True,
     dropout: float = 0.0,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K]. The result has the
     shape [B, T, H, K].
 
     With `documents`, tokens attend only within their document. `dropout` is the fraction of
     attention weights to drop. `scale` is the factor by which `q k^T` is multiplied, by default
-    `K^(-1/2)`."""
-    if documents is not None and documents.ends is not None:
-        return _attend_in_documents(q, k, v, documents.ends, scale)
+    `K^(-1/2)`. If `documents` has ends, tokens can be limited to the last `window` tokens."""
+    if documents is not None and documents.ends is not None and has_kernel(q.shape[-1]):
+        return _attend_in_documents(q, k, v, documents.ends, scale, window)
     mask = None if documents is None else documents.mask
     uses_gqa = k.shape[1] < q.shape[1]
-    # On CUDA, the kernels for fp32, for older GPUs and for masks do not support grouped heads.
-    supports_gqa = not q.is_cuda or (q.dtype is torch.bfloat16 and mask is None)
+    # On CUDA, the kernels for fp32, older GPUs, masks and large heads do not support grouped heads.
+    is_fast = q.dtype is torch.bfloat16 and mask is None and has_kernel(q.shape[-1])
+    supports_gqa = not q.is_cuda or is_fast
     if uses_gqa and not supports_gqa:
         repeats = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, 1)
@@ -136,7 +150,12 @@ def attend(
 
 
 def _attend_in_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
     # [B T, heads, K]
@@ -152,7 +171,7 @@ def _attend_in_documents(
         seq_len,
         seq_len,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=k.shape[1] < q.shape[1],
     )
     return y.unflatten(0, (batch, seq_len))

@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         return functools.partial(
             describe_documents,
             dtype=self.compute_dtype or torch.float32,
-            head_size=self.size.head_size,
+            head_sizes=self.size.head_sizes,
             dropout=self.dropout,
             max_documents=self.max_documents if self.training else None,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401
 
@@ -60,6 +60,12 @@ def copy_with_empty_parameters(module: nn.Module) -> Any:
     for name, parameter in module.named_parameters(recurse=False):
         module_copy._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
     return module_copy
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no values, while Python code runs on it. While torch.compile
+    reads the code, tensors count as real."""
+    return isinstance(tensor, FakeTensor)
 
 
 def is_fused_attention(operation: Any) -> bool:

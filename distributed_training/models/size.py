@@ -33,6 +33,7 @@ class BlockKind:
     unused_parameters: int = 0  # number of parameters of the experts that a token does not use
     # Multiplications per token for a state that is passed on from token to token
     state_products: int = 0
+    window: int | None = None  # number of tokens that a token attends to at most, including itself
     fuses_attention: bool = True  # whether attention is one kernel that skips masked tokens
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
     # matrix multiplications
@@ -135,9 +136,15 @@ class ModelSize:
         return sum(len(kind.layers) for kind in self.kinds)
 
     @property
+    def head_sizes(self) -> set[int]:
+        """Return the sizes of the attention heads."""
+        widths = {kind.attention_width for kind in self.kinds if kind.attention_width}
+        return {width // self.num_heads for width in widths}
+
+    @property
     def head_size(self) -> int:
         """Return the size of the largest attention heads."""
-        return max(kind.attention_width for kind in self.kinds) // self.num_heads
+        return max(self.head_sizes)
 
     @property
     def block_parameters(self) -> int:

@@ -25,6 +25,9 @@ from distributed_training.parallel.private import (
 )
 from distributed_training.settings.config import RunConfig
 
+# Graphs of a model's blocks. By default, torch stops compiling after 8 graphs, and runs all other
+# blocks without compilation. Gemma 4 has 7 graphs.
+_MAX_GRAPHS = 32
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Operation that multiplies by a frozen matrix in models/nf4.py, models/fp8.py or parallel/lora.py
 # -> argument that contains the matrix or its codes
@@ -158,7 +161,7 @@ def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
 def _compile(function: Any, backend: Any = "inductor") -> Any:
     """Compile `function` separately for each input shape. By default, torch.compile makes changing
     shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
-    return torch.compile(function, dynamic=False, backend=backend)
+    return torch.compile(function, dynamic=False, backend=backend, recompile_limit=_MAX_GRAPHS)
 
 
 def apply_compile(

@@ -88,7 +88,7 @@ def test_document_attention_kernel_equals_the_document_mask(groups, compiled):
     found = []
     for dropout in (0.0, 0.1):  # with dropout, attention uses a mask
         documents = describe_documents(
-            positions, ends, dtype=torch.bfloat16, head_size=64, dropout=dropout, max_documents=5
+            positions, ends, dtype=torch.bfloat16, head_sizes={64}, dropout=dropout, max_documents=5
         )
         assert (documents.mask is None) == (dropout == 0)
         own = [tensor.clone().requires_grad_() for tensor in tensors]

@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[str, dict]] = {
                             "mrope_section": [1, 1, 0]},
     }),
     "gemma4_text": ("Gemma4Text", {
-        **_MIXED, **_HEADS, "num_hidden_layers": 4, "layer_types": 2 * _MIXED["layer_types"],
+        **_MIXED, **_HEADS, "num_hidden_layers": 6, "layer_types": 3 * _MIXED["layer_types"],
         "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
         "num_kv_shared_layers": 2, "global_head_dim": 16,
     }),

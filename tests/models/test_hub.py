@@ -16,6 +16,7 @@ from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import KVCache
 from distributed_training.models.initial_weights import InitialWeights
+from distributed_training.parallel import blocks
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
 from tests.support import assert_near, edit_json, read_model, refused, save_model
@@ -72,6 +73,32 @@ PACKED = (
 )  # fmt: skip
 
 
+MANY_LAYERS = {  # changes of a config -> number of kinds of blocks
+    "llama4_text": ({"layer_types": 5 * ["chunked_attention", "full_attention"],
+                     "no_rope_layers": 5 * [1, 0]}, 2),
+    "gemma4_text": ({"layer_types": 5 * ["sliding_attention", "full_attention"]}, 6),
+    "qwen3_5_text": ({"layer_types": 5 * ["linear_attention", "full_attention"]}, 2),
+    "gpt_oss": ({"layer_types": 5 * ["sliding_attention", "full_attention"]}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MANY_LAYERS)
+def test_blocks_of_a_kind_share_a_compiled_graph(kind, tmp_path):
+    """After too many graphs, torch runs blocks without compilation, and says so in a warning."""
+    changes, num_kinds = MANY_LAYERS[kind]
+    _, model = build(make_folder(kind, tmp_path, num_hidden_layers=10, **changes))
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.blocks.values():
+        block.forward = blocks._compile(block.forward, count)
+    model(torch.zeros(1, LENGTH, dtype=torch.int64))
+    assert len(graphs) == num_kinds
+
+
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_documents_do_not_affect_each_other(kind, tmp_path, monkeypatch):
     spec, model = build(make_folder(kind, tmp_path))
@@ -84,9 +111,8 @@ def test_packed_documents_do_not_affect_each_other(kind, tmp_path, monkeypatch):
     # The state of linear attention is reset by a factor that is not quite 0.
     limit = 1e-4 if kind == "qwen3_5_text" else 1e-5
     assert_near(model(ids, positions=positions, ends=ends), separate_logits, limit)
-    if kind in ("gemma2", "mistral-window"):
-        # The document kernel, which receives ends instead of a mask, supports neither windows nor
-        # caps.
+    if kind == "gemma2":
+        # The document kernel, which receives ends instead of a mask, does not support caps.
         only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
         monkeypatch.setattr(type(model), "describe_documents", lambda *_: only_ends)
         assert_near(model(ids, positions=positions, ends=ends), separate_logits)

@@ -32,7 +32,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 9  # version of the format of cached sizes
+_VERSION = 10  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -138,10 +138,12 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         "embedding": embedding_name,
         "head": model.read_logit_transform(net),
     }
-    kinds, packs, has_window = trace(net, inner, blocks)
+    kinds, packs = trace(net, inner, blocks)
     num_positions = model.read_num_positions(config)
     window = getattr(config, "sliding_window", None)
-    if window and not has_window:  # only its masks have the window, and they are not built
+    if window and not any(
+        kind.window for kind in kinds
+    ):  # only its masks have the window, and they are not built
         num_positions = min(num_positions, window)
     files.check_round_trip(settings, [kind.layers[0] for kind in kinds])
     in_blocks = sum(len(kind.layers) * kind.parameters for kind in kinds)

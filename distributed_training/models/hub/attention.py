@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from distributed_training.models.attention import Documents, attend, mask_documents
+from distributed_training.models.attention import Documents, attend, has_kernel, mask_documents
 from distributed_training.models.hub import UnsupportedError
 
 ATTENTION_NAME = "distributed_training"
@@ -49,15 +49,19 @@ def attention(
         if torch.is_tensor(value) and name not in _IGNORED_OPTIONS:
             extra[name] = value
     window = sliding_window or length
-    chunk = _chunk_size(module)
+    chunk = getattr(module, "attention_chunk", None)
     if chunk is None:
         chunk = length
     elif length == 1:
         num_visible = first_position % chunk + 1
         k, v = k[:, :, -num_visible:], v[:, :, -num_visible:]
+    can_use_kernel = chunk == length and not extra and has_kernel(q.shape[-1])
+    if documents is None and window < length and can_use_kernel and _is_fast(q, dropout):
+        ends = torch.arange(0, (len(q) + 1) * length, length, dtype=torch.int32, device=q.device)
+        documents = Documents(None, ends)
+    uses_kernel = can_use_kernel and documents is not None and documents.ends is not None
     mask = None if documents is None else documents.mask
-    if length > 1 and (min(window, chunk) < length or extra):
-        # The kernel that reads document ends supports neither windows, chunks nor caps.
+    if length > 1 and not uses_kernel and (min(window, chunk) < length or extra):
         indices = torch.arange(length, device=q.device)
         positions = indices[None] if documents is None else documents.positions
         if mask is None:
@@ -89,16 +93,23 @@ def attention(
         is_causal=length > 1,
         dropout=dropout,
         scale=scaling,
+        window=window if window < length else None,
     ), None
 
 
-def _chunk_size(module: nn.Module) -> int | None:
-    """Return the number of tokens in a chunk, within which tokens attend, or None."""
-    config: Any = module.config
-    types = getattr(config, "layer_types", None)
-    if types is None or types[module.layer_idx] != "chunked_attention":
-        return None
-    return config.attention_chunk_size  # type: ignore[no-any-return]
+def _is_fast(q: torch.Tensor, dropout: float) -> bool:
+    """Return whether the kernel that reads the ends of documents accepts the queries."""
+    return q.is_cuda and q.dtype is torch.bfloat16 and not dropout
+
+
+def set_chunk_sizes(net: Any) -> None:
+    """Store in each module with chunked attention the number of tokens in a chunk, within which
+    tokens attend. If `attention` read the module's index, each block would be compiled anew."""
+    types = getattr(net.config, "layer_types", None) or ()
+    for module in net.modules():
+        layer = getattr(module, "layer_idx", None)
+        if layer is not None and layer < len(types) and types[layer] == "chunked_attention":
+            module.attention_chunk = net.config.attention_chunk_size
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from distributed_training.models import private
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
 from distributed_training.models.hub import UnsupportedError, text_document
-from distributed_training.models.hub.attention import ATTENTION_NAME, attention
+from distributed_training.models.hub.attention import ATTENTION_NAME, attention, set_chunk_sizes
 from distributed_training.models.hub.packing import separate_recurrences
 from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
@@ -78,6 +78,7 @@ def build_net(
     with torch.device("meta"):
         net = private.build_hub_model(model_class, config, dtype, ATTENTION_NAME)
     separate_recurrences(net)
+    set_chunk_sizes(net)
     net.to("meta")  # some parameters are on the CPU, such as results of torch.normal
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):

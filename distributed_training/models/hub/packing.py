@@ -6,8 +6,9 @@ The functions in this module replace those of transformers that do so. Like atte
 boundaries of the records as the option `documents`."""
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from distributed_training.models import private
 from distributed_training.models.attention import Documents, mask_documents
+from distributed_training.models.hub.linear_attention import gated_delta_rule
 
 _LINEAR_ATTENTION = "torch_chunk_gated_delta_rule"
 # Logarithm of the factor by which the state is multiplied before a record. Smaller factors lose
@@ -59,19 +61,18 @@ def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
         bias: torch.Tensor | None = None,
         activation: str | None = None,
         documents: Documents | None = None,
-        **options: Any,
+        **_options: Any,
     ) -> torch.Tensor:
         """Convolve x [B, C, T] with a weight [C, W] for each channel. The last of the W values
         belongs to the token itself."""
-        if documents is None:
-            return convolve(x, weight, bias, activation=activation, **options)
-        positions = documents.positions[:, None]
         x = x.to(weight.dtype)
         y = x * weight[:, -1:]
         for distance in range(1, weight.shape[1]):
             earlier = F.pad(x, (distance, 0))[..., : x.shape[-1]]
-            is_inside = positions >= distance
-            y = y + torch.where(is_inside, earlier, 0) * weight[:, -1 - distance, None]
+            if documents is not None:
+                is_inside = documents.positions[:, None] >= distance
+                earlier = torch.where(is_inside, earlier, 0)
+            y = y + earlier * weight[:, -1 - distance, None]
         if bias is not None:
             y = y + bias[:, None]
         return y if activation is None else getattr(F, activation)(y)
@@ -80,18 +81,28 @@ def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
 
 
 def _separate_states(compute: Callable[..., Any]) -> Any:
+    compute_on_cpu = inspect.unwrap(compute)  # `compute` may call a package for GPUs only
+
     @functools.wraps(compute)
     def wrapper(
-        *tensors: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         g: torch.Tensor,
+        beta: torch.Tensor,
         documents: Documents | None = None,
+        output_final_state: bool = False,
         **options: Any,
     ) -> Any:
         """Compute linear attention. g [B, T, heads] are the logarithms of the factors by which the
         state is multiplied before each token."""
         if documents is not None:
             g = torch.where(documents.positions[..., None] == 0, _RESET, g)
-        return compute(*tensors, g=g, **options)
+        # Fake tensors on the CPU are those of models/hub/trace.py, which measures costs on a GPU.
+        if (q.is_cuda or private.is_fake(q)) and not output_final_state:
+            return gated_delta_rule(q, k, v, g, beta), None
+        function = compute if q.is_cuda else compute_on_cpu
+        return function(q, k, v, g, beta, output_final_state=output_final_state, **options)
 
     return wrapper
 
@@ -132,6 +143,8 @@ def separates(
 
 def _draw(leaf: Any) -> Any:
     """Return random numbers instead of a fake tensor of numbers, or positions."""
+    if isinstance(leaf, Mapping):  # of a class that tree_map does not know
+        return {key: private.tree_map(_draw, value) for key, value in leaf.items()}
     if not torch.is_tensor(leaf):
         return leaf
     if leaf.is_complex():

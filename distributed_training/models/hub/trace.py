@@ -9,14 +9,14 @@ import contextlib
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from distributed_training.models import private
-from distributed_training.models.hub import UnsupportedError, model, packing
+from distributed_training.models.hub import UnsupportedError, linear_attention, model, packing
 from distributed_training.models.hub.attention import record_windows
 from distributed_training.models.size import BlockKind
 
@@ -25,6 +25,7 @@ from distributed_training.models.size import BlockKind
 MAX_LENGTH = 256
 _aten = torch.ops.aten
 _STACKED_MATMULS = {_aten.bmm, _aten.baddbmm, private.grouped_mm}
+_DELTA_RULE = torch.ops.distributed_training.delta_rule
 _MATMULS = {_aten.mm, _aten.addmm, *_STACKED_MATMULS}
 # Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
 _UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "selective": 2}
@@ -35,11 +36,10 @@ def trace(
     net: Any,
     inner: Any,
     blocks: nn.ModuleList,
-) -> tuple[tuple[BlockKind, ...], bool, bool]:
+) -> tuple[tuple[BlockKind, ...], bool]:
     """Return (kinds of the blocks of a model on the meta device, whether all of them separate
-    packed records, whether any of them has a sliding window). If transformers cannot run the model,
-    the exception from transformers is propagated. Raises UnsupportedError if a block leaves a
-    parameter unused.
+    packed records). If transformers cannot run the model, the exception from transformers is
+    propagated. Raises UnsupportedError if a block leaves a parameter unused.
 
     Afterwards, the model's tensors have no values."""
     groups = _group_blocks(net.config, blocks)
@@ -52,10 +52,11 @@ def trace(
         fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode, record_windows() as windows:
             private.replace_parameters(net, lambda tensor: torch.empty_like(tensor, device="cpu"))
-            short = _run_blocks(inner, blocks, firsts, torch.zeros(1, short_length))
-            long = _run_blocks(inner, blocks, firsts, torch.zeros(1, long_length))
+            run = functools.partial(_run_blocks, inner, blocks, firsts, windows)
+            short = run(torch.zeros(1, short_length))
+            long = run(torch.zeros(1, long_length))
             probe = packing.probe_options(torch.bfloat16)
-            packed = _run_blocks(inner, blocks, firsts, probe["position_ids"], **probe)
+            packed = run(probe["position_ids"], **probe)
     kinds = []
     for layers in groups:
         block = blocks[layers[0]]
@@ -65,7 +66,7 @@ def trace(
                 raise UnsupportedError(f"has blocks that do not use {name}")
         kinds.append(_describe_kind(layers, block, recorders, net))
     packs = all(packing.separates(blocks[layer], *packed[layer].inputs) for layer in firsts)
-    return tuple(kinds), packs, any(windows)
+    return tuple(kinds), packs
 
 
 def _group_blocks(config: Any, blocks: nn.ModuleList) -> list[tuple[int, ...]]:
@@ -122,6 +123,7 @@ def _describe_kind(
         expert_products=tuple(long.expert_products),
         unused_parameters=max(0, round(in_stacks - used_in_experts)),
         state_products=max(0, round(long_products - per_key * long.num_tokens)),
+        window=long.window,
         fuses_attention=long.fused,
         traced_values=costs,
     )
@@ -135,11 +137,12 @@ def _run_blocks(
     inner: Any,
     blocks: nn.ModuleList,
     layers: Sequence[int],
+    windows: list[int | None],
     ids: torch.Tensor,
     **model_options: Any,
 ) -> dict[int, "_Recorder"]:
     """Run a model on fake ids [1, T], and record the forward passes of the blocks with the indices
-    `layers`."""
+    `layers`. Each call of attention appends its sliding window to `windows`."""
     recorders = {}
 
     def record(
@@ -150,12 +153,16 @@ def _run_blocks(
     ) -> Any:
         block = blocks[layer]
         tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+        # Keys and values of other blocks, in a class whose contents tree_leaves does not find
+        shared = [dict(value) for value in options.values() if isinstance(value, Mapping)]
         recorder = recorders[layer] = _Recorder()
-        recorder.start(x, constants=(others, options, tensors))
+        recorder.start(x, constants=(others, options, shared, tensors))
         recorder.inputs = (x, others, dict(options))
+        windows.clear()
         saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
         with recorder, saved:
             output = type(block).forward(block, x.detach().requires_grad_(), *others, **options)
+        recorder.window = windows[0] if windows else None
         if layer == layers[-1]:
             raise _LastBlock
         return output
@@ -173,6 +180,7 @@ class _Recorder(private.TorchDispatchMode):
     """Record what a block's forward pass keeps for the backward pass."""
 
     inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
+    window: int | None  # of attention
 
     def start(self, x: torch.Tensor, constants: Any) -> None:
         """Begin to record a block with the input `x` [..., T, D]. `constants` contains its
@@ -204,10 +212,14 @@ class _Recorder(private.TorchDispatchMode):
         self.read |= inputs
         operation = func.overloadpacket
         is_fused_attention = private.is_fused_attention(func)
+        is_linear_attention = operation is _DELTA_RULE
         if is_fused_attention:
             self.fused = True
             self.mixing_products += 2 * args[0].shape[-2] * args[0].numel()
             self.matrix_inputs |= outputs  # for the backward pass, as the softmax's statistics
+        elif is_linear_attention:
+            self.mixing_products += linear_attention.products(*args[1:3])
+            self.matrix_inputs |= outputs
         elif operation in _STACKED_MATMULS:
             left, right = args[-2:] if operation is _aten.baddbmm else args[:2]
             num_outputs = right.shape[-1]
@@ -218,7 +230,7 @@ class _Recorder(private.TorchDispatchMode):
                 self.expert_products.append(product)
             else:
                 self.mixing_products += num_rows * num_inputs * num_outputs
-        if is_fused_attention or operation in _MATMULS:
+        if is_fused_attention or is_linear_attention or operation in _MATMULS:
             self.matrix_inputs |= inputs
             self.results += outputs
             self.sums |= outputs

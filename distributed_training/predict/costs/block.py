@@ -70,10 +70,13 @@ def attention_cost(timing: Timing) -> Cost:
     sequence. Without this kernel, all scores are computed, and a mask hides the scores between
     records. Masked attention costs more than causal attention over the whole sequence."""
     packing = timing.plan.packing
-    uses_mask = packing is not None and not _uses_packed_kernel(timing)
+    uses_mask = packing is not None and not _has_kernel(timing)
     length = timing.config.max_length if uses_mask else timing.plan.attention_span
+    window = timing.kind.window
+    if window is not None and window < length and _has_kernel(timing):
+        length = window * (2 - window / length)  # twice the mean number of visible tokens
     rate = timing.rates.attention_flops * length / (length + FITTED.attention_half)
-    if timing.size.head_size >= 128:
+    if timing.kind.attention_width >= 128 * timing.size.num_heads:
         rate *= timing.rates.wide_attention
     fitted = FITTED.packed_attention
     if timing.dtype_bytes == 4:  # the kernel for fp32 is compute-bound at any length
@@ -94,9 +97,9 @@ def attention_cost(timing: Timing) -> Cost:
     return Cost(arithmetic_s=seconds)
 
 
-def _uses_packed_kernel(timing: Timing) -> bool:
-    """Return whether models/attention.py uses a special kernel for packed records."""
-    head_size = timing.size.head_size
+def _has_kernel(timing: Timing) -> bool:
+    """Return whether models/attention.py uses a special kernel for packed records and windows."""
+    head_size = timing.kind.attention_width // timing.size.num_heads
     on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
     return on_gpu and not timing.config.dropout and head_size % 8 == 0 and head_size <= 256
 

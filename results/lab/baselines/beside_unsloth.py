@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from distributed_training.models import HUB_PREFIX
 from distributed_training.models.llama import SIZES
 from distributed_training.records.record import RECORD_FILE, load_record, provenance, write_json
 from distributed_training.settings.files import ROOT
@@ -25,15 +26,21 @@ from distributed_training.settings.files import ROOT
 NUM_STEPS = 45  # The record's median leaves out the first 5.
 
 
+def model_key(model: str) -> str:
+    """Return our value of `model` for the name of a Llama or the folder of a config.json."""
+    return model if model in SIZES else f"{HUB_PREFIX}{model}"
+
+
 def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     """Train with this suite. Return the measurements and the prediction."""
     options: dict[str, object] = {
-        "strategy": "dp", "model": args.model, "weights": "random", "dataset": "embedded",
-        "tokenizer": "embedded", "batch_size": args.batch, "max_length": args.length,
-        "lora_rank": 16, "lora_alpha": 32, "activation_checkpointing": args.mode,
-        "max_steps": NUM_STEPS, "eval_samples": 2, "checkpoint_every": 0, "export": False,
-        "generate": None,
+        "strategy": "dp", "model": model_key(args.model), "weights": "random",
+        "dataset": "embedded", "tokenizer": "embedded", "batch_size": args.batch,
+        "max_length": args.length, "lora_rank": 16, "lora_alpha": 32,
+        "activation_checkpointing": args.mode, "max_steps": NUM_STEPS, "eval_samples": 2,
+        "checkpoint_every": 0, "export": False, "generate": None,
     }  # fmt: skip
+    options |= {"lora_targets": args.targets} if args.targets else {}
     options |= {"base_dtype": "nf4"} if args.nf4 else {}
     options |= {"checkpointed_blocks": args.blocks} if args.blocks else {}
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
@@ -58,6 +65,7 @@ def run_unsloth(args: argparse.Namespace) -> dict[str, Any]:
     command = [args.unsloth_python, "-m", "results.lab.baselines.unsloth", args.model]
     command += [str(args.batch), str(args.length), "--checkpointing", args.checkpointing]
     command += ["--nf4"] * args.nf4 + ["--tokenizer", args.tokenizer]
+    command += ["--targets", args.targets] if args.targets else []
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -65,7 +73,7 @@ def run_unsloth(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("model", choices=SIZES)
+    parser.add_argument("model", help="a Llama's name, or a folder with a config.json")
     parser.add_argument("batch", type=int)
     parser.add_argument("length", type=int)
     parser.add_argument("--turns", type=int, default=3)
@@ -73,6 +81,9 @@ def main() -> None:
     parser.add_argument("--blocks", help="our checkpointed_blocks")
     parser.add_argument("--checkpointing", default="none", help="Unsloth's: none, unsloth or full")
     parser.add_argument("--nf4", action="store_true")
+    parser.add_argument(
+        "--targets", help="matrices with adapters, with commas; default: all of ours"
+    )
     parser.add_argument("--tokenizer", default="gpt2", help="for Unsloth: a name or a folder")
     parser.add_argument("--unsloth_python", default=sys.executable)
     parser.add_argument("--git_commit", help="commit hash, for checkouts without a .git folder")

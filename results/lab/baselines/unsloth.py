@@ -19,7 +19,7 @@ from pathlib import Path
 
 from distributed_training.models.llama import SIZES
 
-MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MATRICES = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 WARM_UP, MEASURED = 10, 30
 
 
@@ -28,9 +28,12 @@ def save_random_model(name: str, tokenizer: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    values = SIZES[name].config.model_dump(exclude={"rope_parameters"})
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    config.rope_parameters = SIZES[name].config.rope_parameters.model_dump(exclude_unset=True)
+    if name in SIZES:
+        values = SIZES[name].config.model_dump(exclude={"rope_parameters"})
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config.rope_parameters = SIZES[name].config.rope_parameters.model_dump(exclude_unset=True)
+    else:
+        config = AutoConfig.from_pretrained(name)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -55,7 +58,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         model,
         r=16,
         lora_alpha=32,
-        target_modules=MATRICES,
+        target_modules=args.targets.split(","),
         use_gradient_checkpointing=checkpointing,
     )
     ends: list[float] = []
@@ -90,11 +93,12 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=SIZES)
+    parser.add_argument("model", help="a Llama's name, or a folder with a config.json")
     parser.add_argument("batch", type=int)
     parser.add_argument("length", type=int)
     parser.add_argument("--checkpointing", choices=["none", "unsloth", "full"], default="none")
     parser.add_argument("--nf4", action="store_true")
+    parser.add_argument("--targets", default=MATRICES, help="matrices with adapters, with commas")
     parser.add_argument("--tokenizer", default="gpt2")
     args = parser.parse_args()
     os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"

@@ -1,0 +1,85 @@
+"""Test on a real GPU that the kernels for models from the Hub compute what transformers does."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distributed_training.models.attention import describe_documents
+from distributed_training.models.hub.attention import attention
+from distributed_training.models.hub.packing import separate_recurrences
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+LENGTHS = (70, 5, 181)
+LENGTH = sum(LENGTHS)
+
+
+def packed_documents(head_sizes, dropout=0.0):
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].cuda()
+    ends = torch.tensor(LENGTHS).cumsum(0)[None].cuda()
+    return describe_documents(
+        positions, ends, dtype=torch.bfloat16, head_sizes=head_sizes, dropout=dropout
+    )
+
+
+@pytest.mark.parametrize("head_size", [64, 256, 512])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_windows_equal_the_mask(head_size, is_packed):
+    module = SimpleNamespace(is_causal=True, config=SimpleNamespace())
+    torch.manual_seed(0)
+    shapes = [(1, heads, LENGTH, head_size) for heads in (8, 2, 2)]
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    found = []
+    for dropout in (0.0, 1e-9):  # with dropout, attention uses a mask
+        documents = packed_documents({256, 512}, dropout) if is_packed else None
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        options = {"documents": documents, "sliding_window": 32, "dropout": dropout}
+        y, _ = attention(module, *own, None, **options)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), own)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+
+
+def linear_attention(q, k, v, g, beta, documents=None):
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    separate_recurrences(modeling_qwen3_5.Qwen3_5RMSNorm(8))
+    y, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+        q, k, v, g=g, beta=beta, output_final_state=False, documents=documents,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return y
+
+
+def draw_linear_attention():
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, LENGTH, 2, 128) for _ in range(2))
+    v = torch.randn(1, LENGTH, 4, 128)
+    g = -torch.rand(1, LENGTH, 4)
+    beta = torch.rand(1, LENGTH, 4)
+    return [q, k, v, g, beta]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linear_attention_equals_the_cpu(compiled):
+    pytest.importorskip("fla")
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        own = [tensor.to(device, dtype) for tensor in draw_linear_attention()]
+        own[3] = own[3].float()
+        own = [tensor.detach().requires_grad_() for tensor in own]
+        compute = torch.compile(linear_attention) if compiled else linear_attention
+        y = compute(*own)
+        results = [y, *torch.autograd.grad(y.float().square().sum(), own)]
+        found.append([result.float().cpu() for result in results])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 0.02 * one.norm()
+
+
+def test_packed_linear_attention_equals_separate_records():
+    pytest.importorskip("fla")
+    tensors = [tensor.cuda().bfloat16() for tensor in draw_linear_attention()]
+    packed = linear_attention(*tensors, documents=packed_documents({64}))
+    parts = zip(*(tensor.split(LENGTHS, 1) for tensor in tensors), strict=True)
+    separate = torch.cat([linear_attention(*part) for part in parts], 1)
+    assert (packed - separate).norm() < 0.01 * separate.norm()
