@@ -22,6 +22,7 @@ _IGNORED_KEYS = {
     "peft_version",
     "fan_in_fan_out",
     "target_modules",
+    "target_parameters",
     "loftq_config",
     "eva_config",
     "megatron_core",

@@ -63,6 +63,12 @@ class Adapters:
                     self.config,
                 ):
                     values.index_add_(0, rows, (b @ a).mul_(scale))
+            elif f"{name}_adapter.a" in self.tensors:
+                change = self.tensors[f"{name}_adapter.b"] @ self.tensors[f"{name}_adapter.a"]
+                if self.spec.size.kind_of(int(name.split(".")[1])).transposes_stacks:
+                    change = change.transpose(1, 2)
+                scale = self.config.lora_alpha / self.config.lora_rank
+                values = values.to(torch.float32, copy=True).add_(change, alpha=scale)
             return values[slices]
 
         return read
@@ -94,14 +100,18 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     for part in all_parts:
         if any(name.endswith(f".{part}.lora_A.weight") for name in tensors):
             parts.append(part)
-    if not parts:
+    stacks = []
+    for stack in spec.size.stack_names():
+        if any(name in tensors for name in _names_in_first_stack(spec, stack)):
+            stacks.append(stack)
+    if not parts and not stacks:
         raise UserError(
             f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
         )
     values: dict[str, Any] = {
         "lora_rank": config.r,
         "lora_alpha": config.alpha,
-        "lora_targets": None if parts == all_parts else ",".join(parts),
+        "lora_targets": None if parts == all_parts and not stacks else ",".join(parts + stacks),
     }
     if "base_rounding" in metadata:
         values["base_dtype"], values["precision"] = metadata["base_rounding"].split()
@@ -128,12 +138,23 @@ def save_adapters(
     spec, config = adapters.spec, adapters.config
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(adapters.tensors, spec, config)
-    targets = {".".join(name.split(".")[-4:-2]) for name in tensors}
+    targets = {".".join(name.split(".")[-4:-2]) for name in tensors if ".experts." not in name}
     if not text and hasattr(spec.code, "is_multimodal") and spec.code.is_multimodal(spec.size):
         names = (spec.code.whole_name(name.removeprefix(PREFIX), spec.size) for name in tensors)
         tensors = dict(zip((PREFIX + name for name in names), tensors.values(), strict=True))
         # Other parts may have matrices with the same last names.
-        targets = {name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors}
+        targets = {
+            name.removeprefix(PREFIX).rsplit(".", 2)[0]
+            for name in tensors
+            if ".experts." not in name
+        }
+    stacks = {
+        stack: _stack_parts(spec, f"blocks.{kind.layers[0]}.{stack}")
+        for kind in spec.size.kinds
+        for stack in kind.adapted_stacks(config.lora_targets)
+    }
+    for parts in stacks.values():
+        targets |= {name.rpartition(".")[2] for name, _, _ in parts}
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise RunError(f"{name} has non-finite values", fix="lower learning_rate")
@@ -153,6 +174,8 @@ def save_adapters(
         "target_modules": sorted(targets),
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
     }
+    if whole_stacks := [stack for stack, parts in stacks.items() if not parts]:
+        document["target_parameters"] = whole_stacks
     (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -169,7 +192,61 @@ def to_peft(
                 name_a, name_b = _peft_names(hf_name)
                 tensors[name_a] = a.contiguous()
                 tensors[name_b] = b.contiguous()
+        elif name.endswith("_adapter.a"):
+            stack = name.removesuffix("_adapter.a")
+            tensors |= _stack_to_peft(spec, stack, state[name], state[f"{stack}_adapter.b"])
     return tensors
+
+
+def _stack_parts(spec: ModelSpec, stack: str) -> list[tuple[str, int, torch.Tensor]]:
+    """Return (Hugging Face matrix, its expert, its rows in the expert's matrix) for each matrix in
+    a `stack` such as "blocks.0.mlp.experts.down_proj". The list is empty if PEFT has one adapter
+    for the whole stack."""
+    _, layer, name = stack.split(".", 2)
+    kind = spec.size.kind_of(int(layer))
+    experts, rows, _ = kind.stacks[name]
+    if not spec.size.config["separate_experts"]:
+        return []
+    indices = torch.arange(experts * rows).view(experts, rows, 1)
+    (hf_name,) = spec.code.to_hf(stack, indices, spec.size)
+    stored = spec.code.to_files(hf_name, indices, spec.size, whole=False)
+    return [
+        (name.removesuffix(".weight"), int(values[0, 0]) // rows, values[:, 0] % rows)
+        for name, values in stored.items()
+    ]
+
+
+def _whole_stack_name(spec: ModelSpec, stack: str) -> str:
+    """Return PEFT's name of a whole stack's adapter. It wraps a module once for each stack."""
+    (hf_name,) = spec.code.to_hf(stack, torch.empty(0), spec.size)
+    module, _, key = hf_name.rpartition(".")
+    return module if key == "down_proj" else f"{module}.base_layer"
+
+
+def _stack_to_peft(
+    spec: ModelSpec, stack: str, a: torch.Tensor, b: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return PEFT's tensors for the adapters a [E, R, in] and b [E, out, R] of a stack."""
+    tensors = {}
+    parts = _stack_parts(spec, stack)
+    for hf_name, expert, rows in parts:
+        name_a, name_b = _peft_names(hf_name)
+        tensors[name_a] = a[expert].contiguous()
+        tensors[name_b] = b[expert, rows].contiguous()
+    if not parts:
+        name_a, name_b = _peft_names(_whole_stack_name(spec, stack))
+        tensors[name_a] = a.flatten(0, 1).contiguous()
+        tensors[name_b] = b.permute(1, 2, 0).flatten(1).contiguous()
+    return tensors
+
+
+def _names_in_first_stack(spec: ModelSpec, stack: str) -> list[str]:
+    """Return PEFT's names of the matrices A of the first stack with the name `stack`."""
+    name = next(
+        f"blocks.{kind.layers[0]}.{stack}" for kind in spec.size.kinds if stack in kind.stacks
+    )
+    parts = [hf_name for hf_name, _, _ in _stack_parts(spec, name)]
+    return [_peft_names(part)[0] for part in parts or [_whole_stack_name(spec, name)]]
 
 
 def _split(
@@ -260,6 +337,30 @@ def _from_peft(
             if rows:
                 stacked[f"{our_name}.adapter.a"] = torch.cat(a_parts)
                 stacked[f"{our_name}.adapter.b"] = torch.cat(b_parts)[_sorted_order(rows)]
+        rank = config.lora_rank
+        for stack, shape in kind.adapted_stacks(config.lora_targets).items():
+            our_name = f"blocks.{layer}.{stack}"
+            experts, outputs, columns = shape
+            parts = _stack_parts(spec, our_name)
+            a = torch.empty(experts, rank, columns)
+            b = torch.empty(experts, outputs, rank)
+            seen = set()
+            for hf_name, expert, part_rows in parts:
+                name_a, name_b = _peft_names(hf_name)
+                part_a = take(name_a, rank, columns)
+                if expert in seen and not torch.equal(part_a, a[expert]):
+                    what = f"{origin}: {name_a} differs from A of the expert's other matrix"
+                    raise UserError(what, fix="merge the adapters with PEFT")
+                seen.add(expert)
+                a[expert] = part_a
+                b[expert, part_rows] = take(name_b, len(part_rows), rank)
+            if not parts:
+                name_a, name_b = _peft_names(_whole_stack_name(spec, our_name))
+                a = take(name_a, experts * rank, columns).unflatten(0, (experts, rank))
+                flat_b = take(name_b, outputs, rank * experts)
+                b = flat_b.unflatten(1, (rank, experts)).permute(2, 0, 1).contiguous()
+            stacked[f"{our_name}_adapter.a"] = a
+            stacked[f"{our_name}_adapter.b"] = b
     if remaining:
         what = f"{origin}: {min(remaining)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")

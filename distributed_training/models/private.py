@@ -77,13 +77,24 @@ def build_hub_model(
     model_class: Any,
     config: Any,
     dtype: torch.dtype,
-    attention: str,
+    name: str,
 ) -> Any:
-    """Build a transformers model. It uses the registered function `attention` if its code calls
-    registered functions."""
-    calls_registered = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
-    name = attention if calls_registered else None
-    return model_class._from_config(config, dtype=dtype, attn_implementation=name)
+    """Build a transformers model. It uses the functions for attention and experts that are
+    registered under `name`, if its code calls registered functions."""
+    options = {"attn_implementation": None}
+    if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        options["attn_implementation"] = name
+    if model_class._can_set_experts_implementation():
+        options["experts_implementation"] = name
+    return model_class._from_config(config, dtype=dtype, **options)
+
+
+def peft_knows_experts(model_type: str) -> bool:
+    """Return whether PEFT converts adapters of separate experts to those of transformers' stacks.
+    Checked in PEFT 0.21, whose function is private, too."""
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    return _MODEL_TO_CONVERSION_PATTERN.get(model_type, model_type) in ("mixtral", "qwen2_moe")
 
 
 def decode_floats(document: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class QuantizedLinear(Linear):
         return y if bias is None else y + bias
 
 
-def _load_format(base_dtype: str) -> Any:
+def load_format(base_dtype: str) -> Any:
     """Return the module of the format `base_dtype`. NF4 imports bitsandbytes."""
     return importlib.import_module(f"distributed_training.models.{base_dtype}")
 
@@ -41,7 +41,7 @@ def quantize_matrices(
     Given a `source` of the original parameters, return a source of the converted parameters, which
     quantizes matrices on `device`. Each matrix is first rounded to the dtype of the parameter that
     it replaces."""
-    quantized = _load_format(base_dtype)
+    quantized = load_format(base_dtype)
     dtypes = {}
     for name, parameter in list(model.named_parameters()):
         if is_block_matrix(name, model.size):
@@ -70,7 +70,7 @@ def dequantized_source(
 ) -> WeightSource:
     """Return a source of the weights that training uses if the base model is quantized to
     `base_dtype` and the compute dtype is `dtype`."""
-    quantized = _load_format(base_dtype)
+    quantized = load_format(base_dtype)
 
     def read(name: str, slices: Slices) -> torch.Tensor:
         values = source(name, ())

@@ -12,6 +12,11 @@ LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for s
 COLUMN_PARALLEL = {"qkv", "mlp_in"}
 
 
+def _suffixes(targets: str) -> tuple[str, ...]:
+    """Return the ends of the names that the comma-separated `targets` select."""
+    return tuple(f".{target.strip()}" for target in targets.split(","))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockKind:
     """Shape of those blocks of a model that have the same shape and the same kind of attention.
@@ -31,6 +36,9 @@ class BlockKind:
     # (outputs, inputs, rows per token) of products with stacks of matrices, such as experts
     expert_products: tuple[tuple[int, int, float], ...] = ()
     unused_parameters: int = 0  # number of parameters of the experts that a token does not use
+    # Names of stacks of experts' matrices -> (experts, outputs, inputs)
+    stacks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    transposes_stacks: bool = False  # whether stacks are stored as [experts, inputs, outputs]
     # Multiplications per token for a state that is passed on from token to token
     state_products: int = 0
     window: int | None = None  # number of tokens that a token attends to at most, including itself
@@ -67,7 +75,7 @@ class BlockKind:
         matrices. As in PEFT, a target selects the matrices whose names end with it."""
         if targets is None:
             return self.hf_matrices
-        suffixes = tuple(f".{target.strip()}" for target in targets.split(","))
+        suffixes = _suffixes(targets)
         selected = {}
         for our_name, parts in self.hf_matrices.items():
             selected_parts = {
@@ -76,6 +84,12 @@ class BlockKind:
             if selected_parts:
                 selected[our_name] = selected_parts
         return selected
+
+    def adapted_stacks(self, targets: str | None) -> dict[str, tuple[int, int, int]]:
+        """Return those `stacks` whose names end with one of `targets`. None selects no stack,
+        because adapters of all experts may be larger than the rest of training."""
+        suffixes = () if targets is None else _suffixes(targets)
+        return {name: shape for name, shape in self.stacks.items() if f".{name}".endswith(suffixes)}
 
     def count_adapters(
         self,
@@ -96,6 +110,8 @@ class BlockKind:
                     common, split = rows, columns
                 shared += rank * common
                 per_rank += rank * (common + split // tp)
+        for experts, outputs, inputs in self.adapted_stacks(targets).values():
+            per_rank += rank * experts * (outputs + inputs)
         return per_rank, shared
 
 
@@ -184,9 +200,12 @@ class ModelSize:
     def check_targets(self, targets: str) -> None:
         """Raise UserError if one of the comma-separated `targets` selects no matrix."""
         for target in targets.split(","):
-            if not any(kind.adapted_parts(target) for kind in self.kinds):
+            if not any(
+                kind.adapted_parts(target) or kind.adapted_stacks(target) for kind in self.kinds
+            ):
                 why = f"the blocks have no matrix named {target.strip()}"
-                fix = f"choose from {', '.join(self.part_names(None))}"
+                names = self.part_names(None) + self.stack_names()
+                fix = f"choose from {', '.join(names)}"
                 raise UserError(f"lora_targets={targets!r} is not accepted", why, fix)
 
     def part_names(self, targets: str | None) -> list[str]:
@@ -196,6 +215,10 @@ class ModelSize:
             for parts in kind.adapted_parts(targets).values():
                 names |= dict.fromkeys(parts)
         return list(names)
+
+    def stack_names(self) -> list[str]:
+        """Return the names of the stacks of experts' matrices, within a block."""
+        return list({name: None for kind in self.kinds for name in kind.stacks})
 
     def num_trained_parameters(self, rank: int, targets: str | None) -> int:
         """Return the number of trained parameters. If `rank` is 0, all parameters are trained.

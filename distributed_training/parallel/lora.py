@@ -50,6 +50,12 @@ def apply_lora(
         for matrix in spec.size.kind_of(int(number)).adapted_parts(config.lora_targets)
     ]
 
+    stacks = [
+        f"blocks.{number}.{stack}"
+        for number in model.blocks
+        for stack in spec.size.kind_of(int(number)).adapted_stacks(config.lora_targets)
+    ]
+
     def place(value: torch.Tensor) -> torch.Tensor:
         """Round adapters to the compute dtype, and move them to `device` in fp32."""
         return value.to(model.compute_dtype or value.dtype).float().to(device)
@@ -88,6 +94,19 @@ def apply_lora(
         if len(positions) < num_rows * num_parts:
             linear.adapter.positions = positions.to(device)
             linear.adapter.num_blocks = num_rows * num_parts
+    for name in stacks:
+        from distributed_training.models.hub.experts import StackAdapter
+
+        _, layer, stack = name.split(".", 2)
+        num_experts, rows, columns = spec.size.kind_of(int(layer)).stacks[stack]
+        a = initial_values.get(f"{name}_adapter.a")
+        b = initial_values.get(f"{name}_adapter.b")
+        if a is None or b is None:
+            a = _draw(name, columns, config, num_experts)
+            b = torch.zeros(num_experts, rows, config.lora_rank)
+        owner_name, _, key = name.rpartition(".")
+        adapter = StackAdapter(place(a), place(b), config.lora_alpha / config.lora_rank)
+        model.get_submodule(owner_name).add_module(f"{key}_adapter", adapter)
     return tp_partial_names
 
 
@@ -95,12 +114,13 @@ def _draw(
     hf_name: str,
     columns: int,
     config: Config,
+    *experts: int,
 ) -> torch.Tensor:
-    """Return the initial A [lora_rank, columns] of a Hugging Face matrix: Kaiming uniform, as in
-    PEFT. The values depend only on the matrix's name and the seed."""
+    """Return the initial A [lora_rank, columns] of a Hugging Face matrix, or those of all `experts`
+    in a stack: Kaiming uniform, as in PEFT. The values depend only on the name and the seed."""
     key = config.seed * 100_003 + zlib.crc32(hf_name.encode())
     generator = torch.Generator().manual_seed(key)
-    a = torch.empty(config.lora_rank, columns)
+    a = torch.empty(*experts, config.lora_rank, columns)
     return a.uniform_(
         -(columns**-0.5),
         columns**-0.5,

@@ -14,6 +14,7 @@ from distributed_training.data.corpus import split_weights
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
+from distributed_training.models.size import ModelSize
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import TimedOrders
 from distributed_training.planner.conflicts import check_settings
@@ -114,8 +115,7 @@ def choose_model(
         if sum(adapted) < size.num_layers:
             note = f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
             notes.append(f"{note}blocks. The others have matrices with other names")
-        if any(kind.expert_products for kind in size.kinds):
-            notes.append("the adapters are on linear layers. The model's experts stay as they are")
+        notes += note_experts(size, request.lora_rank, targets)
     has_kernels = importlib.util.find_spec("fla") is not None
     if size.has_linear_attention and machine.num_gpus and not has_kernels:
         notes.append("the model's linear attention needs: pip install flash-linear-attention")
@@ -362,3 +362,23 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     if plan.schedule.is_searched:
         return search_orders(seconds, blocks, plan.batch.num_microbatches, message_s(step))
     return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))
+
+
+def note_experts(size: ModelSize, rank: int, targets: str | None) -> list[str]:
+    """Return what is special about LoRA on a mixture of experts."""
+    names = size.stack_names()
+    if not names:
+        return []
+    notes = []
+    if not any(kind.adapted_stacks(targets) for kind in size.kinds):
+        count = size.num_trained_parameters(rank, ",".join(names))
+        note = f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
+        notes.append(f"{note}lora_targets) have {count / 1e6:,.0f}M parameters")
+    elif not size.config["separate_experts"]:
+        notes.append("vLLM cannot read adapters of all experts in one tensor: serve merged/")
+    experts_parts = ("gate_proj", "up_proj", "down_proj")
+    if any(part.endswith(experts_parts) for part in size.part_names(targets)):
+        notes.append(
+            "PEFT and vLLM take adapters of dense MLPs for those of experts: serve merged/"
+        )
+    return notes

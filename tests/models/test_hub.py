@@ -45,10 +45,14 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     ours = model(inputs, targets)
     ours.backward()
     assert_near(ours, loss)
-    theirs = dict(reference.named_parameters())
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    # Rounding errors of large gradients pass on to small ones, such as those of states' decays.
+    error = 1e-7 * sum(grad.square().sum() for grad in theirs.values()) ** 0.5
     for name, parameter in model.named_parameters():
         (their_name,) = spec.code.to_hf(name, parameter, spec.size)
-        assert_near(parameter.grad, theirs.pop(their_name).grad)
+        expected_grad = theirs.pop(their_name)
+        difference = (parameter.grad - expected_grad).norm()
+        assert difference <= 1e-5 * expected_grad.norm() + error, name
     assert not theirs
 
     save_model(spec, model.state_dict(), tmp_path / "ours")

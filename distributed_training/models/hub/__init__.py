@@ -32,7 +32,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 10  # version of the format of cached sizes
+_VERSION = 11  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -109,6 +109,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
 
     from distributed_training.models.hub import files, model, packing
     from distributed_training.models.hub.trace import trace
+    from distributed_training.models.private import peft_knows_experts
 
     text = text_document(document)
     config = model.make_config(text)
@@ -137,6 +138,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         "blocks": path,
         "embedding": embedding_name,
         "head": model.read_logit_transform(net),
+        "separate_experts": peft_knows_experts(config.model_type),
     }
     kinds, packs = trace(net, inner, blocks)
     num_positions = model.read_num_positions(config)

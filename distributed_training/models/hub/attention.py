@@ -11,7 +11,7 @@ import torch.nn as nn
 from distributed_training.models.attention import Documents, attend, has_kernel, mask_documents
 from distributed_training.models.hub import UnsupportedError
 
-ATTENTION_NAME = "distributed_training"
+NAME = "distributed_training"  # under which functions are registered
 # Tensors that models pass to attention but that do not affect the result
 _IGNORED_OPTIONS = {"position_ids", "cache_position", "position_embeddings"}
 
@@ -123,6 +123,6 @@ def record_windows() -> Iterator[list[int | None]]:
         windows.append(options.get("sliding_window"))
         return attention(*tensors, **options)
 
-    AttentionInterface.register(ATTENTION_NAME, record)
+    AttentionInterface.register(NAME, record)
     yield windows
-    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionInterface.register(NAME, attention)

@@ -17,7 +17,8 @@ from distributed_training.models import private
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
 from distributed_training.models.hub import UnsupportedError, text_document
-from distributed_training.models.hub.attention import ATTENTION_NAME, attention, set_chunk_sizes
+from distributed_training.models.hub.attention import NAME, attention, set_chunk_sizes
+from distributed_training.models.hub.experts import experts
 from distributed_training.models.hub.packing import separate_recurrences
 from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
@@ -61,22 +62,24 @@ def build_net(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Build the transformers model with parameters on the meta device and buffers on the CPU. The
-    model calls this package's attention if its class accepts a replacement."""
+    model calls this package's attention and experts if its class accepts replacements."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AttentionInterface,
         logging,
     )
+    from transformers.integrations.moe import ExpertsInterface
 
     logging.set_verbosity_error()
     mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     model_class: Any = next(
         mapping[type(config)] for mapping in mappings if type(config) in mapping
     )
-    AttentionInterface.register(ATTENTION_NAME, attention)  # transformers then builds no masks
+    AttentionInterface.register(NAME, attention)  # transformers then builds no masks
+    ExpertsInterface.register(NAME, experts)
     with torch.device("meta"):
-        net = private.build_hub_model(model_class, config, dtype, ATTENTION_NAME)
+        net = private.build_hub_model(model_class, config, dtype, NAME)
     separate_recurrences(net)
     set_chunk_sizes(net)
     net.to("meta")  # some parameters are on the CPU, such as results of torch.normal

@@ -18,6 +18,7 @@ import torch.nn as nn
 from distributed_training.models import private
 from distributed_training.models.hub import UnsupportedError, linear_attention, model, packing
 from distributed_training.models.hub.attention import record_windows
+from distributed_training.models.hub.experts import STACKS
 from distributed_training.models.size import BlockKind
 
 # Maximum length of the longer of the two traced samples. Comparing the two samples shows which
@@ -26,6 +27,7 @@ MAX_LENGTH = 256
 _aten = torch.ops.aten
 _STACKED_MATMULS = {_aten.bmm, _aten.baddbmm, private.grouped_mm}
 _DELTA_RULE = torch.ops.distributed_training.delta_rule
+_EXPERT_LINEAR = torch.ops.distributed_training.expert_linear
 _MATMULS = {_aten.mm, _aten.addmm, *_STACKED_MATMULS}
 # Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
 _UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "selective": 2}
@@ -111,6 +113,15 @@ def _describe_kind(
         if parameter.dim() > 2 and parameter.shape[1] > 1  # otherwise, it is a convolution
     )
     in_matrices = sum(rows * columns for rows, columns in matrices.values())
+    stacks = {}
+    transposed = False
+    for name, module in block.named_modules():
+        if hasattr(module, "is_transposed"):  # a module of the ExpertsInterface
+            transposed = module.is_transposed
+            for stack in STACKS & module._parameters.keys():
+                experts, rows, columns = getattr(module, stack).shape
+                shape = (columns, rows) if transposed else (rows, columns)
+                stacks[f"{name}.{stack}"] = (experts, *shape)
     return BlockKind(
         layers=layers,
         attention_width=round(per_key / 2),
@@ -121,6 +132,8 @@ def _describe_kind(
         norm_parameters=sum(sizes) - in_matrices,
         tensors=len(sizes),
         expert_products=tuple(long.expert_products),
+        stacks=dict(sorted(stacks.items(), reverse=True)),  # in the order of their products
+        transposes_stacks=transposed,
         unused_parameters=max(0, round(in_stacks - used_in_experts)),
         state_products=max(0, round(long_products - per_key * long.num_tokens)),
         window=long.window,
@@ -220,6 +233,10 @@ class _Recorder(private.TorchDispatchMode):
         elif is_linear_attention:
             self.mixing_products += linear_attention.products(*args[1:3])
             self.matrix_inputs |= outputs
+        elif operation is _EXPERT_LINEAR:
+            (num_rows, num_outputs), num_inputs = result[0].shape, args[0].shape[1]
+            product = (num_outputs, num_inputs, num_rows / self.num_tokens)
+            self.expert_products.append(product)
         elif operation in _STACKED_MATMULS:
             left, right = args[-2:] if operation is _aten.baddbmm else args[:2]
             num_outputs = right.shape[-1]
@@ -230,7 +247,8 @@ class _Recorder(private.TorchDispatchMode):
                 self.expert_products.append(product)
             else:
                 self.mixing_products += num_rows * num_inputs * num_outputs
-        if is_fused_attention or is_linear_attention or operation in _MATMULS:
+        is_product = operation in _MATMULS or operation is _EXPERT_LINEAR
+        if is_fused_attention or is_linear_attention or is_product:
             self.matrix_inputs |= inputs
             self.results += outputs
             self.sums |= outputs

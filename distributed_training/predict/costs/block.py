@@ -23,12 +23,18 @@ def block_costs(timing: Timing) -> PassCosts:
     """Return the total costs of a block's matrix multiplications, attention and element-wise
     operations for each pass."""
     forward = inputs = weights = NO_COST
-    products = [(n, k, 1.0) for n, k in matrix_shapes(timing)]
-    for n, k, rows_per_token in (*products, *timing.kind.expert_products):
+    for n, k in matrix_shapes(timing):
+        forward += timing.gemm_cost(timing.tokens, k, n)
+        inputs += timing.gemm_cost(timing.tokens, n, k)
+        weights += timing.gemm_cost(k, timing.tokens, n)
+    num_experts = max((experts for experts, *_ in timing.kind.stacks.values()), default=0)
+    for n, k, rows_per_token in timing.kind.expert_products:
         num_rows = timing.tokens * rows_per_token
-        forward += timing.gemm_cost(num_rows, k, n)
-        inputs += timing.gemm_cost(num_rows, n, k)
-        weights += timing.gemm_cost(k, num_rows, n)
+        # Tiles of matrices are partly empty at the end of each expert's rows.
+        factor = 1 + num_experts * FITTED.grouped_rows / num_rows
+        forward += factor * timing.gemm_cost(num_rows, k, n)
+        inputs += factor * timing.gemm_cost(num_rows, n, k)
+        weights += factor * timing.gemm_cost(k, num_rows, n)
     state_flops = 2 * timing.tokens * timing.kind.state_products
     attention = attention_cost(timing)
     attention += Cost(arithmetic_s=state_flops / timing.rates.attention_flops)

@@ -1,0 +1,250 @@
+"""Compute a mixture's experts as grouped products, through transformers' ExpertsInterface.
+
+Each of the N tokens has k experts. The S = N k pairs of tokens and experts are sorted by expert, so
+that each expert multiplies consecutive rows. No token is dropped, and all shapes are static. A
+stack contains one matrix for each of the E experts, [E, out, in], or [E, in, out] if transformers
+stores it transposed.
+
+The weight of an expert's output is applied before the last product, so that the gradient of the
+router needs no output of the experts. For the backward pass, only the output of the first product
+is kept: rows are gathered again, and element-wise operations are computed again."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from distributed_training.models import quantized
+
+STACKS = {"gate_up_proj", "up_proj", "down_proj"}  # names of stacks in modules of transformers
+
+
+class Routing(NamedTuple):
+    """Order in which pairs of tokens and experts are computed."""
+
+    tokens: torch.Tensor  # of each row, [S]
+    places: torch.Tensor  # rows of each token, [N, k]
+    ends: torch.Tensor  # number of rows up to the end of each expert's rows, int32 [E]
+
+
+def experts(
+    module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of the outputs of each token's experts, for x [N, D]. The indices of
+    the experts, `chosen`, and their `weights` have the shape [N, k]."""
+    ids, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(module.num_experts, device=x.device)
+    ends = torch.searchsorted(ids, numbers, right=True).to(torch.int32)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=x.device)
+    routing = Routing(order // chosen.shape[1], places.view_as(chosen), ends)
+    scales = _Spread.apply(weights.reshape(-1, 1), order, places[:, None])
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    hidden = multiply(module, first, x, routing, gathers=True)
+    if module.has_bias:
+        hidden = hidden + getattr(module, f"{first}_bias")[ids]
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    if not module.has_post_expert_norm:
+        hidden = (hidden * scales).to(x.dtype)
+    y = multiply(module, "down_proj", hidden, routing, gathers=False)
+    if module.has_bias:
+        y = y + module.down_proj_bias[ids] * scales
+    if module.has_post_expert_norm:
+        y = module.post_expert_norm(y) * scales
+    return _Combine.apply(y, routing.tokens, routing.places).to(x.dtype)
+
+
+def multiply(
+    module: Any, name: str, x: torch.Tensor, routing: Routing, *, gathers: bool
+) -> torch.Tensor:
+    """Return the products of the rows [S, in] of x with the stack `name` of a module, plus those of
+    its adapter, [S, out]. If `gathers` is set, x [N, in] contains the rows of tokens instead."""
+    adapter = getattr(module, f"{name}_adapter", None)
+    a, b = (None, None) if adapter is None else adapter.matrices(x.dtype)
+    scales = getattr(module, f"{name}_scales", None)
+    tokens, places = (routing.tokens, routing.places) if gathers else (None, None)
+    y, _ = expert_linear(
+        x,
+        getattr(module, name),
+        routing.ends,
+        tokens,
+        places,
+        a,
+        b,
+        scales,
+        getattr(module, "base_dtype", ""),
+        module.is_transposed,
+    )
+    return y
+
+
+def _combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the rows of each token, [S, ..] -> [N, ..]."""
+    return rows[places.flatten()].unflatten(0, places.shape).sum(1)
+
+
+# Without these functions, gradients would be added with atomic operations, in any order.
+class _Spread(torch.autograd.Function):
+    """Return the rows of `tokens`, [N, ..] -> [S, ..]."""
+
+    @staticmethod
+    def forward(ctx, x, tokens, places):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(places)
+        return x[tokens]
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return _combine(dy, *ctx.saved_tensors), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Return the sum over the rows of each token, [S, ..] -> [N, ..]."""
+
+    @staticmethod
+    def forward(ctx, rows, tokens, places):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens)
+        return _combine(rows, places)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return dy[ctx.saved_tensors[0]], None, None
+
+
+# torch.compile must not see inside these operations: its own rules for grouped products refuse fp32
+# and some strides, and it would keep gathered rows and dequantized stacks for the backward pass.
+@torch.library.custom_op("distributed_training::expert_linear", mutates_args=())
+def expert_linear(
+    x: torch.Tensor,
+    stack: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: torch.Tensor | None,
+    places: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    base_dtype: str,
+    is_transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (products, the products of the rows with the adapter's a [E, R, in], which have no
+    gradient). `stack` contains codes of the quantization `base_dtype` if there are `scales`."""
+    rows = x if tokens is None else x[tokens]
+    y = F.grouped_mm(rows, _columns(stack, scales, base_dtype, is_transposed), offs=ends)
+    if a is None or b is None:
+        return y, x.new_empty(0)
+    hidden = F.grouped_mm(rows, a.transpose(1, 2), offs=ends)
+    return y.add_(F.grouped_mm(hidden, b.transpose(1, 2), offs=ends)), hidden
+
+
+@torch.library.custom_op("distributed_training::expert_linear_backward", mutates_args=())
+def _expert_linear_backward(
+    dy: torch.Tensor,
+    stack: torch.Tensor,
+    ends: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    base_dtype: str,
+    is_transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the rows and of their products with a."""
+    columns = _columns(stack, scales, base_dtype, is_transposed)
+    d_rows = F.grouped_mm(dy, columns.transpose(1, 2), offs=ends)
+    if a is None or b is None:
+        return d_rows, dy.new_empty(0)
+    d_hidden = F.grouped_mm(dy, b, offs=ends)
+    return d_rows.add_(F.grouped_mm(d_hidden, a, offs=ends)), d_hidden
+
+
+@torch.library.custom_op("distributed_training::stack_gradient", mutates_args=())
+def _stack_gradient(
+    dy: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of a stack, [E, out, in]. It is 0 for experts without rows."""
+    rows = x if tokens is None else x[tokens]
+    return F.grouped_mm(dy.t(), rows, offs=ends)
+
+
+def _columns(
+    stack: torch.Tensor, scales: torch.Tensor | None, base_dtype: str, is_transposed: bool
+) -> torch.Tensor:
+    """Return a stack as a view [E, in, out]."""
+    if scales is not None:
+        matrix = quantized.load_format(base_dtype).dequantize_matrix
+        stack = matrix(stack.flatten(0, 1), scales.flatten(0, 1)).unflatten(0, stack.shape[:2])
+    return stack if is_transposed else stack.transpose(1, 2)
+
+
+@expert_linear.register_fake
+def _(x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed):  # type: ignore
+    num_rows = len(x if tokens is None else tokens)
+    num_outputs = stack.shape[2] if is_transposed else stack.shape[1]
+    hidden = x.new_empty(0) if a is None else x.new_empty(num_rows, a.shape[1])
+    return x.new_empty(num_rows, num_outputs), hidden
+
+
+@_expert_linear_backward.register_fake
+def _(dy, stack, ends, a, b, scales, base_dtype, is_transposed):  # type: ignore
+    hidden = dy.new_empty(0) if a is None else dy.new_empty(len(dy), a.shape[1])
+    num_inputs = stack.shape[1] if is_transposed else stack.shape[2]
+    if scales is not None:
+        num_inputs = quantized.load_format(base_dtype).num_columns(stack)
+    return dy.new_empty(len(dy), num_inputs), hidden
+
+
+@_stack_gradient.register_fake
+def _(dy, x, tokens, ends):  # type: ignore
+    return dy.new_empty(len(ends), dy.shape[1], x.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed = inputs
+    ctx.options = base_dtype, is_transposed
+    needs_rows = a is not None or ctx.needs_input_grad[1]
+    kept_x = x if needs_rows else None
+    ctx.save_for_backward(kept_x, stack, ends, tokens, places, a, b, scales, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    x, stack, ends, tokens, places, a, b, scales, hidden = ctx.saved_tensors
+    dx, d_hidden = _expert_linear_backward(dy, stack, ends, a, b, scales, *ctx.options)
+    if places is not None:
+        dx = _combine(dx, places)
+    d_stack = d_a = d_b = None
+    if ctx.needs_input_grad[1]:
+        d_stack = _stack_gradient(dy, x, tokens, ends)
+        if ctx.options[1]:
+            d_stack = d_stack.transpose(1, 2)
+    if a is not None:
+        d_a = _stack_gradient(d_hidden, x, tokens, ends)
+        d_b = _stack_gradient(dy, hidden, None, ends)
+    return dx, d_stack, None, None, None, d_a, d_b, None, None, None
+
+
+expert_linear.register_autograd(_backward, setup_context=_save)
+
+
+# torch.compile computes operations again that seem to cost nothing.
+@register_flop_formula(torch.ops.distributed_training.expert_linear)  # type: ignore[untyped-decorator]
+def _(x_shape: Any, stack_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    num_rows, num_outputs = out_shape[0]
+    return int(2 * num_rows * num_outputs * x_shape[1])
+
+
+class StackAdapter(nn.Module):
+    """LoRA adapters of the matrices in a stack: a [E, R, in] and b [E, out, R]."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(a)
+        self.b = nn.Parameter(b)
+        self.scale = scale
+
+    def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a, times the adapters' scale, and b in `dtype`. Zeros are appended, because the
+        rows of operands must begin at multiples of 16 bytes."""
+        padding = -self.a.shape[1] % 8
+        a = self.a.to(dtype) * self.scale
+        return F.pad(a, (0, 0, 0, padding)), F.pad(self.b.to(dtype), (0, padding))
