@@ -21,7 +21,8 @@ class BlockKind:
     attention_width: int  # combined width of all attention heads; 0 without attention
     matrices: tuple[tuple[int, int], ...]  # shapes [out, in]
     # Module names of the matrices, in the same order -> the Hugging Face matrices that each matrix
-    # contains, in the order of `to_hf`: their names within a block and numbers of rows
+    # contains, in the order of `to_hf`: their names within a block and numbers of rows. A matrix
+    # that cannot have adapters contains none.
     hf_matrices: dict[str, dict[str, int]]
     parameters: int
     # Number of parameters that tp shards; the other parameters are replicated
@@ -64,9 +65,9 @@ class BlockKind:
         """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
         `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
         matrices. As in PEFT, a target selects the matrices whose names end with it."""
-        if targets is None:
-            return self.hf_matrices
-        suffixes = tuple(f".{target.strip()}" for target in targets.split(","))
+        suffixes: tuple[str, ...] = ("",)
+        if targets is not None:
+            suffixes = tuple(f".{target.strip()}" for target in targets.split(","))
         selected = {}
         for our_name, parts in self.hf_matrices.items():
             selected_parts = {
