@@ -1,6 +1,7 @@
 """Generate text, and export models in the Hugging Face format."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from distributed_training.models.decoder import KVCache
 from distributed_training.models.weights import stored_dtype
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import atomic_folder
+from distributed_training.settings.files import atomic_folder, is_outside
 
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
@@ -111,12 +112,17 @@ def save_full_model(
 ) -> None:
     """Write a whole model and its tokenizer to `folder`, one tensor at a time to save memory.
     `folder` appears only when it is complete. With `text`, write only the text decoder of a
-    multimodal model. Otherwise, its other parts are those of the model in `base`."""
+    multimodal model. Otherwise, its other parts, and the files of its processor, are those of the
+    model in `base`."""
     original = None if text else base
     with atomic_folder(folder) as unfinished:
         trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype, original=original)
         write_generation_config(unfinished, tokenizer, chat, base)
         tokenizer.save(unfinished, chat=chat)
+        if original is not None:
+            for file in original.glob("*processor_config.json"):
+                if not is_outside(file, original):  # A link may lead to a private file.
+                    shutil.copy(file, unfinished)
 
 
 def write_generation_config(

@@ -93,8 +93,8 @@ def is_repo_id(name: str) -> bool:
 
 
 def fetch_tokenizer(repo_id: str) -> Path:
-    """Return the folder that contains all of a model's tokenizer files. Raises OSError if the files
-    are not available."""
+    """Return the folder that contains all of a model's tokenizer files and configs, such as that
+    of its image processor. Raises OSError if the files are not available."""
     from huggingface_hub import HfApi
 
     try:
@@ -109,7 +109,8 @@ def fetch_tokenizer(repo_id: str) -> Path:
     tokenizer_files = [*filter(is_tokenizer_file, names)]
     if not tokenizer_files:
         raise OSError(f"{repo_id} has no tokenizer files")
-    return fetch_folder(repo_id, (*tokenizer_files, *{"config.json"}.intersection(names)))
+    configs = [name for name in names if name.endswith("config.json")]
+    return fetch_folder(repo_id, (*tokenizer_files, *configs))
 
 
 def is_tokenizer_file(name: str) -> bool:

@@ -154,8 +154,10 @@ class Tokenizer:
 
         # transformers explains in warnings why it cannot read a tokenizer.model file.
         transformers_logging.set_verbosity_warning()
-        config = None  # For an unknown type, transformers reads the folder alone.
-        if self._class_keys.get("model_type") in CONFIG_MAPPING:
+        # For an unknown type, transformers reads the folder alone. The class of the built-in
+        # tokenizer does not depend on the model.
+        config = None
+        if self.folder != EMBEDDED_DIR and self._class_keys.get("model_type") in CONFIG_MAPPING:
             config = AutoConfig.for_model(**self._class_keys)
         try:
             return AutoTokenizer.from_pretrained(

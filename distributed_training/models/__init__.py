@@ -303,9 +303,9 @@ class ModelSpec:
         parts = kind.hf_matrices[name]
         selected = kind.adapted_parts(targets).get(name, {})
         rows = self._hf_rows(f"{matrix}.weight", sum(parts.values()))
-        return {
+        return {  # {} for a matrix that cannot have adapters, which has no parts
             hf_name.removesuffix(".weight"): part_rows
-            for part, (hf_name, part_rows) in zip(parts, rows.items(), strict=True)
+            for part, (hf_name, part_rows) in zip(parts, rows.items(), strict=False)
             if part in selected
         }
 

@@ -26,7 +26,8 @@ class BlockKind:
     attention_width: int  # combined width of all attention heads; 0 without attention
     matrices: tuple[tuple[int, int], ...]  # shapes [out, in]
     # Module names of the matrices, in the same order -> the Hugging Face matrices that each matrix
-    # contains, in the order of `to_hf`: their names within a block and numbers of rows
+    # contains, in the order of `to_hf`: their names within a block and numbers of rows. A matrix
+    # that cannot have adapters contains none.
     hf_matrices: dict[str, dict[str, int]]
     parameters: int
     # Number of parameters that tp shards; the other parameters are replicated
@@ -73,9 +74,7 @@ class BlockKind:
         """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
         `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
         matrices. As in PEFT, a target selects the matrices whose names end with it."""
-        if targets is None:
-            return self.hf_matrices
-        suffixes = _suffixes(targets)
+        suffixes = ("",) if targets is None else _suffixes(targets)
         selected = {}
         for our_name, parts in self.hf_matrices.items():
             selected_parts = {

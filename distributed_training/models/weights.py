@@ -28,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # index of several files
 # dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPE_CODES = {name: code for code, name in {**TORCH_DTYPES, "U8": "uint8"}.items()}
+DTYPE_CODES = {name: code for code, name in {**TORCH_DTYPES, "U8": "uint8"}.items()}
 # Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
@@ -211,7 +211,7 @@ def write_tensors(
     ends = [*accumulate(sizes, initial=0)]
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     for (name, part), offsets in zip(meta_tensors.items(), pairwise(ends), strict=True):
-        code = _DTYPE_CODES[dtype_name(part.dtype)]
+        code = DTYPE_CODES[dtype_name(part.dtype)]
         header[name] = {
             "dtype": code,
             "shape": list(part.shape),

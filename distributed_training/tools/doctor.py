@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +95,9 @@ def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
         yield fail("torch", f"{text}. torch sees no GPU, but nvidia-smi does.", fix)
         return
     yield ok("torch", f"{text}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    text = "Linear attention, as in Qwen3.5, needs flash-linear-attention."
+    fix = "Install it:\npip install flash-linear-attention"
+    yield check(find_spec("fla") is not None, "fla", text, fix)
 
 
 def check_memory() -> Iterator[Finding]:

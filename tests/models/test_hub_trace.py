@@ -78,3 +78,9 @@ def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tm
     choose_model(build_config(config), parse_cluster("H200").machine, notes)
     assert any("1 of the model's 4 blocks" in note for note in notes)
     assert any("flash-linear-attention" in note for note in notes)
+
+
+def test_matrices_that_fused_kernels_read_get_no_adapters(tmp_path):
+    size = find_model(f"{HUB_PREFIX}{make_folder('falcon_h1', tmp_path)}").size
+    assert "mamba.in_proj" in size.part_names(None)
+    assert "mamba.out_proj" not in size.part_names(None)

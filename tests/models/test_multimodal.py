@@ -1,5 +1,6 @@
 """Test the text decoders of multimodal models: both forms of an export, and adapters for both."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from distributed_training.checkpoint.export import save_full_model
+from distributed_training.checkpoint.trained import TrainedModel
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
 from distributed_training.settings.config import Config
@@ -25,6 +28,25 @@ _TYPES = {
     "mistral3": ("mistral-window", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),
 }
 IDS = torch.arange(5, 25)[None]
+# How vLLM renames tensors and adapters of these types (hf_to_vllm_mapper in gemma3_mm.py,
+# gemma4_mm.py, mistral3.py and qwen3_vl.py in vllm/model_executor/models, read in November 2026)
+_VLLM_PREFIXES = {
+    "model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
+    "model.visual.": "visual.", "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.embed_vision.": "embed_vision.",
+}  # fmt: skip
+
+
+def vllm_module(name: str) -> str:
+    """Return the name of the module in vLLM to which a tensor or an adapter of a whole model
+    belongs (parse_fine_tuned_lora_name in vllm/lora/utils.py)."""
+    name = name.removeprefix("base_model.model.")
+    for prefix, new_prefix in _VLLM_PREFIXES.items():
+        if name.startswith(prefix):
+            name = new_prefix + name.removeprefix(prefix)
+            break
+    return name.partition(".lora_")[0].removesuffix(".weight")
 
 
 def make_whole(model_type: str, kind: str, folder: Path) -> Path:
@@ -54,32 +76,40 @@ def whole(request, tmp_path) -> tuple[Path, torch.nn.Module, ModelSpec]:
     return folder, model, find_model(str(folder))
 
 
-def test_exports_are_the_whole_model_or_its_text_decoder(whole, tmp_path):
+def test_exports_are_the_whole_model_or_its_text_decoder(whole, tokenizer, tmp_path):
     folder, model, spec = whole
     expected = model(input_ids=IDS).logits
     ours = read_model(spec, folder)
     assert_near(ours(IDS), expected)
     state = ours.state_dict()
 
-    def save(name: str, original: Path | None) -> Path:
-        weights = {"eos_token_id": 0, "dtype": torch.float32, "original": original}
-        spec.save(lambda name, _: state[name], tmp_path / name, **weights)
-        return tmp_path / name
-
-    exported = load_file(save("again", folder) / "model.safetensors")
+    for file in (folder / "preprocessor_config.json", tmp_path / "secret"):
+        file.write_text("{}")
+    (folder / "video_preprocessor_config.json").symlink_to(tmp_path / "secret")
+    trained = TrainedModel(spec=spec, weights=lambda name, _: state[name])
+    for name, is_text in (("again", False), ("text", True)):
+        path = tmp_path / name
+        save_full_model(trained, tokenizer, False, folder, path, torch.float32, text=is_text)
+        names = [file.name for file in path.glob("*processor_config.json")]
+        assert names == ([] if is_text else ["preprocessor_config.json"])
+    exported = load_file(tmp_path / "again" / "model.safetensors")
     stored = load_file(folder / "model.safetensors")
     assert exported.keys() == stored.keys()
     assert all(torch.equal(values, exported[name]) for name, values in stored.items())
     options = {"output_loading_info": True, "dtype": torch.float32}
     for auto, path in (
         (AutoModelForImageTextToText, tmp_path / "again"),
-        (AutoModelForCausalLM, save("text", None)),
+        (AutoModelForCausalLM, tmp_path / "text"),
     ):
         read, info = auto.from_pretrained(path, **options)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         assert_near(read.eval()(input_ids=IDS).logits, expected)
-    assert "text_config" not in (tmp_path / "text" / "config.json").read_text()
+    text_config = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert "text_config" not in text_config
+    assert text_config["architectures"] == [type(read).__name__]  # also the classes of vLLM
+    modules = tuple(_VLLM_PREFIXES.values())
+    assert all(f"{vllm_module(name)}.".startswith(modules) for name in exported)
 
 
 def test_adapters_fit_the_whole_model_or_its_text_decoder(whole, tmp_path):
@@ -105,6 +135,9 @@ def test_adapters_fit_the_whole_model_or_its_text_decoder(whole, tmp_path):
     for of_text, their_base in ((False, model), (True, text)):
         path = tmp_path / f"adapters-{of_text}"
         save_adapters(adapters, path, str(folder), text=of_text)
+        names = load_file(path / "adapter_model.safetensors")
+        weights = load_file((tmp_path / "text" if of_text else folder) / "model.safetensors")
+        assert {*map(vllm_module, names)} <= {*map(vllm_module, weights)}
         with_adapters = PeftModel.from_pretrained(their_base, path).eval()
         assert_near(with_adapters(input_ids=IDS).logits, expected)
         read = read_folder(spec, path).tensors

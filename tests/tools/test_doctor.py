@@ -19,6 +19,7 @@ def machine(monkeypatch):
     told = SimpleNamespace(stdout="3\n4\n2\n1\n", sees_gpu=True)
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: told)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: told.sees_gpu)
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28))
     return told
 
@@ -29,7 +30,7 @@ def levels(findings):
 
 def test_problems_with_gpus_are_reported(machine, monkeypatch):
     fine = levels([*doctor.check_gpus(GPU_MACHINE), *doctor.check_torch_and_driver(GPU_MACHINE)])
-    assert fine == dict.fromkeys(("GPUs", "in use", "torch"), "ok")
+    assert fine == {"GPUs": "ok", "in use": "ok", "torch": "ok", "fla": "warn"}
     machine.stdout = "3\n40000\n2\n1\n"
     unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
     findings = {finding.topic: finding for finding in doctor.check_gpus(unknown)}

@@ -32,7 +32,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 11  # version of the format of cached sizes
+_VERSION = 13  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -56,8 +56,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
     text = json.dumps(document, sort_keys=True)
     key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
-    size_text = cached_json(key, measure)
-    size = TypeAdapter(ModelSize).validate_json(size_text)
+    size = TypeAdapter(ModelSize).validate_json(cached_json(key, measure))
     tied = is_tied(folder, size.tied, size.config["embedding"])
     return {folder.name: replace(size, tied=tied)}
 
@@ -111,8 +110,7 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     from distributed_training.models.hub.trace import trace
     from distributed_training.models.private import peft_knows_experts
 
-    text = text_document(document)
-    config = model.make_config(text)
+    config = model.make_config(text_document(document))
     if not getattr(config, "num_attention_heads", 0):
         raise UnsupportedError("has no attention heads")
     types = getattr(config, "layer_types", None) or ()
@@ -127,7 +125,6 @@ def _measure(document: dict[str, Any]) -> ModelSize:
         raise UnsupportedError("has no output layer")
     names = {parameter: name for name, parameter in net.named_parameters()}
     embedding = net.get_input_embeddings().weight
-    embedding_name = names[embedding]
     vocab_size = len(head.weight)
     hidden_size = embedding.shape[1]
     tied = head.weight is embedding
@@ -135,17 +132,17 @@ def _measure(document: dict[str, Any]) -> ModelSize:
     num_tables = 1 if tied else 2
     settings = {
         "document": document,
+        "class": type(net).__name__,
         "blocks": path,
-        "embedding": embedding_name,
+        "embedding": names[embedding],
         "head": model.read_logit_transform(net),
         "separate_experts": peft_knows_experts(config.model_type),
     }
     kinds, packs = trace(net, inner, blocks)
     num_positions = model.read_num_positions(config)
     window = getattr(config, "sliding_window", None)
-    if window and not any(
-        kind.window for kind in kinds
-    ):  # only its masks have the window, and they are not built
+    # The window of some models is only in their masks, which are not built.
+    if window and not any(kind.window for kind in kinds):
         num_positions = min(num_positions, window)
     files.check_round_trip(settings, [kind.layers[0] for kind in kinds])
     in_blocks = sum(len(kind.layers) * kind.parameters for kind in kinds)
@@ -246,7 +243,10 @@ def text_name(name: str, size: ModelSize) -> str:
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     """Return the config.json of the text decoder, with `tie_word_embeddings` set to `size.tied`. If
     the config has no end-of-text token, add `eos_token_id`."""
-    document = {**text_document(size.config["document"]), "tie_word_embeddings": size.tied}
+    document = text_document(size.config["document"]) | {
+        "architectures": [size.config["class"]],  # vLLM selects its class by this name
+        "tie_word_embeddings": size.tied,
+    }
     document.pop("quantization_config", None)
     if document.get("eos_token_id") is None:
         document["eos_token_id"] = eos_token_id

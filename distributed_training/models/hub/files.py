@@ -15,7 +15,7 @@ import torch
 
 from distributed_training.models.hub import UnsupportedError, model, text_document
 from distributed_training.models.private import is_ignored
-from distributed_training.models.weights import TORCH_DTYPES, StoredTensor, dtype_name
+from distributed_training.models.weights import DTYPE_CODES, TORCH_DTYPES, StoredTensor, dtype_name
 
 Settings = Mapping[str, Any]
 # dtype in safetensors -> dtype in torch, also for the parts of quantized tensors
@@ -26,7 +26,6 @@ _DTYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
-_CODES = {name: code for code, name in TORCH_DTYPES.items()}
 
 
 class _Whole(NamedTuple):
@@ -68,8 +67,9 @@ def find_quantizer(document: dict[str, Any]) -> Any:
 
     config: Any = AutoQuantizationConfig.from_dict(quantization)
     if not hasattr(config, "dequantize"):
-        method = quantization.get("quant_method")
-        raise UnsupportedError(f"has {method} weights. Use an unquantized version of the model")
+        raise UnsupportedError(
+            f"has {quantization.get('quant_method')} weights. Use an unquantized version"
+        )
     config.dequantize = True
     return AutoHfQuantizer.from_config(config)
 
@@ -77,10 +77,9 @@ def find_quantizer(document: dict[str, Any]) -> Any:
 def find_whole(settings: Settings) -> _Whole:
     """Return the model of the class that weight files belong to."""
     net = _build(json.dumps(settings["document"]))
-    embedding = settings["embedding"]
     weight = net.get_input_embeddings().weight
     whole_embedding = next(name for name, value in net.named_parameters() if value is weight)
-    text_parts = embedding.split(".")
+    text_parts = settings["embedding"].split(".")
     whole_parts = whole_embedding.split(".")
     while text_parts and whole_parts and text_parts[-1] == whole_parts[-1]:
         text_parts.pop()
@@ -103,7 +102,8 @@ def match(
     settings: Settings,
 ) -> StoredModel:
     """Match the tensors of weight files with the tensors of a text decoder. A tensor that
-    transformers does not know keeps its name. Values are converted when they are read."""
+    transformers does not know keeps its name. Values are converted when they are read. Of the other
+    parts, only quantized tensors are converted."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -117,28 +117,49 @@ def match(
     in_text = _text_net(settings).state_dict()
     result = StoredModel({}, {}, {})
     sources: dict[str, list[tuple[str, str]]] = {}  # converted tensor -> (name in files, pattern)
+
+    def is_other(target: str) -> bool:
+        is_known = target in expected
+        return is_ignored(net, target) or (is_known and whole.text_name(target) not in in_text)
+
     for name in sorted(stored, key=dot_natural_key):
-        prefix = net.base_model_prefix
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        renamed, pattern = rename_source_key(
+            name, renamings, converters, net.base_model_prefix, expected
+        )
         if renamed not in expected and name in expected:
             renamed, pattern = name, None
-        text_name = whole.text_name(renamed)
-        is_text = renamed not in expected or text_name in in_text
-        if is_ignored(net, renamed) or not is_text:
-            result.others[name] = stored[name]
-        elif pattern is not None:
+        if pattern is not None:
             sources.setdefault(renamed, []).append((name, pattern))
+        elif is_other(renamed):
+            result.others[name] = stored[name]
         else:
+            text_name = whole.text_name(renamed)
             result.text[text_name] = stored[name]
             result.file_names[text_name] = name
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     for target, parts in sources.items():
+        tensors = {name: stored[name] for name, _ in parts}
+        if is_other(target) and all(tensor.dtype in TORCH_DTYPES for tensor in tensors.values()):
+            result.others.update(tensors)
+            continue
         converter = by_pattern[parts[0][1]]
-        convert = functools.partial(_convert, converter, target, parts, stored, net)
+        convert = functools.partial(
+            _convert,
+            converter,
+            target,
+            parts,
+            stored,
+            net if target in expected else None,
+            net.config,
+        )
         for name, tensor in convert(on_meta=True).items():
             read = functools.partial(_read_converted, convert, name)
-            stored_tensor = StoredTensor(_CODES[dtype_name(tensor.dtype)], [*tensor.shape], read)
-            result.text[whole.text_name(name)] = stored_tensor
+            code = DTYPE_CODES[dtype_name(tensor.dtype)]
+            stored_tensor = StoredTensor(code, [*tensor.shape], read)
+            if is_other(target):  # The first part is the quantized weight.
+                result.others[parts[0][0]] = stored_tensor
+            else:
+                result.text[whole.text_name(name)] = stored_tensor
     return result
 
 
@@ -148,16 +169,18 @@ def _convert(
     parts: Iterable[tuple[str, str]],
     stored: Mapping[str, StoredTensor],
     net: Any,
+    config: Any,
     *,
     on_meta: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors, by name, that transformers computes from several tensors in files."""
+    """Return the tensors, by name, that transformers computes from several tensors in files. `net`
+    is None if the model does not have the tensor `target`."""
     conversion = copy.deepcopy(converter)
     for name, pattern in parts:
         tensor = stored[name]
         values = _meta_tensor(tensor) if on_meta else tensor.read()
         conversion.add_tensor(target, name, pattern, values)
-    converted = conversion.convert(target, model=net, config=net.config)
+    converted = conversion.convert(target, model=net, config=config)
     # Some conversions return lists of a single tensor.
     return {
         name: tensor[0] if isinstance(tensor, list) else tensor
@@ -206,7 +229,7 @@ def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
         for name, tensor in state.items():
             parts = to_files(name, tensor.to("meta"), settings, whole=whole)
             for file_name, part in parts.items():
-                code = _CODES[dtype_name(part.dtype)]
+                code = DTYPE_CODES[dtype_name(part.dtype)]
                 stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
         text = match(stored, read_settings).text
         for name, tensor in state.items():

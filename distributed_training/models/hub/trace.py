@@ -7,6 +7,7 @@ these results, torch.compile recomputes everything else."""
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -126,7 +127,10 @@ def _describe_kind(
         layers=layers,
         attention_width=round(per_key / 2),
         matrices=tuple(matrices.values()),
-        hf_matrices={name: {name: rows} for name, (rows, _) in matrices.items()},
+        hf_matrices={
+            name: {} if _is_read_directly(block, name) else {name: rows}
+            for name, (rows, _) in matrices.items()
+        },
         parameters=sum(sizes),
         split_parameters=in_matrices,
         norm_parameters=sum(sizes) - in_matrices,
@@ -140,6 +144,15 @@ def _describe_kind(
         fuses_attention=long.fused,
         traced_values=costs,
     )
+
+
+def _is_read_directly(block: nn.Module, matrix: str) -> bool:
+    """Return whether a block's code computes with the weight of a matrix, as in Mamba's fused
+    kernels. Adapters would then have no effect."""
+    parent, _, name = matrix.rpartition(".")
+    code = inspect.getsource(type(block.get_submodule(parent)))
+    weight = f"self.{name}.weight"
+    return f"{weight}," in code or f"{weight} @" in code
 
 
 class _LastBlock(Exception):
