@@ -6,7 +6,7 @@ All interfaces were checked against torch 2.13 and 2.14, and against transformer
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,13 +52,13 @@ def stored_parameter(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name)
 
 
-def copy_with_empty_parameters(module: nn.Module) -> Any:
-    """Return a shallow copy of a module with its own parameters, which are uninitialized and in
-    fp32."""
+def copy_with_empty_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:
+    """Return a shallow copy of a module with its own parameters of the given shapes, which are
+    uninitialized and in fp32."""
     module_copy = copy.copy(module)
-    module_copy._parameters = dict(module._parameters)
-    for name, parameter in module.named_parameters(recurse=False):
-        module_copy._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
+    module_copy._parameters = dict.fromkeys(module._parameters)
+    for name, shape in shapes.items():
+        module_copy._parameters[name] = nn.Parameter(torch.empty(shape))
     return module_copy
 
 

@@ -63,7 +63,7 @@ def multiply(
     its adapter, [S, out]. If `gathers` is set, x [N, in] contains the rows of tokens instead."""
     adapter = getattr(module, f"{name}_adapter", None)
     a, b = (None, None) if adapter is None else adapter.matrices(x.dtype)
-    scales = getattr(module, f"{name}_scales", None)
+    scales = getattr(module, f"{name}{quantized.SCALES}", None)
     tokens, places = (routing.tokens, routing.places) if gathers else (None, None)
     y, _ = expert_linear(
         x,
@@ -147,6 +147,7 @@ def _expert_linear_backward(
     scales: torch.Tensor | None,
     base_dtype: str,
     is_transposed: bool,
+    num_inputs: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the rows and of their products with a."""
     columns = _columns(stack, scales, base_dtype, is_transposed)
@@ -169,27 +170,25 @@ def _stack_gradient(
 def _columns(
     stack: torch.Tensor, scales: torch.Tensor | None, base_dtype: str, is_transposed: bool
 ) -> torch.Tensor:
-    """Return a stack as a view [E, in, out]."""
+    """Return a stack as a view [E, in, out]. Codes are those of [E, out, in]."""
     if scales is not None:
-        matrix = quantized.load_format(base_dtype).dequantize_matrix
-        stack = matrix(stack.flatten(0, 1), scales.flatten(0, 1)).unflatten(0, stack.shape[:2])
+        dequantize = quantized.load_format(base_dtype).dequantize_matrix
+        matrix = dequantize(stack.flatten(0, 1), scales.flatten(0, 1)).to(stack.dtype)
+        return matrix.unflatten(0, stack.shape[:2]).transpose(1, 2)
     return stack if is_transposed else stack.transpose(1, 2)
 
 
 @expert_linear.register_fake
 def _(x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed):  # type: ignore
     num_rows = len(x if tokens is None else tokens)
-    num_outputs = stack.shape[2] if is_transposed else stack.shape[1]
+    num_outputs = stack.shape[2] if is_transposed and scales is None else stack.shape[1]
     hidden = x.new_empty(0) if a is None else x.new_empty(num_rows, a.shape[1])
     return x.new_empty(num_rows, num_outputs), hidden
 
 
 @_expert_linear_backward.register_fake
-def _(dy, stack, ends, a, b, scales, base_dtype, is_transposed):  # type: ignore
+def _(dy, stack, ends, a, b, scales, base_dtype, is_transposed, num_inputs):  # type: ignore
     hidden = dy.new_empty(0) if a is None else dy.new_empty(len(dy), a.shape[1])
-    num_inputs = stack.shape[1] if is_transposed else stack.shape[2]
-    if scales is not None:
-        num_inputs = quantized.load_format(base_dtype).num_columns(stack)
     return dy.new_empty(len(dy), num_inputs), hidden
 
 
@@ -200,7 +199,7 @@ def _(dy, x, tokens, ends):  # type: ignore
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed = inputs
-    ctx.options = base_dtype, is_transposed
+    ctx.options = base_dtype, is_transposed, x.shape[1]
     needs_rows = a is not None or ctx.needs_input_grad[1]
     kept_x = x if needs_rows else None
     ctx.save_for_backward(kept_x, stack, ends, tokens, places, a, b, scales, output[1])

@@ -7,6 +7,7 @@ use, as in FSDP and DeepSpeed."""
 import functools
 import inspect
 import threading
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -239,6 +240,11 @@ class HubDecoder(private.MovedModule, Decoder):
         """Return a source of weights that are initialized on the CPU as in transformers. The
         weights depend only on `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
+        # Shapes before matrices are quantized, by module
+        shapes = defaultdict[str, dict[str, torch.Size]](dict)
+        for name, parameter in self.named_parameters():
+            module_name, _, key = name.rpartition(".")
+            shapes[module_name][key] = parameter.shape
         buffers = stored_buffers(self)
         lock = threading.Lock()  # All threads share torch's global generator.
 
@@ -247,7 +253,9 @@ class HubDecoder(private.MovedModule, Decoder):
                 return buffers[name]  # initialized when the model was built
             module_name, _, parameter_name = name.rpartition(".")
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-                module = private.copy_with_empty_parameters(self.get_submodule(module_name))
+                module = private.copy_with_empty_parameters(
+                    self.get_submodule(module_name), shapes[module_name]
+                )
                 module.cast_dtype = None  # Initial values written to a cast copy would be lost.
                 torch.manual_seed(seed * 100_003 + indices[name])
                 private.initialize(self.net, module)

@@ -102,7 +102,8 @@ def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
     gradients in the block's MLP, or 0 if the matrix is smaller. If the matrix is larger, memory
     peaks at the end of the backward pass, when the matrix is in memory. Otherwise, memory peaks in
     the MLP."""
-    largest = max(rows * columns for rows, columns in matrix_shapes(rank))
+    stacks = map(math.prod, rank.kind.stacks.values())
+    largest = max(*(rows * columns for rows, columns in matrix_shapes(rank)), *stacks)
     mlp_bytes = backward_bytes(rank, recomputed) + adapter_backward_bytes(rank, recomputed)
     return max(0, rank.dtype_bytes * largest - mlp_bytes)
 
@@ -134,7 +135,8 @@ def fp8_bytes(rank: PipelineRank, recomputed: float) -> float:
 
 
 def _num_block_values(sizes: Sizes) -> float:
-    return sum(rows * columns for rows, columns in matrix_shapes(sizes))
+    in_stacks = sum(map(math.prod, sizes.kind.stacks.values()))
+    return in_stacks + sum(rows * columns for rows, columns in matrix_shapes(sizes))
 
 
 LORA = Mechanism(
