@@ -155,7 +155,7 @@ class Strategy:
         """Return an instance of the engine's options with these values."""
         return strategy_options(self.name)(**values)
 
-    @property
+    @functools.cached_property
     def offload(self) -> dict[str, str]:
         """Map "optimizer" and "param" to their offload devices: "none", "cpu" or "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
