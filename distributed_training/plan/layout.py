@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from distributed_training.settings.files import plural
 
@@ -24,10 +24,9 @@ class Stages:
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
-class Batch(BaseModel):
+class Batch(BaseModel, extra="allow", frozen=True):  # unknown keys are kept
     """Division of one optimizer step's sequences over replicas and micro-batches."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
     global_batch_size: int  # sequences per step, the product of the other three
     micro_batch_size: int  # sequences per replica and forward pass
     num_microbatches: int  # micro-batches per replica and step
@@ -37,8 +36,8 @@ class Batch(BaseModel):
         """Format the batch as text such as "global 32 = 1 replica x 8 micro-batches x 4"."""
         replicas = plural(self.num_replicas, "replica")
         micro_batches = plural(self.num_microbatches, "micro-batch")
-        factors = f"{replicas} x {micro_batches} x {self.micro_batch_size}"
-        return f"global {self.global_batch_size} = {factors}"
+        total = f"global {self.global_batch_size}"
+        return f"{total} = {replicas} x {micro_batches} x {self.micro_batch_size}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,4 +55,4 @@ def format_axes(axes: Mapping[str, int]) -> str:
     """Format a mesh as text such as "dp_shard 2 x tp 2". Axes of size 1 are left out unless all
     sizes are 1."""
     displayed_axes = {axis: size for axis, size in axes.items() if size != 1}
-    return " x ".join(f"{axis} {size}" for axis, size in (displayed_axes or dict(axes)).items())
+    return " x ".join(f"{axis} {size}" for axis, size in (displayed_axes or axes).items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
@@ -137,6 +137,7 @@ class Draft:
 class Plan(Draft):
     """Plan of a run, after all checks that need no process group have passed."""
 
+    __pydantic_config__ = ConfigDict(defer_build=True)  # only runs need the schema
     config: RunConfig
     notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
     command: str = ""  # as typed, without the launcher's arguments; set by `reserve_run_dir`

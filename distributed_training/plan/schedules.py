@@ -29,8 +29,9 @@ class Schedule:
     def ranks(self, p: int) -> tuple[int, ...]:
         """Return the pipeline rank of each stage, in the model's order."""
         forward_ranks = tuple(range(p))
-        second_ranks = forward_ranks[::-1] if self.v_shaped else forward_ranks
-        return forward_ranks + second_ranks if self.stages_per_rank == 2 else forward_ranks
+        if self.v_shaped:
+            return forward_ranks + forward_ranks[::-1]
+        return forward_ranks * self.stages_per_rank
 
     def accepted_counts(self, p: int, num_sequences: int) -> list[int]:
         """Return all numbers of micro-batches that divide `num_sequences` evenly and that the

@@ -116,8 +116,7 @@ def choose_model(
             note = f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
             notes.append(f"{note}blocks. The others have matrices with other names")
         notes += note_experts(size, request.lora_rank, targets)
-    has_kernels = importlib.util.find_spec("fla") is not None
-    if size.has_linear_attention and machine.num_gpus and not has_kernels:
+    if size.has_linear_attention and machine.num_gpus and not importlib.util.find_spec("fla"):
         notes.append("the model's linear attention needs: pip install flash-linear-attention")
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
@@ -180,7 +179,7 @@ def lay_out(
     candidate = replace(candidate, mesh=mesh)
     stages = build_stages(candidate)
     batch = split_batch(candidate)
-    resolved: Settings = batch.model_dump(include=set(OPEN_BATCH))
+    resolved: Settings = {key: getattr(batch, key) for key in OPEN_BATCH}
     if request.precision == AUTO:
         dtype_on_gpu = "bf16" if machine.compute_capability >= (8, 0) else "fp16"
         resolved["precision"] = dtype_on_gpu if machine.num_gpus else "fp32"
@@ -198,11 +197,7 @@ def lay_out(
         parent = Path(config.offload_dir or output_dir / ".offload").absolute()
         # The name must be unique to this run.
         offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
-    # Strategies that do not name dp_shard, such as dp, replicate the state along cp.
-    num_copies = mesh["dp_replicate"]
-    if "dp_shard" not in strategy.named_axes:
-        num_copies *= mesh["cp"]
-    only_copies = num_copies == num_processes
+    only_copies = candidate.only_copies
     averages_gradients = not strategy.traits.uses_zero and batch.num_replicas * mesh["cp"] > 1
     draft = Draft(
         requested=request,
@@ -353,12 +348,10 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
     costs = step.operation_costs()
     blocks = plan.stages.blocks_per_stage
-
-    def stage_s(stage: int) -> tuple[float, float, float]:
-        forward, inputs, weights = (costs[kind, stage].total_s for kind in "FIW")
-        return forward, inputs, weights
-
-    seconds = tuple(map(stage_s, range(len(blocks))))
+    seconds = tuple(
+        (costs["F", stage].total_s, costs["I", stage].total_s, costs["W", stage].total_s)
+        for stage in range(len(blocks))
+    )
     if plan.schedule.is_searched:
         return search_orders(seconds, blocks, plan.batch.num_microbatches, message_s(step))
     return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))

@@ -32,9 +32,9 @@ def check_settings(
         if not condition.is_met(plan):
             reasons |= dict.fromkeys(condition.keys, condition.otherwise)
     request = plan.requested
-    values = request.to_key_values()
     for key, why in reasons.items():
         if request.is_set(key):
+            values = request.to_key_values()
             notes.append(f"{key}={values[key]!r} has no effect, because {why}")
 
 

@@ -51,6 +51,15 @@ class Candidate:
         return self.request.batch_size
 
     @property
+    def only_copies(self) -> bool:
+        """Return whether each process holds the whole model. Strategies that do not name dp_shard,
+        such as dp, replicate the state along cp."""
+        num_copies = self.mesh["dp_replicate"]
+        if "dp_shard" not in self.strategy.named_axes:
+            num_copies *= self.mesh["cp"]
+        return num_copies == math.prod(self.mesh.values())
+
+    @property
     def schedule_name(self) -> str:
         """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
         default schedule."""
@@ -170,15 +179,7 @@ def _check_divisible(candidate: Candidate) -> None:
             raise UserError(what, fix=f"set {axis} to 1, or cp to 1")
     traits = candidate.strategy.traits
     is_pipeline = traits.uses_zero and "pp" in traits.axes
-    is_split = (
-        is_pipeline
-        or max(
-            pp,
-            mesh["cp"],
-            mesh["tp"],
-        )
-        > 1
-    )
+    is_split = is_pipeline or max(pp, mesh["cp"], mesh["tp"]) > 1
     if is_split and not size.splits:
         what = f"strategy={candidate.strategy.name!r} cannot split {label}"
         why = "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "

@@ -25,7 +25,7 @@ SINGLE_MOVE_SHARE = 0.3  # fraction of changes that move one operation, not one 
 INITIAL_THRESHOLD = 0.16  # initial limit on the slowdown from a change, in mean operation durations
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def search_orders(
     seconds: tuple[tuple[float, float, float], ...],
     blocks: tuple[int, ...],
@@ -62,12 +62,8 @@ def search_orders(
         kept_blocks = kept_micro_batches * (blocks[rank] + blocks[-1 - rank])
         max_blocks.append(max(_max_held_blocks(steps, blocks) or 0, kept_blocks))
 
-    def is_valid(steps: list[Step], rank: int) -> bool:
-        held_blocks = _max_held_blocks(steps, blocks)
-        return held_blocks is not None and held_blocks <= max_blocks[rank]
-
     by_place = []
-    for order in _improve(orders, m, durations, consumers, is_valid):
+    for order in _improve(orders, m, durations, consumers, blocks, max_blocks):
         steps = []
         for step in order:
             steps.append(step)
@@ -106,10 +102,11 @@ def _improve(
     m: int,
     durations: dict[Step, float],
     consumers: dict[Step, tuple[Step, float]],
-    is_valid: Callable[[list[Step], int], bool],
+    blocks: tuple[int, ...],
+    max_blocks: list[int],
 ) -> list[list[Step]]:
-    """Return the fastest orders that threshold accepting finds from `orders`. `is_valid` returns
-    whether a rank can run an order."""
+    """Return the fastest orders that threshold accepting finds from `orders`. `max_blocks` limits
+    how many blocks' activations each rank holds at once."""
     draw = random.Random(0).random
     best = list(orders)
     current_duration = best_duration = total_duration(simulate(orders, durations, consumers))
@@ -120,7 +117,8 @@ def _improve(
         rank = int(draw() * len(orders))
         old = orders[rank]
         new = _move_operations(old, m, draw)
-        if new == old or not is_valid(new, rank):
+        held_blocks = _max_held_blocks(new, blocks)
+        if new == old or held_blocks is None or held_blocks > max_blocks[rank]:
             continue
         orders[rank] = new
         threshold = initial_threshold * (1 - iteration / num_iterations) * draw()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import choose_model, lay_out
@@ -20,13 +21,8 @@ from distributed_training.planner.layouts import (
 from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction, predict
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.keys import read_keys
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import (
-    list_strategies,
-    load_strategy,
-    strategy_options,
-)
+from distributed_training.settings.strategies import list_strategies, load_strategy
 
 MIN_GAIN = 0.05  # fraction by which a setting must shorten a step to be worth typing
 # Modes of activation checkpointing, fastest first
@@ -48,21 +44,23 @@ def choose_candidate(
     unknown or no layout is valid."""
     request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
-        strategy = load_strategy(request)
-        return Candidate(
-            request=request,
-            strategy=strategy,
-            model=model,
-            mesh=strategy.mesh,
-        )
+        return _name_candidate(request, model)
     first = sort_layouts(request, cluster)[0]
-    settings = {
-        "strategy": first.plan.strategy.name,
-        **layout_settings(first.plan),
-    }
+    settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
     return _candidate(first.plan)
+
+
+def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
+    """Return the candidate with the strategy that `request` names."""
+    strategy = load_strategy(request)
+    return Candidate(
+        request=request,
+        strategy=strategy,
+        model=model,
+        mesh=strategy.mesh,
+    )
 
 
 def _candidate(plan: Draft) -> Candidate:
@@ -87,7 +85,6 @@ class Preference(NamedTuple):
     cost: float
     is_complex: bool  # more complex than dp and fsdp
     num_settings: int  # settings to type, besides the strategy
-    shards_under_dp: bool  # the layout is clearer as fsdp with dp_replicate
 
 
 def sort_layouts(
@@ -97,16 +94,10 @@ def sort_layouts(
     user did not set activation_checkpointing, layouts that would not fit use as much of it as
     necessary. `request` must have a batch size. `names` restricts strategy=auto to these
     strategies. Raises UserError if no layout is valid."""
-    choices: dict[tuple[object, ...], Prediction] = {}
-    for plan in _useful_plans(request, cluster, names or list_strategies()):
-        key = _layout_key(plan)
-        if key not in choices:
-            choices[key] = predict(plan, cluster.rates)
-        same_layout = replace(choices[key], plan=plan)
-        choices[key] = min(choices[key], same_layout, key=preference)
-    if not choices:
+    plans = enumerate_plans(request, cluster, names)
+    layouts = [predict(plan, cluster.rates) for plan in plans]
+    if not layouts:
         raise _explain_no_layout(request, cluster)
-    layouts = list(choices.values())
     may_recompute = cluster.machine.num_gpus > 0 and not request.is_set("activation_checkpointing")
     if may_recompute:
         layouts = [_with_checkpointing(choice, cluster) for choice in layouts]
@@ -114,15 +105,6 @@ def sort_layouts(
     if may_recompute and not request.is_set("checkpointed_blocks"):
         layouts[0] = _with_some_blocks(layouts[0], cluster)
     return layouts
-
-
-def _layout_key(plan: Draft) -> tuple[object, ...]:
-    """Return a key that is equal for two strategies that give the same layout."""
-    strategy = plan.strategy
-    engine = strategy.name if strategy.traits.uses_zero else strategy.engine
-    schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
-    counts = (*plan.mesh.values(), plan.batch.num_microbatches)
-    return engine, plan.only_copies, schedule, counts
 
 
 def fit(choice: Prediction) -> Fit:
@@ -142,8 +124,7 @@ def preference(choice: Prediction) -> Preference:
     typical error of the prediction. Layouts that do not fit are sorted by the memory that they
     need."""
     plan = choice.plan
-    mesh = plan.mesh
-    is_split = mesh["pp"] * mesh["cp"] * mesh["tp"] > 1
+    is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
     is_complex = is_split or not plan.strategy.traits.averages_with_torch
     num_settings = len(layout_settings(plan))
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
@@ -154,39 +135,12 @@ def preference(choice: Prediction) -> Preference:
         if is_complex:
             low, high = choice.likely_shares
             cost *= high / low
-    names_dp = plan.strategy.mesh["dp_shard"] == 1
     return Preference(
         fit=fit(choice),
         cost=cost,
         is_complex=is_complex,
         num_settings=num_settings,
-        shards_under_dp=names_dp and mesh["dp_shard"] > 1 and not is_complex,
     )
-
-
-def _useful_plans(
-    request: Request,
-    cluster: Cluster,
-    names: Iterable[str],
-) -> Iterator[Draft]:
-    """Yield drafts for the layouts of all strategies. With strategy=auto, strategies whose
-    algorithm changes the training results are left out. On CPUs, strategies with CPU offload are
-    left out, and with one process the other DeepSpeed strategies, unless CONFIG names a DeepSpeed
-    configuration."""
-    names = names if request.strategy == AUTO else (request.strategy,)
-    for name in names:
-        if request.strategy == AUTO and any(
-            key.work for key in read_keys(strategy_options(name)).values()
-        ):
-            continue
-        with contextlib.suppress(UserError):
-            for plan in enumerate_plans(with_values(request, strategy=name), cluster):
-                strategy = plan.strategy
-                is_requested = name == request.strategy or plan.config.deepspeed_config
-                offloads = strategy.steps_on_host and cluster.machine.num_gpus > 0
-                is_useful = offloads or (cluster.num_processes > 1 and not strategy.steps_on_host)
-                if is_useful or is_requested or not strategy.traits.uses_zero:
-                    yield plan
 
 
 def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
@@ -194,7 +148,8 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     more specific error, raise that error."""
     name = request.strategy
     if name == AUTO and request.deepspeed_config:
-        name = next((name for name in list_strategies() if _reads_json(request, name)), "zero2")
+        candidates = _useful_candidates(request, cluster, list_strategies())
+        name = next((each.strategy.name for each in candidates), "zero2")
     elif name == AUTO:
         is_split = request.tp not in (None, 1) or request.pp not in (None, 1)
         name = "3d" if is_split else "dp"
@@ -202,15 +157,6 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     lay_out(candidate, cluster)
     what = f"no strategy can train {candidate.request.model} with this CONFIG"
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
-
-
-def _reads_json(request: Request, name: str) -> bool:
-    """Return whether a strategy accepts the DeepSpeed configuration that CONFIG names."""
-    try:
-        load_strategy(with_values(request, strategy=name))
-    except UserError:
-        return False
-    return True
 
 
 def _predict_with(plan: Draft, cluster: Cluster, **settings: Any) -> Prediction:
@@ -257,14 +203,52 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
     return some if is_faster else choice
 
 
-def enumerate_plans(request: Request, cluster: Cluster) -> Iterator[Draft]:
-    """Yield drafts for all meshes that CONFIG allows. Vary the pipeline schedule and the number of
-    micro-batches if CONFIG leaves them open."""
-    candidate = choose_candidate(request, cluster, [])
+def enumerate_plans(
+    request: Request,
+    cluster: Cluster,
+    names: Iterable[str] | None = None,
+) -> Iterator[Draft]:
+    """Yield drafts for all layouts that CONFIG allows. If several strategies give the same layout,
+    use the one with which a user types the fewest settings. `names` restricts strategy=auto to
+    these strategies."""
+    candidates: dict[tuple[object, ...], Candidate] = {}
+    for named in _useful_candidates(request, cluster, names or list_strategies()):
+        for candidate in _vary_mesh(named, cluster.num_processes):
+            key = _layout_key(candidate)
+            candidates[key] = min(candidates.get(key, candidate), candidate, key=_typing_effort)
+    for candidate in candidates.values():
+        yield from _vary_microbatches(candidate, cluster)
+
+
+def _useful_candidates(
+    request: Request,
+    cluster: Cluster,
+    names: Iterable[str],
+) -> Iterator[Candidate]:
+    """Yield a candidate for each strategy. With strategy=auto, strategies whose algorithm changes
+    the training results are left out. On CPUs, strategies with CPU offload are left out, and with
+    one process the other DeepSpeed strategies, unless CONFIG names a DeepSpeed configuration."""
+    request, model = choose_model(request, cluster.machine, [])
+    is_auto = request.strategy == AUTO
+    for name in names if is_auto else (request.strategy,):
+        with contextlib.suppress(UserError):
+            candidate = _name_candidate(request.model_copy(update={"strategy": name}), model)
+            strategy = candidate.strategy
+            if is_auto and strategy.work_options:
+                continue
+            helps = cluster.num_processes > 1
+            if strategy.steps_on_host:
+                helps = cluster.machine.num_gpus > 0
+            if helps or request.deepspeed_config or not (is_auto and strategy.traits.uses_zero):
+                yield candidate
+
+
+def _vary_mesh(candidate: Candidate, num_processes: int) -> Iterator[Candidate]:
+    """Yield a candidate with each mesh that CONFIG allows. Vary the pipeline schedule if CONFIG
+    leaves it open."""
     request = candidate.request
-    for mesh in all_meshes(candidate.strategy, cluster.num_processes):
-        requested_sizes = {axis: getattr(request, axis) for axis in mesh}
-        if any(requested_sizes[axis] not in (None, -1, size) for axis, size in mesh.items()):
+    for mesh in all_meshes(candidate.strategy, num_processes):
+        if any(getattr(request, axis) not in (None, -1, size) for axis, size in mesh.items()):
             continue
         schedules: list[str] = [request.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
@@ -276,7 +260,24 @@ def enumerate_plans(request: Request, cluster: Cluster) -> Iterator[Draft]:
             ]
         for schedule in schedules:
             scheduled = request.model_copy(update={"pipeline_schedule": schedule})
-            yield from _vary_microbatches(replace(candidate, request=scheduled, mesh=mesh), cluster)
+            yield replace(candidate, request=scheduled, mesh=mesh)
+
+
+def _layout_key(candidate: Candidate) -> tuple[object, ...]:
+    """Return a key that is equal for two strategies that give the same layout."""
+    strategy = candidate.strategy
+    engine = strategy.name if strategy.traits.uses_zero else strategy.engine
+    schedule = candidate.request.pipeline_schedule if candidate.mesh["pp"] > 1 else None
+    return engine, candidate.only_copies, schedule, *candidate.mesh.values()
+
+
+def _typing_effort(candidate: Candidate) -> tuple[int, bool]:
+    """Return by what a user prefers one of the strategies that give the same layout: the number of
+    settings to type, then whether the layout is clearer as fsdp with dp_replicate."""
+    mesh = candidate.mesh
+    shards = mesh["dp_shard"] > 1 and mesh["pp"] * mesh["cp"] * mesh["tp"] == 1
+    shards_under_dp = shards and candidate.strategy.mesh["dp_shard"] == 1
+    return len(_mesh_settings(candidate)), shards_under_dp
 
 
 def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft]:
@@ -302,23 +303,30 @@ def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft
             yield lay_out(replace(candidate, request=counted), cluster)
 
 
-def layout_settings(plan: Draft) -> Settings:
-    """Return the settings, other than `strategy`, that produce the plan's layout, including
-    activation checkpointing that the planner chose."""
-    named_mesh = plan.strategy.mesh
-    mesh = plan.mesh
+def _mesh_settings(layout: Candidate | Draft) -> Settings:
+    """Return the axis sizes that produce a layout's mesh under its strategy."""
+    named_mesh = layout.strategy.mesh
+    mesh = layout.mesh
     settings: Settings = {
         axis: size for axis, size in mesh.items() if named_mesh[axis] not in (-1, size)
     }
     # An axis of size -1 gets all remaining processes, which may not be intended. Only one axis may
     # have size -1.
     open_axes = [axis for axis in mesh if named_mesh[axis] == -1]
-    if plan.num_processes > 1 and any(mesh[axis] == 1 for axis in open_axes):
-        settings |= {axis: size for axis, size in mesh.items() if size > 1}
+    larger_axes = {axis: size for axis, size in mesh.items() if size > 1}
+    if larger_axes and any(mesh[axis] == 1 for axis in open_axes):
+        settings |= larger_axes
     if len(open_axes) > 1:
         settings |= {axis: mesh[axis] for axis in open_axes}
+    return settings
+
+
+def layout_settings(plan: Draft) -> Settings:
+    """Return the settings, other than `strategy`, that produce the plan's layout, including
+    activation checkpointing that the planner chose."""
+    settings = _mesh_settings(plan)
     schedule = plan.config.pipeline_schedule
-    if mesh["pp"] > 1 and schedule != plan.strategy.traits.schedules[0]:
+    if plan.mesh["pp"] > 1 and schedule != plan.strategy.traits.schedules[0]:
         settings["pipeline_schedule"] = schedule
     if plan.requested.num_microbatches == plan.batch.num_microbatches:
         settings["num_microbatches"] = plan.batch.num_microbatches
@@ -335,7 +343,7 @@ def layout_name(plan: Draft) -> str:
     """Return a name such as "3d pp=4 tp=2 1f1b m8". The name contains the strategy, the axes unless
     the strategy implies them, the pipeline schedule and the number of micro-batches."""
     words = [plan.strategy.name]
-    if layout_settings(plan).keys() & plan.mesh.keys():
+    if _mesh_settings(plan):
         words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]
     if plan.mesh["pp"] > 1:
         words.append(plan.config.pipeline_schedule)

@@ -39,7 +39,12 @@ NO_COST = Cost()
 
 def add_costs(costs: Iterable[Cost]) -> Cost:
     """Add costs from left to right, which gives the same result in every version of Python."""
-    return sum(costs, NO_COST)
+    arithmetic_s = memory_s = network_s = 0.0
+    for cost in costs:
+        arithmetic_s += cost.arithmetic_s
+        memory_s += cost.memory_s
+        network_s += cost.network_s
+    return Cost(arithmetic_s, memory_s, network_s)
 
 
 class PassCosts(NamedTuple):

@@ -68,7 +68,7 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
         context_bytes = FITTED.gpu_context_bytes.alone
         if plan.num_processes > 1:
             context_bytes += FITTED.gpu_context_bytes.nccl
-    likely_range = vars(FITTED.likely_bytes)[ranks[0].compile_mode]
+    likely_shares = vars(FITTED.likely_bytes)[ranks[0].compile_mode]
     fullest = max(ranks, key=lambda process: process.parameters)
     state = _estimate_state(fullest, mechanisms)
     fitted_bytes = FITTED.process_bytes
@@ -92,7 +92,7 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
         host_bytes += copy_bytes  # otherwise training waits during saves
     return MemoryEstimate(
         by_rank=by_rank,
-        likely_bytes=[round(share * peak) + context_bytes for share in likely_range],
+        likely_bytes=[round(share * peak) + context_bytes for share in likely_shares],
         context_bytes=context_bytes,
         host_bytes=int(host_bytes),
         state=state,
@@ -204,26 +204,25 @@ def _peak_activations(
         "I": pending,
         "W": -per_block - pending,
     }
-    logit_changes = {
-        "F": loss.kept_bytes,
-        "B": -loss.kept_bytes,
-        "I": -loss.kept_bytes,
-        "W": 0.0,
-    }
     output = boundary_bytes(rank) if rank.pp > 1 else 0
     embedding_gradient, _ = embedding_gradient_bytes(rank)
     block_bytes = logit_bytes = 0.0
     peak = (0.0, 0.0)
+    known = set()  # Repeated micro-batches find the same sizes again.
     for operation, stage, _ in find_orders(rank.plan)[rank.index]:
-        is_last_stage = stage == len(blocks) - 1
         current = (block_bytes, logit_bytes)
+        state = (operation, stage, *current)
+        is_last_stage = stage == len(blocks) - 1
         block_bytes += blocks[stage] * block_changes[operation]
         # Every stage keeps its output. In the first stage, this is counted here. The other stages
         # have their input in a receive buffer, which is counted twice instead.
         if stage == 0 and operation != "W":
             block_bytes += output if operation == "F" else -output
-        if is_last_stage:
-            logit_bytes += logit_changes[operation]
+        if is_last_stage and operation != "W":
+            logit_bytes += loss.kept_bytes if operation == "F" else -loss.kept_bytes
+        if state in known:
+            continue
+        known.add(state)
         if operation == "F":
             current = (block_bytes, logit_bytes)
         candidates = [current]

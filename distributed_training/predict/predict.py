@@ -158,11 +158,14 @@ class Prediction:
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
         measured_runs = FITTED.validated
+        mesh = plan.mesh
+        tokens = plan.batch.micro_batch_size * plan.config.max_length // mesh["cp"]
+        is_split = mesh["cp"] * mesh["tp"] * mesh["pp"] > 1
         return (
             plan.num_processes == plan.processes_here <= measured_runs.num_gpus
             and plan.model.label in measured_runs.models
             and self._is_gpu_measured
-            and has_measured_size(plan)
+            and (not is_split or tokens >= measured_runs.split_tokens)
         )
 
     @property
@@ -222,15 +225,6 @@ class Prediction:
             "likely_bytes": self.memory.likely_bytes,
             "sent_bytes": sent_by_axis(self.plan),
         }
-
-
-def has_measured_size(plan: Draft) -> bool:
-    """Return False if cp, tp or pp splits the model and the micro-batches are smaller than measured
-    micro-batches under these axes."""
-    mesh = plan.mesh
-    tokens = plan.batch.micro_batch_size * plan.config.max_length // mesh["cp"]
-    is_split = mesh["cp"] * mesh["tp"] * mesh["pp"] > 1
-    return not is_split or bool(tokens >= FITTED.validated.split_tokens)
 
 
 def predict(plan: Draft, rates: Rates | None) -> Prediction:

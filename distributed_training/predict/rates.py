@@ -21,12 +21,6 @@ TILES = ((128, 256), (256, 128))  # (rows, columns) of a tile in a matrix multip
 SPLIT_K = (1, 2, 4)  # numbers of parts into which the inner dimension may be split (split-K)
 
 
-def scale_launch_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
-    """Multiply each launch cost in `seconds` by `factor` to estimate the launch costs on another
-    host. `seconds` has the same fields as FITTED.launching_s."""
-    return SimpleNamespace(**{name: factor * value for name, value in vars(seconds).items()})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Rates (per second) and latencies (in seconds) of one process."""
@@ -83,6 +77,8 @@ def cpu_rates(
     True if the cores have bf16 instructions. Without these instructions, matrix multiplications are
     25 times slower in bf16 than in fp32."""
     cores = num_cpus / num_processes
+    slowdown = max(1.0, 1 / cores)
+    launching_s = {name: slowdown * value for name, value in vars(FITTED.cpu_launching_s).items()}
     core = FITTED.cpu_core
     link = FITTED.cpu_link
     return Rates(
@@ -94,7 +90,7 @@ def cpu_rates(
         link_bytes_per_s=link.bytes_per_s,
         network_bytes_per_s=link.bytes_per_s,
         link_latency_s=link.latency_s,
-        host=scale_launch_costs(FITTED.cpu_launching_s, max(1.0, 1 / cores)),
+        host=SimpleNamespace(**launching_s),
         on_host=True,
     )
 

@@ -54,21 +54,21 @@ def simulate(
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
     host_clocks = [0.0] * len(orders)
     gpu_clocks = [0.0] * len(orders)
-    remaining = [list(reversed(order)) for order in orders]
+    remaining = [[step[:2] for step in reversed(order)] for order in orders]
     while any(remaining):
         num_remaining = sum(map(len, remaining))
         for rank, steps in enumerate(remaining):
             end = gpu_clocks[rank]
             while steps:
-                step = steps[-1][:2]
+                step = steps[-1]
                 finished = spans[step]
                 begin = end
                 if step in arrival_times:
                     arrivals = arrival_times[step]
-                    if len(arrivals) == len(finished):
+                    number = len(finished)
+                    if len(arrivals) == number:
                         break
-                    if arrivals[len(finished)] > begin:
-                        begin = arrivals[len(finished)]
+                    begin = max(begin, arrivals[number])
                 end = begin + durations[step]
                 if launch_s:
                     host_clocks[rank] += launch_s[step]

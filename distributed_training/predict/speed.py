@@ -166,12 +166,7 @@ class StepCosts(Timing):
 
     def launch_s(self) -> dict[Step, float]:
         """Return the time in seconds that the host needs to launch each operation on each stage."""
-        shares = {
-            "F": 1 / 3,
-            "B": 2 / 3,
-            "I": 1 / 3,
-            "W": 1 / 3,
-        }
+        shares = dict.fromkeys("FIW", 1 / 3) | {"B": 2 / 3}
         return {
             (kind, stage): self.host_block_s() * number * share + self.rates.host.exchange
             for stage, number in enumerate(self.plan.stages.blocks_per_stage)

@@ -283,7 +283,7 @@ class DraftConfig(Config):
     async_tp: bool
 
 
-class RunConfig(DraftConfig, defer_build=True):
+class RunConfig(DraftConfig):
     """CONFIG of a run. No value is "auto"."""
 
     learning_rate: Rate
@@ -315,7 +315,7 @@ class Request(Config):
         return super().to_key_values() | self.engine_options
 
 
-KEYS = read_keys(Config)
+KEYS = read_keys(Request)
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 

@@ -30,6 +30,7 @@ class KeyModel(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        defer_build=True,
     )
 
 

@@ -155,7 +155,7 @@ class Strategy:
         """Return an instance of the engine's options with these values."""
         return strategy_options(self.name)(**values)
 
-    @property
+    @functools.cached_property
     def offload(self) -> dict[str, str]:
         """Map "optimizer" and "param" to their offload devices: "none", "cpu" or "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
@@ -230,13 +230,14 @@ def load_strategy(config: Config) -> Strategy:
     parsed = _DeepSpeed()
     user_json = config.deepspeed_config
     if strategy_file.deepspeed is not None:
-        source, document, parsed = _read_json(
-            strategy_file._path, user_json or strategy_file.deepspeed
-        )
-        own = _read_json(strategy_file._path, strategy_file.deepspeed)[2]
-        if (form := _describe_form(parsed)) != (own_form := _describe_form(own)):
-            what = f"{source} describes {form}, but {setting} needs {own_form}"
-            raise UserError(what, fix="change the JSON, or set strategy to auto")
+        source, document, parsed = _read_json(strategy_file._path, strategy_file.deepspeed)
+        if user_json:
+            own_form = _describe_form(parsed)
+            source, document, parsed = _read_json(strategy_file._path, user_json)
+            form = _describe_form(parsed)
+            if form != own_form:
+                what = f"{source} describes {form}, but {setting} needs {own_form}"
+                raise UserError(what, fix="change the JSON, or set strategy to auto")
         stages = {"pp": parsed.pipeline.stages} if "pipeline" in document else {}
         mesh = {"dp_shard": -1, **stages}
     elif user_json is not None:
