@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from distributed_training.models.wide_attention import wide_attention
+
 if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
     from torch.nn.attention.varlen import varlen_attn
 # FlashAttention's kernels accept multiples of 8 up to this size.
@@ -123,6 +125,10 @@ def attend(
     if documents is not None and documents.ends is not None and has_kernel(q.shape[-1]):
         return _attend_in_documents(q, k, v, documents.ends, scale, window)
     mask = None if documents is None else documents.mask
+    is_wide = q.is_cuda and q.dtype is torch.bfloat16 and q.shape[-1] > _MAX_HEAD_SIZE
+    if is_wide and is_causal and not dropout:
+        wide_y = wide_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+        return wide_y.transpose(1, 2).contiguous()
     uses_gqa = k.shape[1] < q.shape[1]
     # On CUDA, the kernels for fp32, older GPUs, masks and large heads do not support grouped heads.
     is_fast = q.dtype is torch.bfloat16 and mask is None and has_kernel(q.shape[-1])
