@@ -2,7 +2,7 @@
 setup := source strategies/setup_env.sh requirements.txt tests/requirements.txt
 rooms := $(addprefix tests/,settings models data plan predict planner records)
 SHELL := bash
-.PHONY: help setup test quick ends lint docs report
+.PHONY: help setup test quick ends lint docs report page
 
 help:  ## List these
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -30,3 +30,6 @@ docs:  ## Rewrite the generated parts of the documents
 
 report:  ## Table and plots of your runs, in report/
 	$(setup) && python real_model_example.py report
+
+page:  ## The planner as a web page, in build/page/
+	bash results/lab/planner_page/build.sh build/page

@@ -10,8 +10,8 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# The tutorial's explorer is tested in a browser and in Node.js, and the job script in SLURM. Outside CI, these tests are
-# skipped if a program is missing.
+# The tutorial's explorer is tested in a browser and in Node.js, the planner's page in a browser, and the job script in
+# SLURM. Outside CI, these tests are skipped if a program is missing.
 missing=()
 command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
     missing+=(chromium)
@@ -20,6 +20,9 @@ command -v slurmctld >/dev/null || missing+=(slurmctld slurmd slurm-client munge
 if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get -q update && apt-get -q install -y --no-install-recommends "${missing[@]}"; } >&2 ||
         echo "note: could not install ${missing[*]} for tests" >&2
+fi
+if command -v npm >/dev/null; then
+    bash results/lab/planner_page/build.sh build/page || echo "note: could not build the planner's page for tests" >&2
 fi
 ruff check .
 ruff format --check .

@@ -21,7 +21,7 @@ from results.lab.pages import figures, tables
 PATTERNS = (
     "README.md", "TRAINING_RESULTS.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
     "strategies/LAWS.md", "strategies/*/README.md", "results/PREDICTIONS.md",
-    "results/every_run.txt",
+    "results/every_run.txt", "results/lab/planner_page/index.html",
 )  # fmt: skip
 COMMAND = "python results/lab/documents.py"
 

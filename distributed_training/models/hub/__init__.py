@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 MODEL_TYPES = ()  # this family accepts every model_type that no other family claims
-HUB_IDS: dict[str, str] = {}
+SIZES_FILE = Path(__file__).parent / "sizes.json"  # measured sizes by names on the Hub
+# With torch, a model is always measured from its own config.json.
+_MEASURED: dict[str, ModelSize] = {}
+if find_spec("torch") is None:
+    _MEASURED = TypeAdapter(dict[str, ModelSize]).validate_json(SIZES_FILE.read_text())
+HUB_IDS = {name.rpartition("/")[2]: name for name in _MEASURED}
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
 _VERSION = 13  # version of the format of cached sizes
@@ -38,15 +44,16 @@ _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """Return the size of the model in `folder`, keyed by the folder's name. Without a folder,
-    return {}. Raises UserError if the model is not supported."""
+    return the sizes in SIZES_FILE if torch is not installed, and otherwise none. Raises UserError
+    if the model is not supported."""
     if folder is None:
-        return {}
+        return {label: _MEASURED[name] for label, name in HUB_IDS.items()}
     document = read_config(folder)
     file = folder / CONFIG_FILE
 
     def measure() -> str:
         try:
-            return TypeAdapter(ModelSize).dump_json(_measure(document)).decode()
+            return TypeAdapter(ModelSize).dump_json(measure_size(document)).decode()
         except UnsupportedError as error:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
@@ -99,7 +106,7 @@ def _check_model_type(document: dict[str, Any]) -> None:
         raise UnsupportedError("is not a decoder that transformers supports")
 
 
-def _measure(document: dict[str, Any]) -> ModelSize:
+def measure_size(document: dict[str, Any]) -> ModelSize:
     """Return a model's size, measured by building it on the meta device and tracing its blocks.
     Raises UnsupportedError if the model is not supported."""
     _check_model_type(document)
