@@ -25,8 +25,9 @@ else:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # CUDA builds of torch install Triton, matplotlib installs Pillow, pydantic installs the matching
-# pydantic-core, DeepSpeed installs py-cpuinfo, and ipykernel's IPython installs pexpect.
-TRANSITIVE = {"triton", "pillow", "pydantic-core", "py-cpuinfo", "pexpect"}
+# pydantic-core, DeepSpeed installs py-cpuinfo, ipykernel's IPython installs pexpect, and
+# flash-linear-attention installs fla.
+TRANSITIVE = {"triton", "pillow", "pydantic-core", "py-cpuinfo", "pexpect", "fla"}
 
 
 def requirements(lines: Iterable[str]) -> list[Requirement]:

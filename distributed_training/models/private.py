@@ -6,7 +6,7 @@ All interfaces were checked against torch 2.13 and 2.14, and against transformer
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,16 @@ def build_hub_model(
     if model_class._can_set_experts_implementation():
         options["experts_implementation"] = name
     return model_class._from_config(config, dtype=dtype, **options)
+
+
+def parameter_names(module: nn.Module) -> Collection[str]:
+    """Return the names of a module's own parameters."""
+    return module._parameters.keys()
+
+
+def apply_gate(experts: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the input of the second product of transformers' gated experts."""
+    return experts._apply_gate(x)  # type: ignore[no-any-return]
 
 
 def peft_knows_experts(model_type: str) -> bool:

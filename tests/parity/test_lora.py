@@ -101,7 +101,7 @@ HUB_KINDS = ("gemma2", "qwen3_5_text", "gemma4_text")
 # kinds, because transformers' eager attention and the scan over chunks round otherwise, and Adam
 # divides by small gradients. PEFT in fp32 and in fp64 differ by 6e-4 for qwen3_5_text, and at a
 # tenth of this learning rate, we and PEFT differ by 1e-5 after 20 steps.
-LIMITS = {"gemma4_text": 1e-4, "qwen3_5_text": 1e-3}
+LIMITS = {"gemma4_text": 3e-4, "qwen3_5_text": 3e-3}
 # Kind of model -> targets of adapters. GPT-2 has one fused matrix for q, k and v.
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 SEPARATE = {"all": ALL, "qv": "q_proj,v_proj", "gate": "gate_proj"}

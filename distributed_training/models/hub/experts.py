@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from distributed_training.models import quantized
+from distributed_training.models import private, quantized
 
 STACKS = {"gate_up_proj", "up_proj", "down_proj"}  # names of stacks in modules of transformers
 
@@ -45,7 +45,7 @@ def experts(
     hidden = multiply(module, first, x, routing, gathers=True)
     if module.has_bias:
         hidden = hidden + getattr(module, f"{first}_bias")[ids]
-    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    hidden = private.apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
     if not module.has_post_expert_norm:
         hidden = (hidden * scales).to(x.dtype)
     y = multiply(module, "down_proj", hidden, routing, gathers=False)

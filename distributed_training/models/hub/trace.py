@@ -119,7 +119,7 @@ def _describe_kind(
     for name, module in block.named_modules():
         if hasattr(module, "is_transposed"):  # a module of the ExpertsInterface
             transposed = module.is_transposed
-            for stack in STACKS & module._parameters.keys():
+            for stack in STACKS.intersection(private.parameter_names(module)):
                 experts, rows, columns = getattr(module, stack).shape
                 shape = (columns, rows) if transposed else (rows, columns)
                 stacks[f"{name}.{stack}"] = (experts, *shape)
