@@ -4,6 +4,7 @@ with advice."""
 import contextlib
 import json
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -11,17 +12,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from distributed_training.data.corpus import split_weights
 from distributed_training.settings import request
 from distributed_training.settings.config import AUTO, KEYS, Config, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, config_key
-from distributed_training.settings.request import PRESETS_DIR, build_config
+from distributed_training.settings.request import PRESETS_DIR, build_config, read_template
 from real_model_example import CONFIG
 from tests.support import refused
 
 WORK = {
     "model", "epochs", "max_length", "num_samples", "seed", "dataset", "validation_dataset",
-    "columns", "tokenizer", "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
+    "columns", "tokenizer", "chat_template", "system", "replay_dataset",
+    "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
     "weight_decay", "max_grad_norm", "dropout", "pack", "max_steps", "gradient_compression",
     "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
     "optimizer", "base_dtype",
@@ -48,9 +51,15 @@ def another_value(key):
                 return value
 
 
+# Values of Config, if they are not the value that was given
+RESOLVED = {
+    "chat_template": {"chat_template": read_template("chatml")},
+    "replay_dataset": {"replay_dataset": "more", "dataset": "auto more"},
+}
 OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
     "model": "gpt2", "dataset": "embedded", "tokenizer": "gpt2", "weights": "random",
     "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "q_proj",
+    "chat_template": "chatml", "replay_dataset": "more",
 }  # fmt: skip
 
 
@@ -59,14 +68,22 @@ def test_every_key_sets_its_field_and_the_work(name, tmp_path):
     """Every source of a key must set the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
-    assert changed.to_key_values() == {**Config().to_key_values(), name: other}
-    assert with_values(Request(), **{name: other}, set_by={name: "CONFIG"}) == changed
+    values = RESOLVED.get(name, {name: other})
+    assert changed.to_key_values() == {**Config().to_key_values(), **values}
+    assert with_values(Request(), **values, set_by={name: "CONFIG"}) == changed
     assert Request.model_validate_json(changed.model_dump_json()) == changed
     assert KEYS[name].work == (name in WORK)
     typed = build_config({}, overrides=[f"{name}={other}"])
     assert (typed.to_key_values(), typed.is_set(name)) == (changed.to_key_values(), True)
     preset = write(tmp_path / "p.json", {name: other})
     assert build_config({}, preset=preset).to_key_values() == changed.to_key_values()
+
+
+def test_general_chats_are_added_to_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my chats.jsonl").touch()
+    config = build_config({}, preset="laptop", overrides=["dataset=my chats.jsonl"])
+    assert [*split_weights(config.dataset)] == ["my chats.jsonl", "general-chats"]
 
 
 def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):
