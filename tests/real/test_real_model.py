@@ -28,6 +28,7 @@ pytestmark = [
 ]
 BATCH = 6
 ONE = {"strategy": "dp", **micro_batches(1, global_batch=BATCH)}
+PIPELINE = {**mesh(pp=2), **micro_batches(2, global_batch=BATCH)}
 VALUES = {
     "model": str(FOLDER), "dataset": "ellmoor", "max_length": 66, "pack": False,
     "precision": "fp32", "learning_rate": 1e-3, "lr_schedule": "constant", "warmup_steps": 0,
@@ -80,7 +81,7 @@ def test_tokens_and_masks_equal_transformers(batches):
     ("layouts", "num_processes", "steps"),
     [
         ({"dp": {"strategy": "dp"}}, 2, 8),
-        ({"fsdp": {"strategy": "fsdp"}, "zero3": {"strategy": "zero3"}, "pp": mesh(pp=2)}, 2, 1),
+        ({"fsdp": {"strategy": "fsdp"}, "zero3": {"strategy": "zero3"}, "pp": PIPELINE}, 2, 1),
         ({"cp": mesh(cp=3)}, 3, 1),  # which divides the 9 heads
     ],
 )
