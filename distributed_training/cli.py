@@ -302,7 +302,9 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
         "Hugging Face format, or name of a model on the Hub",
     )
     add_model(parser)
-    add("--prompt", help="text to continue (default: read prompts from standard input)")
+    prompt_help = "question, or text to continue (default: read lines from standard input. On a "
+    prompt_help += "terminal, they form one conversation)"
+    add("--prompt", help=prompt_help)
     add("--last", action="store_true", help=LAST_HELP)
     num_tokens_help = "maximum number of tokens to generate (default: 100)"
     add(
@@ -313,8 +315,10 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
         default=100,
         help=num_tokens_help,
     )
-    temperature_help = "sampling temperature. 0: always choose the most likely token (default: 0.7)"
-    add("--temperature", type=at_least(0.0), default=0.7, help=temperature_help)
+    add("--system", metavar="TEXT", help="system prompt (default: the chat template's own)")
+    temperature_help = "sampling temperature. 0: always choose the most likely token (default: 0 "
+    temperature_help += "for answers, 0.7 for other text)"
+    add("--temperature", type=at_least(0.0), help=temperature_help)
     add(
         "--top_k",
         type=at_least(1),

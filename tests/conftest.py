@@ -157,7 +157,7 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 
 # The slowest files, in the order in which workers should start them. All other files follow.
 LONGEST_FIRST = (
-    "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
+    "tests/real/test_real_model.py", "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
     "pipedream_tutorial/tests/test_runtime.py",
     "tests/e2e/test_faults.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
     "tests/e2e/test_students_path.py",

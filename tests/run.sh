@@ -32,6 +32,7 @@ lint-imports
 git ls-files -z | xargs -0 codespell # pyproject.toml excludes training data
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
+python -m tests.real.make_model || echo "note: tests with a real model are skipped" >&2
 wait "$types"
 unset PYTHONDONTWRITEBYTECODE # otherwise hundreds of processes would compile the same modules again
 export OMP_NUM_THREADS=1 # the tests' processes share the cores

@@ -73,6 +73,12 @@ def generate_ids(
         yield ids[-1]
 
 
+def default_temperature(chat: bool) -> float:
+    """Return the temperature of answers, which should be the likeliest, or of other text, which
+    would repeat itself."""
+    return 0.0 if chat else 0.7
+
+
 def write_folder(
     trained: TrainedModel, plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path
 ) -> None:

@@ -34,12 +34,20 @@ from distributed_training.data.folders import (
 from distributed_training.data.pieces import Piece
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import ROOT, shown
 
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
-BUILT_IN = (AUTO, EMBEDDED, PROSE, WIKITEXT)  # values of `dataset` that are not paths or Hub names
+SHIPPED_CHATS = ("ellmoor", "general-chats")  # folders in CHATS_DIR
+CHATS_DIR = ROOT / "configs" / "chats"
+BUILT_IN = (
+    AUTO,
+    EMBEDDED,
+    PROSE,
+    WIKITEXT,
+    *SHIPPED_CHATS,
+)  # values of `dataset` that are not paths or Hub names
 # A paragraph that begins with a capital letter and ends with a period or colon, without code or
 # grammar
 _PROSE_PARAGRAPH = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
@@ -229,6 +237,8 @@ def _find_sources(
             texts = [text for text in articles if text.strip()]
             corpus[split] = Source(texts=texts)
         return corpus
+    if dataset in SHIPPED_CHATS:
+        dataset = str(CHATS_DIR / dataset)
     if is_hub_name(dataset):
         splits = hub.fetch_dataset(key, dataset, download=True)
     else:

@@ -263,6 +263,8 @@ def cut_samples(
     if config.eval_samples != -1:
         validation = validation.select(slice(config.eval_samples))
     identity = f"{read_meta(folder)['sha256']} {packs} {config.max_length} {len(train)}"
+    if len(splits) == 1 and train.loss_mask is not None:
+        identity += " held out at random"
     if weights != [1]:
         identity += f" with weights {weights}"
     if packs and form != RUNNING:
@@ -281,12 +283,16 @@ def divide(
     config: Config,
 ) -> tuple[Samples, Samples]:
     """Return the training samples of an epoch and the validation samples. If there is only one
-    split, the last samples are kept for validation."""
+    split, its last samples are kept for validation. Answers are chosen at random instead, because
+    neighboring records are often about one topic. The choice is the same for every `seed`."""
     train, validation = splits[0], splits[-1]
     if len(splits) == 1:
         num_train = len(train) - max(1, round(VALIDATION_SHARE * len(train)))
-        validation = train.select(slice(num_train, None))
-        train = train.select(slice(num_train))
+        order = np.arange(len(train))
+        if train.loss_mask is not None:
+            order = np.random.default_rng(0).permutation(order)
+        validation = train.select(np.sort(order[num_train:]))
+        train = train.select(np.sort(order[:num_train]))
     train = train.repeated(split_weights(config.dataset).values())
     if config.num_samples != -1:
         train = train.select(slice(config.num_samples))

@@ -25,6 +25,12 @@ ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 # Template for tokenizers that have none of their own
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
+_BOS = "{{ bos_token }}"
+# Code at the beginning of a chat template that adds a system prompt. TEXT is a string literal.
+_SYSTEM_CODE = (
+    "{% if messages and messages[0]['role'] not in ['system', 'developer'] %}"
+    "{% set messages = [{'role': 'system', 'content': TEXT}] + messages %}{% endif %}"
+)
 # Pattern by which Llama 3 and Qwen 2 split text before the byte level. DIGITS is a quantifier.
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
@@ -75,15 +81,23 @@ class Tokenizer:
     transformers selects the tokenizer's class by `model_type` and `tokenizer_class` in the model's
     config.json. `model` contains these keys as the model is exported (`ModelSpec.class_keys`). They
     take precedence over the config.json in the folder, so that the run and its export use the same
-    class. Chat templates use `date` in ISO format, by default today, as the current date."""
+    class. Chat templates use `date` in ISO format, by default today, as the current date. If
+    `template` is given, it replaces the tokenizer's own chat template. `system` is the system
+    prompt of conversations that have none."""
 
     def __init__(
         self,
         folder: Path,
         model: Mapping[str, str] | None = None,
         date: str | None = None,
+        template: str | None = None,
+        system: str | None = None,
     ) -> None:
         self.folder = folder
+        self._template = template
+        self._system_code = ""  # beginning of the chat template
+        if system is not None:
+            self._system_code = _SYSTEM_CODE.replace("TEXT", json.dumps(system, ensure_ascii=False))
         self._model = dict(model or {})
         self._date = date or today()
 
@@ -120,8 +134,10 @@ class Tokenizer:
         fingerprints produce equal ids."""
         digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
         digest.update(f"{sorted(self._class_keys.items())}".encode())
-        for name in self.files:
-            content = (self.folder / name).read_bytes()
+        contents = {name: (self.folder / name).read_bytes() for name in self.files}
+        if self._template or self._system_code:
+            contents["template"] = f"{self._system_code}{self._template}".encode()
+        for name, content in contents.items():
             digest.update(f"{name} {len(content)} ".encode() + content)
             if b"strftime_now" in content:
                 digest.update(self._date.encode())
@@ -160,7 +176,7 @@ class Tokenizer:
         if self.folder != EMBEDDED_DIR and self._class_keys.get("model_type") in CONFIG_MAPPING:
             config = AutoConfig.for_model(**self._class_keys)
         try:
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 self.folder, config=config, trust_remote_code=False
             )
         except Exception as error:  # transformers can raise any error here.
@@ -170,6 +186,13 @@ class Tokenizer:
             raise UserError(what, why, fix) from None
         finally:
             transformers_logging.set_verbosity_error()
+        template = self._template or tokenizer.chat_template
+        if isinstance(template, dict):  # one template for each purpose, such as tool_use
+            template = {name: self._system_code + text for name, text in template.items()}
+        elif template is not None:
+            template = self._system_code + template
+        tokenizer.chat_template = template
+        return tokenizer
 
     @cached_property
     def backend(self) -> Any:
@@ -408,16 +431,26 @@ class Tokenizer:
         """The tokenizer's own chat templates: one for conversations without tools and one for
         conversations with tools. The value is None if the tokenizer has no chat template of its
         own."""
-        if self._hf_tokenizer.chat_template is None or has_builtin_template(self.folder):
+        is_builtin = self._template is None and has_builtin_template(self.folder)
+        if self._hf_tokenizer.chat_template is None or is_builtin:
             return None
         get_template = self._hf_tokenizer.get_chat_template
         return get_template(None, tools=None), get_template(None, tools=[{}])
+
+    @property
+    def _builtin_template(self) -> str:
+        """The built-in chat template, after the system prompt of this tokenizer or, in an export,
+        that of the run."""
+        text = CHAT_TEMPLATE.read_text()
+        if has_builtin_template(self.folder):
+            text = (self.folder / CHAT_TEMPLATE.name).read_text().removeprefix(_BOS)
+        return self._system_code + text
 
     @cached_property
     def renderer(self) -> Renderer:
         """Renderer of the tokenizer's own chat template or, if there is none, of the built-in
         template. The tokenizer adds its special tokens to text from the built-in template."""
-        templates = self._templates or [CHAT_TEMPLATE.read_text()] * 2
+        templates = self._templates or [self._builtin_template] * 2
         names = dict(self._hf_tokenizer.special_tokens_map)
         return Renderer(templates, names, self.special_pattern, self._date)
 
@@ -477,6 +510,14 @@ class Tokenizer:
             return self.encode_texts([text])[0].tolist()
         return self.encode_prompt(text)
 
+    def decode_question(self, ids: list[int]) -> str:
+        """Return the text of a prompt from `encode_chat_prompt` without what the template adds."""
+        mark = "QUESTION"
+        prompt = self.renderer.render_prompt([{"role": "user", "content": mark}])
+        before, _, after = prompt.partition(mark)
+        text = self.decode(ids, skip_special_tokens=False)
+        return text.rpartition(before)[2].removesuffix(after)
+
     def save(
         self,
         folder: Path,
@@ -489,8 +530,8 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._hf_tokenizer.save_pretrained(folder)
         if chat and not self.facts.has_template:
-            bos = "{{ bos_token }}" if len(self.added_ids[0]) else ""
-            (folder / CHAT_TEMPLATE.name).write_text(bos + CHAT_TEMPLATE.read_text())
+            bos = _BOS if len(self.added_ids[0]) else ""
+            (folder / CHAT_TEMPLATE.name).write_text(bos + self._builtin_template)
 
 
 def _split(backend: Any) -> list[str]:

@@ -10,8 +10,16 @@ from distributed_training.plan.plan import Draft, Plan
 
 
 def build_tokenizer(draft: Draft, folder: Path) -> Tokenizer:
-    """Return the tokenizer in `folder`, which renders chats for the run's model and date."""
-    return Tokenizer(folder, draft.model.class_keys, draft.requested.date)
+    """Return the tokenizer in `folder`, which renders chats as CONFIG says, for the run's model and
+    date."""
+    config = draft.config
+    return Tokenizer(
+        folder,
+        draft.model.class_keys,
+        draft.requested.date,
+        config.chat_template,
+        config.system,
+    )
 
 
 def load_data(plan: Plan) -> Data:

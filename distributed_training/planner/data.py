@@ -226,8 +226,8 @@ def resolve_data_values(
         num_steps = config.max_steps if is_typed else min(steps_in_epochs, config.max_steps)
     if num_steps < MIN_STEPS and not is_typed:
         notes.append(
-            f"{plural(num_steps, 'step')} teach a model little. For more steps, use more data, "
-            f"a smaller {batch_key} or more epochs"
+            f"the run has only {plural(num_steps, 'step')}. If the model learns too little, use "
+            f"more data, a smaller {batch_key} or more epochs"
         )
     warmup_steps = config.warmup_steps
     if warmup_steps >= num_steps:

@@ -64,17 +64,25 @@ class Config(KeyModel):
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: PathText = data_key(AUTO)
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
-    user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. Several, with weights:
-    a.jsonl:2 b.jsonl:0.5. auto: wikitext-2 if it is available, otherwise embedded."""
+    user/name[:config] on the Hub, wikitext-2, embedded, embedded-prose, ellmoor or general-chats.
+    Several, with weights: a.jsonl:2 b.jsonl:0.5. auto: wikitext-2 if it is available, otherwise
+    embedded."""
     validation_dataset: PathText | None = data_key(None)
     """Data to evaluate on, in any form that `dataset` accepts. None: the dataset's
-    validation split or, without one, the last 5% of the dataset."""
+    validation split or, without one, 5% of the dataset: answers at random, other text at its
+    end."""
     columns: Text | None = data_key(None)
     """Columns of the dataset to use, such as prompt=question,completion=answer. None: recognize the
     columns by their names."""
     tokenizer: PathText = data_key(AUTO)
     """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer can load, or a model's
     name on the Hub. auto: the model's own tokenizer."""
+    chat_template: PathText | None = data_key(None)
+    """Chat template: a Jinja file, chatml or llama-3. It is exported with the model. None: the
+    tokenizer's own or, without one, a plain template."""
+    system: Text | None = data_key(None)
+    """System prompt for conversations that have none. It is exported with the chat template. None:
+    the template's own."""
     weights: PathText = data_key(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face format. auto: the
     published weights. If they are not available, the run starts from random weights, or is rejected

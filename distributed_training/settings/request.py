@@ -9,10 +9,12 @@ from typing import Any
 
 from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, KEYS, Request, validate
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import check_names, read_keys
 from distributed_training.settings.strategies import strategy_options
 
 PRESETS_DIR = files.ROOT / "configs" / "presets"
+TEMPLATES_DIR = files.ROOT / "configs" / "chat_templates"
 
 
 def build_config(
@@ -59,7 +61,11 @@ def build_config(
         "force": force,
         "strict": strict,
     }
-    return validate(Request, values)
+    request = validate(Request, values)
+    if request.chat_template is None:
+        return request
+    text = read_template(request.chat_template)
+    return request.model_copy(update={"chat_template": text})
 
 
 def load_preset(name_or_path: str) -> dict[str, Any]:
@@ -69,6 +75,17 @@ def load_preset(name_or_path: str) -> dict[str, Any]:
         path = PRESETS_DIR / f"{path.stem}.json"
     document = files.load_object(path, "preset")
     return {name: value for name, value in document.items() if name != "_comment"}
+
+
+def read_template(name_or_path: str) -> str:
+    """Return the text of a shipped chat template or of a file."""
+    shipped = TEMPLATES_DIR / f"{name_or_path}.jinja"
+    path = shipped if shipped.is_file() else files.resolve_user_path(name_or_path)
+    if not path.is_file():
+        names = sorted(file.stem for file in TEMPLATES_DIR.iterdir())
+        fix = f"name a Jinja file, {files.one_of(names)}"
+        raise UserError(f"chat_template={name_or_path!r} is not a file", fix=fix)
+    return path.read_text(encoding="utf-8")
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:

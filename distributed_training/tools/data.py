@@ -51,7 +51,13 @@ def run(
     dataset = choose_dataset(config.dataset, notes, strict=config.strict)
     config = with_values(config, dataset=dataset)
     tokenizer_name, tokenizer_dir = choose_tokenizer(config, config, spec, config.weights, notes)
-    tokenizer = Tokenizer(tokenizer_dir, spec.class_keys, config.date)
+    tokenizer = Tokenizer(
+        tokenizer_dir,
+        spec.class_keys,
+        config.date,
+        config.chat_template,
+        config.system,
+    )
     corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenize(
         corpus, tokenizer, config, token_cache_dir(), embedding_rows=spec.size.vocab_size

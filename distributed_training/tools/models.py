@@ -128,7 +128,13 @@ def generate(arguments: argparse.Namespace) -> int:
     Return the exit code."""
     trained, tokenizer, chat = find_trained(arguments.run, choose_weights(arguments))
     model, device = load(trained)
-    dialog = list[Message]()
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = export.default_temperature(chat)
+    opening = list[Message]()
+    if arguments.system:
+        opening = [{"role": "system", "content": arguments.system}]
+    dialog = [*opening]
     if arguments.prompt is None and sys.stdin.isatty():
         print(f"Type {'a question' if chat else 'text to continue'}. Press Ctrl-D to end.")
 
@@ -141,10 +147,12 @@ def generate(arguments: argparse.Namespace) -> int:
 
     eos_ids = export.find_stop_ids(tokenizer, chat, trained.base)
     for text in _read_prompts(arguments.prompt):
+        if not sys.stdin.isatty():  # Each line of a file is a question of its own.
+            dialog = [*opening]
         if chat:
             dialog.append({"role": "user", "content": text})
             prompt_ids = tokenizer.encode_chat_prompt(dialog)
-            print(f"{ASSISTANT}:", end="")
+            print(f"{ASSISTANT}: ", end="")
         else:
             prompt_ids = tokenizer.encode_prompt(text)
             print(text, end="")
@@ -156,17 +164,19 @@ def generate(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             past=KVCache(),
             top_k=arguments.top_k,
-            temperature=arguments.temperature,
+            temperature=temperature,
             eos_ids=eos_ids,
         )
         answer = ""
         for piece in _decode_pieces(tokenizer, ids):
+            if chat and not answer:
+                piece = piece.lstrip()
             answer += piece
             if sys.stdout.isatty():  # Generated text can contain terminal control sequences.
                 piece = escape_controls(piece)
             print(piece, end="", flush=True)
         print()
-        dialog.append({"role": ASSISTANT, "content": answer.strip()})
+        dialog.append({"role": ASSISTANT, "content": answer})
     return 0
 
 

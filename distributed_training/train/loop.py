@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distributed_training.checkpoint import export
 from distributed_training.checkpoint.saver import Saver
 from distributed_training.checkpoint.trained import trained_model_of_run
+from distributed_training.data.pieces import ASSISTANT
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
@@ -33,6 +34,7 @@ FLUSH_EVERY_S = 1.0
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
 # cause is then not a single batch.
 MAX_CONSECUTIVE_SKIPS = 10
+GENERAL_QUESTION = {"role": "user", "content": "What is the capital of France?"}
 IGNORE_SIGNALS_S = 10.0  # Signals within this time after the first one are ignored.
 
 
@@ -402,60 +404,82 @@ class Trainer:
         return True
 
     def _generate_sample(self, when: str) -> str | None:
-        """Generate, print and return text that continues the prompt in CONFIG's key `generate`.
-        Return None if there is no prompt, if the chat template rejects the prompt, or if a signal
-        arrives. If the model is trained on answers and the user did not set the key, the prompt is
-        that of the first validation sample. For conversations, a prompt is a user message."""
-        prompt = self.plan.config.generate
-        if prompt is None:
+        """Generate, print and return text that continues the prompts. Return None if there is no
+        prompt, if the chat template rejects a prompt, or if a signal arrives."""
+        if self.plan.config.generate is None:
             return None
         tokenizer = self.data.tokenizer
         topology = self.topology
+        is_chat = self.data.is_chat
         # Only rank 0 tokenizes, because many tokenizers import transformers.
         encoded = None
         if topology.rank == 0:
-            is_chat = self.data.is_chat
             try:
-                held_out = self.data.validation
-                if held_out.loss_mask is not None and not self.plan.requested.is_set("generate"):
-                    start = held_out.starts[0]
-                    stop = start + 1 + int(held_out.loss_mask[start + 1 :].argmax())
-                    prompt_ids = held_out.tokens[start:stop].tolist()
-                elif is_chat:
-                    prompt_ids = tokenizer.encode_chat_prompt([{"role": "user", "content": prompt}])
-                else:
-                    prompt_ids = tokenizer.encode_prompt(prompt)
                 stop_ids = export.find_stop_ids(tokenizer, is_chat, self.plan.weights_dir)
-                encoded = prompt_ids, stop_ids
+                encoded = self._encode_prompts(), stop_ids
             except UserError as error:  # Some chat templates require a system message.
                 self.display.note(f"no sample is generated: {error}")
         encoded = broadcast_from_rank_0(encoded)
         if encoded is None:
             return None
-        ids, eos_ids = encoded
+        prompts, eos_ids = encoded
         # Sequence and context parallelism pad the context to a multiple of this number, and padding
         # needs positions.
         multiple = topology.tp * topology.cp
         context = self.plan.size.num_positions // multiple * multiple
-        # Rank 0 chooses each token. All ranks must continue to the end of the text, because engines
-        # with sharded parameters gather them from all ranks.
-        for token_id in export.generate_ids(
-            self.engine.logits,
-            ids,
-            num_tokens=60,
-            context=context,
-            seed=self.plan.config.seed,
-            eos_ids=eos_ids,
-            past=self.engine.new_kv_cache(),
-            broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
-        ):
-            if self._should_stop():
-                return None
-            ids = [*ids, token_id]
-        text = tokenizer.decode(ids) if topology.rank == 0 else ""
-        sample = str(broadcast_from_rank_0(text))
+        texts = []
+        for prompt_ids in prompts:
+            new_ids = []
+            # Rank 0 chooses each token. All ranks must continue to the end of the text, because
+            # engines with sharded parameters gather them from all ranks.
+            for token_id in export.generate_ids(
+                self.engine.logits,
+                prompt_ids,
+                num_tokens=60,
+                context=context,
+                seed=self.plan.config.seed,
+                temperature=export.default_temperature(is_chat),
+                eos_ids=eos_ids,
+                past=self.engine.new_kv_cache(),
+                broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
+            ):
+                if self._should_stop():
+                    return None
+                new_ids.append(token_id)
+            if topology.rank > 0:
+                continue
+            if is_chat:
+                question = tokenizer.decode_question(prompt_ids)
+                answer = tokenizer.decode(new_ids).strip()
+                texts.append(f"user: {question}\n{ASSISTANT}: {answer}")
+            else:
+                texts.append(tokenizer.decode([*prompt_ids, *new_ids]))
+        sample = str(broadcast_from_rank_0("\n".join(texts)))
         self.display.sample(f"sample {when} training:", sample)
         return sample
+
+    def _encode_prompts(self) -> list[list[int]]:
+        """Return the ids of the prompts for samples.
+
+        The prompt is that of CONFIG's key `generate`. For conversations, it is a user message. If
+        the model is trained on answers and the user did not set the key, the prompts are those of
+        the first validation samples. With pretrained weights, a general question follows, because
+        a model can forget what it knew while its validation loss falls."""
+        tokenizer = self.data.tokenizer
+        held_out = self.data.validation
+        is_chat = self.data.is_chat
+        prompt = str(self.plan.config.generate)
+        if held_out.loss_mask is not None and not self.plan.requested.is_set("generate"):
+            prompts = []
+            for start in held_out.starts[: 2 if is_chat else 1]:
+                stop = start + 1 + int(held_out.loss_mask[start + 1 :].argmax())
+                prompts.append(held_out.tokens[start:stop].tolist())
+            if is_chat and self.plan.weights_dir is not None:
+                prompts.append(tokenizer.encode_chat_prompt([GENERAL_QUESTION]))
+            return prompts
+        if is_chat:
+            return [tokenizer.encode_chat_prompt([{"role": "user", "content": prompt}])]
+        return [tokenizer.encode_prompt(prompt)]
 
     def export(self, folder: Path) -> None:
         """Gather the weights on rank 0, and write the model to `folder` there."""

@@ -40,6 +40,11 @@ from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
 from distributed_training.train.profiling import Profile, steps_to_trace
 
+FORGETTING = (
+    "the validation loss does not tell what the model has forgotten. Ask it general questions too. "
+    "If it lost more than it learned, mix general-chats into dataset, or train fewer epochs"
+)
+
 
 def train(
     plan: Plan,
@@ -156,6 +161,8 @@ def finish_record(
     if signum:
         return
     trainer.display.table(summary_rows(finished_record))
+    if trainer.data.is_chat and plan.weights_dir is not None:
+        trainer.display.note(FORGETTING)
     if plan.config.export:
         script = shlex.split(plan.command)[1]
         command = shlex.join(["python", script, "generate", short_path(plan.run_dir)])

@@ -89,8 +89,8 @@ def test_samples_equal_a_simple_implementation(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
     """Compare the samples with the samples of a simple implementation. IDs outside the loss are not
-    targets, and the last samples are used for validation. The implementation under test splits
-    documents into several pieces and tokenizes them in several batches."""
+    targets, and the last samples of a text are used for validation. The implementation under test
+    splits documents into several pieces and tokenizes them in several batches."""
     monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 500)
     corpus = make_corpus(validation=False)
@@ -127,6 +127,10 @@ def test_samples_equal_a_simple_implementation(
 
     data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=seq_len, pack=pack)
     num_left = len(expected) - max(1, round(0.05 * len(expected)))
+    if form == "prompt":  # answers are held out at random
+        order = np.random.default_rng(0).permutation(len(expected))
+        order = [*sorted(order[:num_left]), *sorted(order[num_left:])]
+        expected, lengths = ([values[i] for i in order] for values in (expected, lengths))
     num_tokens = sum(lengths[:num_left])
     if pack and form != "running":
         for samples, wanted in (
@@ -141,6 +145,22 @@ def test_samples_equal_a_simple_implementation(
     assert data.train.real_share == pytest.approx(num_tokens / (len(data.train) * seq_len))
     num_targets = (all_rows(data.train)[1] != IGNORE_INDEX).sum()
     assert data.train.num_targets.sum() == num_targets
+
+
+def test_held_out_answers_are_not_those_of_one_topic(tokenizer, tmp_path):
+    """The four records of a topic are neighbors. The choice depends on nothing but their number."""
+    rows = [
+        {"prompt": f"question {n % 4} on {n // 4}?", "completion": f" {n // 4}"} for n in range(120)
+    ]
+    corpus = jsonl(tmp_path / "rows", rows)
+    runs = [prepare(tmp_path, tokenizer, corpus, seed=seed, max_length=32) for seed in (1, 2)]
+    texts, again = (
+        [tokenizer.decode([i for i, _ in record]) for record in records_in(run.validation)]
+        for run in runs
+    )
+    assert texts == again
+    assert len(texts) == 6
+    assert len({text.rpartition(" on ")[2] for text in texts}) >= 5
 
 
 def test_num_samples_takes_the_first_samples(tokenizer, tmp_path):

@@ -110,6 +110,30 @@ def test_a_template_renders_the_date_of_the_plan(folder, tmp_path):
     assert len({Tokenizer(folder, date=day).fingerprint for day in days}) == 1
 
 
+@pytest.mark.parametrize("template", [None, FORGETFUL])
+@pytest.mark.parametrize("is_base", [True, False])
+def test_a_system_prompt_and_a_template_are_exported(is_base, template, folder, tmp_path):
+    """The prompt is code of the template, so that other programs use it too. The embedded
+    tokenizer, like that of a base model, has no template."""
+    system = "Say \"no\" \\ {{ 1 }} %}\n'🙂'"
+    source = EMBEDDED_DIR if is_base else folder
+    plain, ours = Tokenizer(source), Tokenizer(source, template=template, system=system)
+    assert plain.fingerprint != ours.fingerprint
+    with_prompt = [{"role": "system", "content": system}, SAID[0]]
+    asks = ours.renderer.render_prompt(SAID[:1])
+    assert asks == ours.renderer.render_prompt(with_prompt)
+    assert asks.count(system) == 1
+    other = [{"role": "system", "content": "Be brief."}, SAID[0]]
+    assert system not in ours.renderer.render_prompt(other)
+    ids = ours.encode_chat_prompt(SAID[:1])
+    assert ours.decode_question(ids) == SAID[0]["content"]
+    ours.save(tmp_path, chat=True)
+    assert Tokenizer(tmp_path).encode_chat_prompt(SAID[:1]) == ids
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = theirs.apply_chat_template(SAID[:1], add_generation_prompt=True, tokenize=False)
+    assert theirs.encode(text, add_special_tokens=False) == ids
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_tokenizer_file_that_is_a_link_to_another_folder_is_refused(name, folder, tmp_path):
     linked = shutil.copytree(folder, tmp_path / "linked")

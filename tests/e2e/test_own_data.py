@@ -1,19 +1,21 @@
 """Test the guide's example of chats: train on them, and generate answers."""
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import transformers
 
-from tests.checkpoint.test_export import command
-from tests.conftest import ROOT, assert_ok, only_record, train
+import real_model_example
+from tests.conftest import ROOT, SCRIPT, assert_ok, only_record, train
 from tests.data.test_records import CHAT
 
 GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
 VALIDATION_SHARE = 12
 
 
-def test_a_model_trained_on_chats_answers(tmp_path):
+def test_a_model_trained_on_chats_answers(tmp_path, monkeypatch, capsys):
     """Repeat the records of the guide's example, so that the model memorizes them."""
     rows = re.search(r"^```\w+ chats\.jsonl\n(.*?)^```", GUIDE, re.M | re.S)[1]
     training, validation = tmp_path / "chats.jsonl", tmp_path / "held-out.jsonl"
@@ -23,6 +25,7 @@ def test_a_model_trained_on_chats_answers(tmp_path):
         "dataset": training, "validation_dataset": validation,
         "strategy": "dp", "num_samples": -1, "pack": False, "max_length": 48, "epochs": 12,
         "batch_size": 8, "learning_rate": 0.01, "eval_samples": -1, "generate": "And of Italy?",
+        "system": "One word!",
         "output_dir": tmp_path / "runs",
     }  # fmt: skip
     assert_ok(train(values, num_processes=2))
@@ -31,8 +34,12 @@ def test_a_model_trained_on_chats_answers(tmp_path):
     assert record["data"]["num_validation_samples"] == VALIDATION_SHARE
     assert record["sample"] == "user: And of Italy?\nassistant: Rome."
     run_dir = record["run_dir"]
-    asked = command("generate", run_dir, "--prompt", "And of Italy?", "--temperature", 0)
-    assert asked.stdout == "assistant: Rome.\n"
+    # Each line of input is a question of its own.
+    monkeypatch.setattr(sys, "stdin", io.StringIO(2 * "And of Italy?\n"))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "generate", run_dir])
+    capsys.readouterr()
+    assert real_model_example.main() == 0
+    assert capsys.readouterr().out == 2 * "assistant: Rome.\n"
     # The exported template gives the text that the run trained on.
     theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
     turns = CHAT["messages"][:3]
@@ -40,4 +47,5 @@ def test_a_model_trained_on_chats_answers(tmp_path):
     assert theirs.apply_chat_template(turns, tokenize=False) == expected
     asks = theirs.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
     assert expected.startswith(asks)
+    assert "system: One word!\nuser: 2" in theirs.apply_chat_template(turns[1:2], tokenize=False)
     assert asks.endswith("assistant:")

@@ -64,4 +64,4 @@ def test_generate_stops_where_transformers_stops(folder, tmp_path):
     result = heavy_pool().script(["generate", tmp_path, *arguments])
     assert_ok(result)
     answer = tokenizer.decode(ids[:position], skip_special_tokens=True)
-    assert (position > 2, result.stdout) == (True, f"assistant:{answer}\n")
+    assert (position > 2, result.stdout) == (True, f"assistant: {answer.lstrip()}\n")

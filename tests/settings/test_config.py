@@ -15,13 +15,14 @@ from distributed_training.settings import request
 from distributed_training.settings.config import AUTO, KEYS, Config, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, config_key
-from distributed_training.settings.request import PRESETS_DIR, build_config
+from distributed_training.settings.request import PRESETS_DIR, build_config, read_template
 from real_model_example import CONFIG
 from tests.support import refused
 
 WORK = {
     "model", "epochs", "max_length", "num_samples", "seed", "dataset", "validation_dataset",
-    "columns", "tokenizer", "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
+    "columns", "tokenizer", "chat_template", "system",
+    "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
     "weight_decay", "max_grad_norm", "dropout", "pack", "max_steps", "gradient_compression",
     "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
     "optimizer", "base_dtype",
@@ -48,9 +49,14 @@ def another_value(key):
                 return value
 
 
+# Values of Config, if they are not the value that was given
+RESOLVED = {
+    "chat_template": {"chat_template": read_template("chatml")},
+}
 OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
     "model": "gpt2", "dataset": "embedded", "tokenizer": "gpt2", "weights": "random",
     "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "q_proj",
+    "chat_template": "chatml",
 }  # fmt: skip
 
 
@@ -59,8 +65,9 @@ def test_every_key_sets_its_field_and_the_work(name, tmp_path):
     """Every source of a key must set the same field."""
     other = OTHER[name]
     changed = build_config({name: other})
-    assert changed.to_key_values() == {**Config().to_key_values(), name: other}
-    assert with_values(Request(), **{name: other}, set_by={name: "CONFIG"}) == changed
+    values = RESOLVED.get(name, {name: other})
+    assert changed.to_key_values() == {**Config().to_key_values(), **values}
+    assert with_values(Request(), **values, set_by={name: "CONFIG"}) == changed
     assert Request.model_validate_json(changed.model_dump_json()) == changed
     assert KEYS[name].work == (name in WORK)
     typed = build_config({}, overrides=[f"{name}={other}"])
