@@ -138,16 +138,14 @@ def save_adapters(
     spec, config = adapters.spec, adapters.config
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(adapters.tensors, spec, config)
-    targets = {".".join(name.split(".")[-4:-2]) for name in tensors if ".experts." not in name}
+    matrices = [name for name in tensors if ".experts." not in name]
+    targets = {".".join(name.split(".")[-4:-2]) for name in matrices}
     if not text and hasattr(spec.code, "is_multimodal") and spec.code.is_multimodal(spec.size):
         names = (spec.code.whole_name(name.removeprefix(PREFIX), spec.size) for name in tensors)
         tensors = dict(zip((PREFIX + name for name in names), tensors.values(), strict=True))
         # Other parts may have matrices with the same last names.
-        targets = {
-            name.removeprefix(PREFIX).rsplit(".", 2)[0]
-            for name in tensors
-            if ".experts." not in name
-        }
+        matrices = [name for name in tensors if ".experts." not in name]
+        targets = {name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in matrices}
     stacks = {
         stack: _stack_parts(spec, f"blocks.{kind.layers[0]}.{stack}")
         for kind in spec.size.kinds

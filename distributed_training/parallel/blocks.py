@@ -29,6 +29,10 @@ from distributed_training.settings.config import RunConfig
 # blocks without compilation. Gemma 4 has 7 graphs.
 _MAX_GRAPHS = 32
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_OWN_ATTENTION = {
+    "distributed_training.delta_rule.default",
+    "distributed_training.wide_attention.default",
+}
 # Operation that multiplies by a frozen matrix in models/nf4.py, models/fp8.py or parallel/lora.py
 # -> argument that contains the matrix or its codes
 FROZEN_MATMULS = {
@@ -125,8 +129,10 @@ class _SelectivePolicy:
         if name == "distributed_training.all_to_all.default":
             self.follows_exchange = True
             return False
-        if op in ATTENTION_OPS:
+        if op in ATTENTION_OPS or name in _OWN_ATTENTION:
             return True
+        if name == "distributed_training.expert_linear.default":
+            return args[3] is not None  # the first product gathers the rows of `tokens`
         if name in FROZEN_MATMULS:
             num_inputs = None  # codes have fewer columns
             num_outputs = len(args[FROZEN_MATMULS[name]])

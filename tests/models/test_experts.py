@@ -1,0 +1,155 @@
+"""Test that experts, their adapters and their quantized matrices compute what separate products of
+each expert do. Tests on a GPU are in tests/gpu/test_hub_kernels.py."""
+
+import peft as library
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models.attention import mask_documents
+from distributed_training.models.hub import experts
+from distributed_training.models.peft import Adapters, read_folder, save_adapters
+from distributed_training.models.quantized import dequantized_source, quantize_matrices
+from distributed_training.models.wide_attention import wide_attention
+from distributed_training.parallel.lora import apply_lora
+from distributed_training.settings.config import Config
+from tests.models.hub_folders import make_folder
+from tests.support import assert_near, read_model
+
+NUM_EXPERTS, HIDDEN, INNER, TOKENS, RANK = 6, 32, 16, 40, 4
+CPU = torch.device("cpu")
+
+
+def gate(x):
+    first, second = x.chunk(2, -1)
+    return F.silu(first) * second
+
+
+def make_layer(lora):
+    layer = torch.nn.Module()
+    vars(layer).update(
+        num_experts=NUM_EXPERTS, has_gate=True, has_bias=False, is_transposed=False,
+        has_post_expert_norm=False, _apply_gate=gate,
+    )  # fmt: skip
+    for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        stack = torch.randn(NUM_EXPERTS, rows, columns) / columns**0.5
+        layer.register_parameter(name, torch.nn.Parameter(stack, requires_grad=not lora))
+        if lora:
+            a = torch.randn(NUM_EXPERTS, RANK, columns) / columns**0.5
+            b = torch.randn(NUM_EXPERTS, rows, RANK)
+            layer.add_module(f"{name}_adapter", experts.StackAdapter(a, b, 2.0))
+    return layer
+
+
+def compute_separately(layer, x, chosen, weights):
+    def matrix(name, expert):
+        adapter = getattr(layer, f"{name}_adapter", None)
+        change = 0 if adapter is None else adapter.scale * adapter.b[expert] @ adapter.a[expert]
+        return getattr(layer, name)[expert] + change
+
+    y = torch.zeros_like(x)
+    for expert in range(NUM_EXPERTS):
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        hidden = gate(x[rows] @ matrix("gate_up_proj", expert).T)
+        products = hidden @ matrix("down_proj", expert).T
+        y = y.index_add(0, rows, products * weights[rows, places, None])
+    return y
+
+
+@pytest.mark.parametrize("chosen", [None, (0, 3), (5, 0)])  # at random, or the same for all tokens
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_experts_equal_separate_products(chosen, lora, compiled):
+    layer = make_layer(lora)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    weights = torch.rand(TOKENS, 2, requires_grad=True)
+    draws = [
+        torch.tensor(chosen or torch.randperm(NUM_EXPERTS)[:2].tolist()) for _ in range(TOKENS)
+    ]
+    values = [x, weights, *(p for p in layer.parameters() if p.requires_grad)]
+    compute = experts.experts
+    if compiled:
+        compute = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        [y, *torch.autograd.grad(y.square().sum(), values)]
+        for y in (function(layer, x, torch.stack(draws), weights)
+                  for function in (compute, compute_separately))
+    )  # fmt: skip
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_near(actual, wanted)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
+def test_adapters_of_experts_are_those_of_peft(kind, tmp_path):
+    """PEFT's files have an adapter per expert (qwen3_moe), or one for all experts."""
+    folder = make_folder(kind, tmp_path / "model")
+    spec = find_model(f"{HUB_PREFIX}{folder}")
+    targets = "q_proj,experts.gate_up_proj,experts.down_proj"
+    config = Config(lora_rank=RANK, lora_alpha=8.0, lora_targets=targets)
+    model = read_model(spec, folder)
+    apply_lora(model, spec, config, CPU, {})
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for tensor in tensors.values():
+        tensor.normal_(std=0.1)
+    adapters = Adapters(
+        spec=spec, tensors=tensors, config=config, base_fingerprint=None, origin=tmp_path
+    )
+    save_adapters(adapters, tmp_path / "adapters", str(folder))
+    ids = torch.randint(spec.size.vocab_size, (2, 20))
+    ours = model(ids)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert_near(library.PeftModel.from_pretrained(base, tmp_path / "adapters")(ids).logits, ours)
+
+    again = read_folder(spec, tmp_path / "adapters").tensors
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    merged = read_model(spec, folder)
+    weights = {name: p.detach().clone() for name, p in merged.named_parameters()}
+    read = adapters.merged(lambda name, slices: weights[name][slices])
+    merged.load_state_dict({name: read(name, ()) for name in weights}, strict=False)
+    assert_near(merged(ids), ours)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_quantized_experts_have_4_bits(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    inner = "intermediate_size" if kind == "gpt_oss" else "moe_intermediate_size"
+    sizes = {"hidden_size": 128, "head_dim": 32, inner: 64}
+    folder = make_folder(kind, tmp_path, **sizes)
+    spec = find_model(f"{HUB_PREFIX}{folder}")
+    weights = {name: p.detach() for name, p in read_model(spec, folder).named_parameters()}
+
+    def source(name, slices):
+        return weights[name][slices]
+
+    model = spec.build_meta_model()
+    read = quantize_matrices(model, source, CPU, "nf4")
+    stack = "blocks.0.mlp.experts.down_proj"
+    codes, scales = read(stack, ()), read(f"{stack}_scales", ())
+    assert 8 * (codes.nbytes + scales.nbytes) < 5.1 * weights[stack].numel()
+    module = model.get_submodule(stack.rpartition(".")[0])
+    columns = experts._columns(codes, scales, "nf4", module.is_transposed)
+    stored = columns if module.is_transposed else columns.transpose(1, 2)
+    rounded = dequantized_source(source, spec.size, "nf4", torch.float32)(stack, ())
+    assert torch.equal(stored, rounded)
+    assert (rounded - weights[stack]).norm() < 0.1 * weights[stack].norm()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_wide_attention_equals_torch(masked, monkeypatch):
+    monkeypatch.setattr("distributed_training.models.wide_attention._CHUNK", 16)
+    tensors = [torch.randn(2, heads, 40, 24, requires_grad=True) for heads in (6, 2, 2)]
+    positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, -1)
+    mask = mask_documents(positions, torch.float32) if masked else None
+    expected = F.scaled_dot_product_attention(
+        *tensors, attn_mask=mask, is_causal=not masked, enable_gqa=True, scale=0.3
+    )
+    found = wide_attention(*tensors, mask, 0.3)
+    for actual, wanted in zip(
+        (found, *torch.autograd.grad(found.square().sum(), tensors)),
+        (expected, *torch.autograd.grad(expected.square().sum(), tensors)),
+        strict=True,
+    ):
+        assert_near(actual, wanted)
