@@ -81,7 +81,7 @@ def build_hub_model(
 ) -> Any:
     """Build a transformers model. It uses the functions for attention and experts that are
     registered under `name`, if its code calls registered functions."""
-    options = {"attn_implementation": None}
+    options: dict[str, Any] = {"attn_implementation": None}
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         options["attn_implementation"] = name
     if model_class._can_set_experts_implementation():

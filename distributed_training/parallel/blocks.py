@@ -167,7 +167,8 @@ def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
 def _compile(function: Any, backend: Any = "inductor") -> Any:
     """Compile `function` separately for each input shape. By default, torch.compile makes changing
     shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
-    return torch.compile(function, dynamic=False, backend=backend, recompile_limit=_MAX_GRAPHS)
+    options: Any = {"recompile_limit": _MAX_GRAPHS}  # which torch's annotations do not know
+    return torch.compile(function, dynamic=False, backend=backend, **options)
 
 
 def apply_compile(

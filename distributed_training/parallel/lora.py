@@ -98,12 +98,12 @@ def apply_lora(
         from distributed_training.models.hub.experts import StackAdapter
 
         _, layer, stack = name.split(".", 2)
-        num_experts, rows, columns = spec.size.kind_of(int(layer)).stacks[stack]
+        num_experts, num_rows, columns = spec.size.kind_of(int(layer)).stacks[stack]
         a = initial_values.get(f"{name}_adapter.a")
         b = initial_values.get(f"{name}_adapter.b")
         if a is None or b is None:
             a = _draw(name, columns, config, num_experts)
-            b = torch.zeros(num_experts, rows, config.lora_rank)
+            b = torch.zeros(num_experts, num_rows, config.lora_rank)
         owner_name, _, key = name.rpartition(".")
         adapter = StackAdapter(place(a), place(b), config.lora_alpha / config.lora_rank)
         model.get_submodule(owner_name).add_module(f"{key}_adapter", adapter)

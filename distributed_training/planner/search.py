@@ -103,7 +103,7 @@ def _improve(
     durations: dict[Step, float],
     consumers: dict[Step, tuple[Step, float]],
     blocks: tuple[int, ...],
-    max_blocks: list[int],
+    max_blocks: list[float],
 ) -> list[list[Step]]:
     """Return the fastest orders that threshold accepting finds from `orders`. `max_blocks` limits
     how many blocks' activations each rank holds at once."""

@@ -77,7 +77,7 @@ def attention_cost(timing: Timing) -> Cost:
     records. Masked attention costs more than causal attention over the whole sequence."""
     packing = timing.plan.packing
     uses_mask = packing is not None and not _has_kernel(timing)
-    length = timing.config.max_length if uses_mask else timing.plan.attention_span
+    length: float = timing.config.max_length if uses_mask else timing.plan.attention_span
     window = timing.kind.window
     if window is not None and window < length and _has_kernel(timing):
         length = window * (2 - window / length)  # twice the mean number of visible tokens
