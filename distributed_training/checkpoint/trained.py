@@ -116,7 +116,7 @@ def trained_model_of_run(
         return TrainedModel(spec=spec, weights=read_any)
     adapters = peft.Adapters(
         spec=spec,
-        tensors={name: read(name).float() for name in names if ".adapter." in name},
+        tensors={name: read(name).float() for name in names if "adapter." in name},
         config=config,
         base_fingerprint=str(base_fingerprint),
         origin=plan.run_dir,

@@ -99,7 +99,7 @@ class _SelectivePolicy:
             rows = len(local_part(parameter))
             if name.endswith("mlp_in.weight") and not saves_mlp:
                 self.unsaved_outputs.add(rows)
-            elif name.endswith("adapter.a"):  # The inputs of B are the outputs of A.
+            elif name.endswith(".adapter.a"):  # The inputs of B are the outputs of A.
                 self.adapter_ranks.add(rows)
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum

@@ -1,13 +1,17 @@
 """Test that experts, their adapters and their quantized matrices compute what separate products of
 each expert do. Tests on a GPU are in tests/gpu/test_hub_kernels.py."""
 
+import sys
+
 import peft as library
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models.adapters import ADAPTER_WEIGHTS
 from distributed_training.models.attention import mask_documents
 from distributed_training.models.hub import experts
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
@@ -15,7 +19,9 @@ from distributed_training.models.quantized import dequantized_source, quantize_m
 from distributed_training.models.wide_attention import wide_attention
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import Config
+from tests.conftest import assert_ok, run_command, settings
 from tests.models.hub_folders import make_folder
+from tests.pool import SCRIPT
 from tests.support import assert_near, read_model
 
 NUM_EXPERTS, HIDDEN, INNER, TOKENS, RANK = 6, 32, 16, 40, 4
@@ -153,3 +159,17 @@ def test_wide_attention_equals_torch(masked, monkeypatch):
         strict=True,
     ):
         assert_near(actual, wanted)
+
+
+def test_a_run_exports_the_adapters_of_experts(tmp_path):
+    folder = make_folder("qwen3_moe", tmp_path / "model")
+    values = {
+        "strategy": "dp", "model": folder, "tokenizer": "embedded", "dataset": "embedded",
+        "max_steps": 2, "max_length": 32, "num_samples": 16, "eval_samples": 2, "generate": None,
+        "lora_rank": 2, "lora_targets": "experts.down_proj", "output_dir": tmp_path / "runs",
+    }  # fmt: skip
+    assert_ok(run_command([sys.executable, SCRIPT, *settings(values)]))
+    (file,) = (tmp_path / "runs" / "latest").glob(f"hf/{ADAPTER_WEIGHTS}")
+    names = load_file(file).keys()
+    assert {name.split(".")[-3] for name in names} == {"down_proj"}
+    assert len(names) == 2 * 2 * 4  # A and B of each expert in two blocks
