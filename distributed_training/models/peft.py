@@ -178,7 +178,9 @@ def save_adapters(
 
 
 def to_peft(
-    state: Mapping[str, torch.Tensor], spec: ModelSpec, config: Config
+    state: Mapping[str, torch.Tensor],
+    spec: ModelSpec,
+    config: Config,
 ) -> dict[str, torch.Tensor]:
     """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
     Hugging Face matrix are separate."""
@@ -196,7 +198,10 @@ def to_peft(
     return tensors
 
 
-def _stack_parts(spec: ModelSpec, stack: str) -> list[tuple[str, int, torch.Tensor]]:
+def _stack_parts(
+    spec: ModelSpec,
+    stack: str,
+) -> list[tuple[str, int, torch.Tensor]]:
     """Return (Hugging Face matrix, its expert, its rows in the expert's matrix) for each matrix in
     a `stack` such as "blocks.0.mlp.experts.down_proj". The list is empty if PEFT has one adapter
     for the whole stack."""
@@ -222,7 +227,10 @@ def _whole_stack_name(spec: ModelSpec, stack: str) -> str:
 
 
 def _stack_to_peft(
-    spec: ModelSpec, stack: str, a: torch.Tensor, b: torch.Tensor
+    spec: ModelSpec,
+    stack: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Return PEFT's tensors for the adapters a [E, R, in] and b [E, out, R] of a stack."""
     tensors = {}
@@ -248,7 +256,10 @@ def _names_in_first_stack(spec: ModelSpec, stack: str) -> list[str]:
 
 
 def _split(
-    tensors: Mapping[str, torch.Tensor], matrix: str, spec: ModelSpec, config: Config
+    tensors: Mapping[str, torch.Tensor],
+    matrix: str,
+    spec: ModelSpec,
+    config: Config,
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield (name, indices of its rows in `matrix`, A, B) for each Hugging Face matrix with an
     adapter that is part of this package's `matrix`."""
@@ -306,7 +317,10 @@ def _peft_names(matrix: str) -> tuple[str, str]:
 
 
 def _from_peft(
-    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, config: Config, origin: object
+    tensors: Mapping[str, torch.Tensor],
+    spec: ModelSpec,
+    config: Config,
+    origin: object,
 ) -> dict[str, torch.Tensor]:
     """Convert adapters from PEFT's names to this package's, in fp32. Raises UserError unless there
     is a finite A and B for exactly those matrices of all blocks that `config` selects."""

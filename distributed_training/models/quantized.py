@@ -37,7 +37,10 @@ def load_format(base_dtype: str) -> Any:
 
 
 def quantize_matrices(
-    model: Decoder, source: WeightSource, device: torch.device, base_dtype: str
+    model: Decoder,
+    source: WeightSource,
+    device: torch.device,
+    base_dtype: str,
 ) -> WeightSource:
     """Convert the matrices in the blocks of a model on the meta device to `base_dtype`, in place.
     Given a `source` of the original parameters, return a source of the converted parameters, which
@@ -95,7 +98,10 @@ def _transposes(name: str, size: ModelSize) -> bool:
 
 
 def _quantize_stack(
-    quantized: Any, name: str, values: torch.Tensor, size: ModelSize
+    quantized: Any,
+    name: str,
+    values: torch.Tensor,
+    size: ModelSize,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a stack's matrices [out, in], each [experts, out, ..]."""
     if _transposes(name, size):
@@ -107,7 +113,10 @@ def _quantize_stack(
 
 
 def dequantized_source(
-    source: WeightSource, size: ModelSize, base_dtype: str, dtype: torch.dtype
+    source: WeightSource,
+    size: ModelSize,
+    base_dtype: str,
+    dtype: torch.dtype,
 ) -> WeightSource:
     """Return a source of the weights that training uses if the base model is quantized to
     `base_dtype` and the compute dtype is `dtype`."""

@@ -70,7 +70,10 @@ class BlockKind:
             return outputs + self.attention_width
         return outputs + inputs + self.kept_values
 
-    def adapted_parts(self, targets: str | None) -> dict[str, dict[str, int]]:
+    def adapted_parts(
+        self,
+        targets: str | None,
+    ) -> dict[str, dict[str, int]]:
         """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
         `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
         matrices. As in PEFT, a target selects the matrices whose names end with it."""
@@ -84,7 +87,10 @@ class BlockKind:
                 selected[our_name] = selected_parts
         return selected
 
-    def adapted_stacks(self, targets: str | None) -> dict[str, tuple[int, int, int]]:
+    def adapted_stacks(
+        self,
+        targets: str | None,
+    ) -> dict[str, tuple[int, int, int]]:
         """Return those `stacks` whose names end with one of `targets`. None selects no stack,
         because adapters of all experts may be larger than the rest of training."""
         suffixes = () if targets is None else _suffixes(targets)
@@ -219,7 +225,11 @@ class ModelSize:
         """Return the names of the stacks of experts' matrices, within a block."""
         return list({name: None for kind in self.kinds for name in kind.stacks})
 
-    def num_trained_parameters(self, rank: int, targets: str | None) -> int:
+    def num_trained_parameters(
+        self,
+        rank: int,
+        targets: str | None,
+    ) -> int:
         """Return the number of trained parameters. If `rank` is 0, all parameters are trained.
         Otherwise, only LoRA adapters of this rank are trained."""
         if rank == 0:

@@ -127,7 +127,10 @@ def choose_model(
     return with_values(request, model=name, **settings), model
 
 
-def _choose_for_cpu(request: Request, notes: list[str]) -> Settings:
+def _choose_for_cpu(
+    request: Request,
+    notes: list[str],
+) -> Settings:
     """Return settings for keys that the user did not set, for training gpt2-tiny on a CPU. If the
     dataset is a local path, the settings come from the preset WORDS_PRESET, which is
     for small datasets. Otherwise, training and evaluation use few samples. If CONFIG names a
@@ -259,7 +262,10 @@ def _choose_loss_chunk(plan: Draft) -> int:
     return chunk if num_tokens >= 2 * chunk else 0
 
 
-def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
+def _choose_switches(
+    plan: Draft,
+    notes: list[str],
+) -> Settings:
     """Return the values of `compile`, `async_tp`, `cuda_graphs` and `loss_chunk_tokens`, with
     "auto" resolved. Raises UserError if CONFIG enables a switch that cannot be used."""
     request = plan.requested
@@ -286,7 +292,11 @@ def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
 
 
 def _decide_switch(
-    request: Request, key: str, is_supported: bool, obstacle: str, notes: list[str]
+    request: Request,
+    key: str,
+    is_supported: bool,
+    obstacle: str,
+    notes: list[str],
 ) -> Any:
     """Return the value of `key`. "auto" becomes True if `is_supported` is true and `obstacle` is
     empty. If only the obstacle prevents this, add a note. Raises UserError if CONFIG enables the
@@ -357,7 +367,11 @@ def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
     return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))
 
 
-def note_experts(size: ModelSize, rank: int, targets: str | None) -> list[str]:
+def note_experts(
+    size: ModelSize,
+    rank: int,
+    targets: str | None,
+) -> list[str]:
     """Return what is special about LoRA on a mixture of experts."""
     names = size.stack_names()
     if not names:

@@ -30,7 +30,10 @@ class Routing(NamedTuple):
 
 
 def experts(
-    module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    module: Any,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, for x [N, D]. The indices of
     the experts, `chosen`, and their `weights` have the shape [N, k]."""
@@ -57,7 +60,12 @@ def experts(
 
 
 def multiply(
-    module: Any, name: str, x: torch.Tensor, routing: Routing, *, gathers: bool
+    module: Any,
+    name: str,
+    x: torch.Tensor,
+    routing: Routing,
+    *,
+    gathers: bool,
 ) -> torch.Tensor:
     """Return the products of the rows [S, in] of x with the stack `name` of a module, plus those of
     its adapter, [S, out]. If `gathers` is set, x [N, in] contains the rows of tokens instead."""
@@ -80,7 +88,10 @@ def multiply(
     return y
 
 
-def _combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _combine(
+    rows: torch.Tensor,
+    places: torch.Tensor,
+) -> torch.Tensor:
     """Return the sum over the rows of each token, [S, ..] -> [N, ..]."""
     return rows[places.flatten()].unflatten(0, places.shape).sum(1)
 
@@ -160,7 +171,10 @@ def _expert_linear_backward(
 
 @torch.library.custom_op("distributed_training::stack_gradient", mutates_args=())
 def _stack_gradient(
-    dy: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    tokens: torch.Tensor | None,
+    ends: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradient of a stack, [E, out, in]. It is 0 for experts without rows."""
     rows = x if tokens is None else x[tokens]
@@ -168,7 +182,10 @@ def _stack_gradient(
 
 
 def _columns(
-    stack: torch.Tensor, scales: torch.Tensor | None, base_dtype: str, is_transposed: bool
+    stack: torch.Tensor,
+    scales: torch.Tensor | None,
+    base_dtype: str,
+    is_transposed: bool,
 ) -> torch.Tensor:
     """Return a stack as a view [E, in, out]. Codes are those of [E, out, in]."""
     if scales is not None:
@@ -179,7 +196,18 @@ def _columns(
 
 
 @expert_linear.register_fake
-def _(x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed):  # type: ignore
+def _(
+    x,
+    stack,
+    ends,
+    tokens,
+    places,
+    a,
+    b,
+    scales,
+    base_dtype,
+    is_transposed,
+):  # type: ignore
     num_rows = len(x if tokens is None else tokens)
     num_outputs = stack.shape[2] if is_transposed and scales is None else stack.shape[1]
     hidden = x.new_empty(0) if a is None else x.new_empty(num_rows, a.shape[1])
@@ -187,7 +215,17 @@ def _(x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed): 
 
 
 @_expert_linear_backward.register_fake
-def _(dy, stack, ends, a, b, scales, base_dtype, is_transposed, num_inputs):  # type: ignore
+def _(
+    dy,
+    stack,
+    ends,
+    a,
+    b,
+    scales,
+    base_dtype,
+    is_transposed,
+    num_inputs,
+):  # type: ignore
     hidden = dy.new_empty(0) if a is None else dy.new_empty(len(dy), a.shape[1])
     return dy.new_empty(len(dy), num_inputs), hidden
 
@@ -197,7 +235,11 @@ def _(dy, x, tokens, ends):  # type: ignore
     return dy.new_empty(len(ends), dy.shape[1], x.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed = inputs
     ctx.options = base_dtype, is_transposed, x.shape[1]
     needs_rows = a is not None or ctx.needs_input_grad[1]
@@ -206,7 +248,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any,
+    dy: torch.Tensor,
+    _: Any,
+) -> tuple[torch.Tensor | None, ...]:
     x, stack, ends, tokens, places, a, b, scales, hidden = ctx.saved_tensors
     dx, d_hidden = _expert_linear_backward(dy, stack, ends, a, b, scales, *ctx.options)
     if places is not None:
@@ -227,7 +273,13 @@ expert_linear.register_autograd(_backward, setup_context=_save)
 
 # torch.compile computes operations again that seem to cost nothing.
 @register_flop_formula(torch.ops.distributed_training.expert_linear)  # type: ignore[untyped-decorator]
-def _(x_shape: Any, stack_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _(
+    x_shape: Any,
+    stack_shape: Any,
+    *_: Any,
+    out_shape: Any = None,
+    **__: Any,
+) -> int:
     num_rows, num_outputs = out_shape[0]
     return int(2 * num_rows * num_outputs * x_shape[1])
 
@@ -235,13 +287,21 @@ def _(x_shape: Any, stack_shape: Any, *_: Any, out_shape: Any = None, **__: Any)
 class StackAdapter(nn.Module):
     """LoRA adapters of the matrices in a stack: a [E, R, in] and b [E, out, R]."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> None:
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = scale
 
-    def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(
+        self,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a, times the adapters' scale, and b in `dtype`. Zeros are appended, because the
         rows of operands must begin at multiples of 16 bytes."""
         padding = -self.a.shape[1] % 8

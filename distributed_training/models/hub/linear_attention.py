@@ -74,24 +74,46 @@ def _delta_rule_backward(
 
 
 @delta_rule.register_fake
-def _(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+def _(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+) -> Any:
     inverses = k.new_empty((*v.shape[:3], CHUNK))
     return torch.empty_like(v), torch.empty_like(g), inverses
 
 
 @_delta_rule_backward.register_fake
-def _(grad: Any, q: Any, k: Any, v: Any, sums: Any, beta: Any, inverses: Any) -> Any:
+def _(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    sums: Any,
+    beta: Any,
+    inverses: Any,
+) -> Any:
     return tuple(torch.empty_like(x) for x in (q, k, v, sums, beta))
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(
+    ctx: Any,
+    inputs: Any,
+    output: Any,
+) -> None:
     q, k, v, _, beta = inputs
     _, sums, inverses = output
     ctx.save_for_backward(q, k, v, sums, beta, inverses)
     ctx.mark_non_differentiable(sums, inverses)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+def _backward(
+    ctx: Any,
+    grad: torch.Tensor,
+    *_: Any,
+) -> Any:
     q, k, v, sums, beta, inverses = ctx.saved_tensors
     dq, dk, dv, dg, dbeta = _delta_rule_backward(grad, q, k, v, sums, beta, inverses)
     return dq, dk, dv, dg, dbeta
@@ -100,7 +122,10 @@ def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
 delta_rule.register_autograd(_backward, setup_context=_save)
 
 
-def products(k: torch.Tensor, v: torch.Tensor) -> int:
+def products(
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> int:
     """Return the multiplications of the forward pass: three products of each token with the state,
     and the products of the tokens in a chunk with each other."""
     key_size = k.shape[-1]
