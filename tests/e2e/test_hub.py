@@ -104,7 +104,7 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
     with serve({**wikitext, **gpt2}) as hub:
         result = run(hub.endpoint, auto, "--dry-run", "--explain")
     assert_decided(result, tokenizer="'gpt2'", weights="'pretrained'", learning_rate="5e-05")
-    assert result.stdout.count("note:") == result.stdout.count("note: 16 steps") == 1
+    assert result.stdout.count("note:") == result.stdout.count("note: the run has") == 1
     assert not (tmp_path / "runs").exists()
 
 

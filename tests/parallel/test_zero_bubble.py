@@ -76,7 +76,7 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     compile_with = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda function, dynamic, backend: compile_with(function, backend=counter)
+        torch, "compile", lambda function, **_options: compile_with(function, backend=counter)
     )
     apply_compile(
         model, build_config({"compile": True, "loss_chunk_tokens": 0}), compile_outer_layers=False

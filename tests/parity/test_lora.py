@@ -97,11 +97,10 @@ def trained_values(model):
 
 # These run transformers' code, which is not split over processes.
 HUB_KINDS = ("gemma2", "qwen3_5_text", "gemma4_text")
-# Relative differences after five steps. The first gradients differ by up to 8e-6 and 2e-5 in these
-# kinds, because transformers' eager attention and the scan over chunks round otherwise, and Adam
-# divides by small gradients. PEFT in fp32 and in fp64 differ by 6e-4 for qwen3_5_text, and at a
-# tenth of this learning rate, we and PEFT differ by 1e-5 after 20 steps.
-LIMITS = {"gemma4_text": 3e-4, "qwen3_5_text": 3e-3}
+# Adam divides by small gradients, so that at 1e-2, PEFT in fp32 and in fp64 differ by 6e-4 for
+# qwen3_5_text. Transformers' eager attention and convolutions round differently.
+RATES = {"gemma4_text": 1e-3, "qwen3_5_text": 1e-3}
+LIMITS = {"gemma4_text": 1e-4, "qwen3_5_text": 1e-4}
 # Kind of model -> targets of adapters. GPT-2 has one fused matrix for q, k and v.
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 SEPARATE = {"all": ALL, "qv": "q_proj,v_proj", "gate": "gate_proj"}
@@ -131,13 +130,14 @@ def compared(tmp_path_factory):
             base, adapters = made_by_peft(folder, kind, target_modules=targets.split(","))
             values = {
                 **BASE, "model": "auto", "weights": str(adapters), "pack": False,
-                "learning_rate": 1e-2, "lr_schedule": "constant", "warmup_steps": 0,
+                "learning_rate": RATES.get(kind, 1e-2), "lr_schedule": "constant",
+                "warmup_steps": 0,
             }  # fmt: skip
             for layout, keys in (UNSPLIT if kind in HUB_KINDS else LAYOUTS).items():
                 cases[f"{kind} {name} {layout}"] = {**values, **keys}
             one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
             steps = run_cases(one, 1, steps=5, function="batches")["one"]
-            trained = train_as_peft(peft_model(base, adapters), steps)
+            trained = train_as_peft(peft_model(base, adapters), steps, RATES.get(kind, 1e-2))
             peft_values[kind, name] = (find_model(str(base)), *trained)
     found = run_cases(cases, 2, steps=5)
     return {name: (found[name], peft_values[tuple(name.split()[:2])]) for name in cases}
@@ -174,7 +174,7 @@ def test_every_adapter_trains_as_in_peft(kind, layout, compared):
         assert sum(values.numel() for values in found["state"].values()) == num_trained
         assert spec.size.num_trained_parameters(4, targets) == num_trained
         for key, values in expected.items():
-            assert (values - before[key]).norm() > 0.05 * values.norm(), key
+            assert (values - before[key]).norm() > 0.005 * values.norm(), key
             error = (adapters[key] - values).norm() / values.norm()
             assert error <= LIMITS.get(kind, 1e-5), f"{name}: {key} differs by {error:.1e}"
 

@@ -247,6 +247,7 @@ class _Recorder(private.TorchDispatchMode):
             self.mixing_products += linear_attention.products(*args[1:3])
             self.matrix_inputs |= outputs
         elif operation is _EXPERT_LINEAR:
+            outputs = _storages(result[0])  # without the products of adapters
             (num_rows, num_outputs), num_inputs = result[0].shape, args[0].shape[1]
             product = (num_outputs, num_inputs, num_rows / self.num_tokens)
             self.expert_products.append(product)
