@@ -196,7 +196,7 @@ def _columns(
 
 
 @expert_linear.register_fake
-def _(
+def _(  # type: ignore[no-untyped-def]
     x,
     stack,
     ends,
@@ -207,7 +207,7 @@ def _(
     scales,
     base_dtype,
     is_transposed,
-):  # type: ignore
+):
     num_rows = len(x if tokens is None else tokens)
     num_outputs = stack.shape[2] if is_transposed and scales is None else stack.shape[1]
     hidden = x.new_empty(0) if a is None else x.new_empty(num_rows, a.shape[1])
@@ -215,7 +215,7 @@ def _(
 
 
 @_expert_linear_backward.register_fake
-def _(
+def _(  # type: ignore[no-untyped-def]
     dy,
     stack,
     ends,
@@ -225,13 +225,13 @@ def _(
     base_dtype,
     is_transposed,
     num_inputs,
-):  # type: ignore
+):
     hidden = dy.new_empty(0) if a is None else dy.new_empty(len(dy), a.shape[1])
     return dy.new_empty(len(dy), num_inputs), hidden
 
 
 @_stack_gradient.register_fake
-def _(dy, x, tokens, ends):  # type: ignore
+def _(dy, x, tokens, ends):  # type: ignore[no-untyped-def]
     return dy.new_empty(len(ends), dy.shape[1], x.shape[1])
 
 
