@@ -38,7 +38,7 @@ def test_windows_equal_the_mask(head_size, is_packed):
         y, _ = attention(module, *own, None, **options)
         found.append([y, *torch.autograd.grad(y.float().square().sum(), own)])
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+        assert (one - other).float().norm() < 0.02 * other.float().norm()
 
 
 def linear_attention(q, k, v, g, beta, documents=None):
