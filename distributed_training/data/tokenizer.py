@@ -516,7 +516,9 @@ class Tokenizer:
         prompt = self.renderer.render_prompt([{"role": "user", "content": mark}])
         before, _, after = prompt.partition(mark)
         text = self.decode(ids, skip_special_tokens=False)
-        return text.rpartition(before)[2].removesuffix(after)
+        if before:  # some templates write nothing before a message
+            text = text.rpartition(before)[2]
+        return text.removesuffix(after)
 
     def save(
         self,

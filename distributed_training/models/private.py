@@ -101,7 +101,7 @@ def apply_gate(experts: Any, x: torch.Tensor) -> torch.Tensor:
 
 def peft_knows_experts(model_type: str) -> bool:
     """Return whether PEFT converts adapters of separate experts to those of transformers' stacks.
-    Checked in PEFT 0.21, whose function is private, too."""
+    These types are those of PEFT 0.21."""
     from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
     return _MODEL_TO_CONVERSION_PATTERN.get(model_type, model_type) in ("mixtral", "qwen2_moe")

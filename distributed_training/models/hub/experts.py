@@ -71,20 +71,13 @@ def multiply(
     its adapter, [S, out]. If `gathers` is set, x [N, in] contains the rows of tokens instead."""
     adapter = getattr(module, f"{name}_adapter", None)
     a, b = (None, None) if adapter is None else adapter.matrices(x.dtype)
+    stack = getattr(module, name)
     scales = getattr(module, f"{name}{quantized.SCALES}", None)
+    if module.is_transposed and scales is None:
+        stack = stack.transpose(1, 2)
     tokens, places = (routing.tokens, routing.places) if gathers else (None, None)
-    y, _ = expert_linear(
-        x,
-        getattr(module, name),
-        routing.ends,
-        tokens,
-        places,
-        a,
-        b,
-        scales,
-        getattr(module, "base_dtype", ""),
-        module.is_transposed,
-    )
+    base_dtype = getattr(module, "base_dtype", "")
+    y, _ = expert_linear(x, stack, routing.ends, tokens, places, a, b, scales, base_dtype)
     return y
 
 
@@ -136,40 +129,33 @@ def expert_linear(
     b: torch.Tensor | None,
     scales: torch.Tensor | None,
     base_dtype: str,
-    is_transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (products, the products of the rows with the adapter's a [E, R, in], which have no
-    gradient). `stack` contains codes of the quantization `base_dtype` if there are `scales`."""
+    gradient). `stack` [E, out, ..] contains codes of the quantization `base_dtype` if there are
+    `scales`."""
     rows = x if tokens is None else x[tokens]
-    y = F.grouped_mm(rows, _columns(stack, scales, base_dtype, is_transposed), offs=ends)
+    matrices = _dequantize(stack, scales, base_dtype)
+    y = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
     if a is None or b is None:
         return y, x.new_empty(0)
     hidden = F.grouped_mm(rows, a.transpose(1, 2), offs=ends)
     return y.add_(F.grouped_mm(hidden, b.transpose(1, 2), offs=ends)), hidden
 
 
-@torch.library.custom_op("distributed_training::expert_linear_backward", mutates_args=())
-def _expert_linear_backward(
+@torch.library.custom_op("distributed_training::expert_rows_gradient", mutates_args=())
+def _rows_gradient(
     dy: torch.Tensor,
     stack: torch.Tensor,
     ends: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
     scales: torch.Tensor | None,
     base_dtype: str,
-    is_transposed: bool,
     num_inputs: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the rows and of their products with a."""
-    columns = _columns(stack, scales, base_dtype, is_transposed)
-    d_rows = F.grouped_mm(dy, columns.transpose(1, 2), offs=ends)
-    if a is None or b is None:
-        return d_rows, dy.new_empty(0)
-    d_hidden = F.grouped_mm(dy, b, offs=ends)
-    return d_rows.add_(F.grouped_mm(d_hidden, a, offs=ends)), d_hidden
+) -> torch.Tensor:
+    """Return the gradient of rows [S, in] from that of their products with a stack."""
+    return F.grouped_mm(dy, _dequantize(stack, scales, base_dtype), offs=ends)
 
 
-@torch.library.custom_op("distributed_training::stack_gradient", mutates_args=())
+@torch.library.custom_op("distributed_training::expert_stack_gradient", mutates_args=())
 def _stack_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -181,53 +167,29 @@ def _stack_gradient(
     return F.grouped_mm(dy.t(), rows, offs=ends)
 
 
-def _columns(
+def _dequantize(
     stack: torch.Tensor,
     scales: torch.Tensor | None,
     base_dtype: str,
-    is_transposed: bool,
 ) -> torch.Tensor:
-    """Return a stack as a view [E, in, out]. Codes are those of [E, out, in]."""
-    if scales is not None:
-        dequantize = quantized.load_format(base_dtype).dequantize_matrix
-        matrix = dequantize(stack.flatten(0, 1), scales.flatten(0, 1)).to(stack.dtype)
-        return matrix.unflatten(0, stack.shape[:2]).transpose(1, 2)
-    return stack if is_transposed else stack.transpose(1, 2)
+    """Return the matrices [E, out, in] of a stack."""
+    if scales is None:
+        return stack
+    dequantize = quantized.load_format(base_dtype).dequantize_matrix
+    matrix = dequantize(stack.flatten(0, 1), scales.flatten(0, 1))
+    return matrix.to(stack.dtype).unflatten(0, stack.shape[:2])
 
 
 @expert_linear.register_fake
-def _(  # type: ignore[no-untyped-def]
-    x,
-    stack,
-    ends,
-    tokens,
-    places,
-    a,
-    b,
-    scales,
-    base_dtype,
-    is_transposed,
-):
+def _(x, stack, ends, tokens, places, a, *_):  # type: ignore[no-untyped-def]
     num_rows = len(x if tokens is None else tokens)
-    num_outputs = stack.shape[2] if is_transposed and scales is None else stack.shape[1]
-    hidden = x.new_empty(0) if a is None else x.new_empty(num_rows, a.shape[1])
-    return x.new_empty(num_rows, num_outputs), hidden
+    hidden_shape = [0] if a is None else [num_rows, a.shape[1]]
+    return x.new_empty(num_rows, stack.shape[1]), x.new_empty(hidden_shape)
 
 
-@_expert_linear_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
-    dy,
-    stack,
-    ends,
-    a,
-    b,
-    scales,
-    base_dtype,
-    is_transposed,
-    num_inputs,
-):
-    hidden = dy.new_empty(0) if a is None else dy.new_empty(len(dy), a.shape[1])
-    return dy.new_empty(len(dy), num_inputs), hidden
+@_rows_gradient.register_fake
+def _(dy, stack, ends, scales, base_dtype, num_inputs):  # type: ignore[no-untyped-def]
+    return dy.new_empty(len(dy), num_inputs)
 
 
 @_stack_gradient.register_fake
@@ -240,8 +202,8 @@ def _save(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    x, stack, ends, tokens, places, a, b, scales, base_dtype, is_transposed = inputs
-    ctx.options = base_dtype, is_transposed, x.shape[1]
+    x, stack, ends, tokens, places, a, b, scales, ctx.base_dtype = inputs
+    ctx.num_inputs = x.shape[1]
     needs_rows = a is not None or ctx.needs_input_grad[1]
     kept_x = x if needs_rows else None
     ctx.save_for_backward(kept_x, stack, ends, tokens, places, a, b, scales, output[1])
@@ -254,18 +216,18 @@ def _backward(
     _: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     x, stack, ends, tokens, places, a, b, scales, hidden = ctx.saved_tensors
-    dx, d_hidden = _expert_linear_backward(dy, stack, ends, a, b, scales, *ctx.options)
-    if places is not None:
-        dx = _combine(dx, places)
     d_stack = d_a = d_b = None
     if ctx.needs_input_grad[1]:
         d_stack = _stack_gradient(dy, x, tokens, ends)
-        if ctx.options[1]:
-            d_stack = d_stack.transpose(1, 2)
+    dx = _rows_gradient(dy, stack, ends, scales, ctx.base_dtype, ctx.num_inputs)
     if a is not None:
+        d_hidden = _rows_gradient(dy, b, ends, None, "", b.shape[2])
+        dx = dx + _rows_gradient(d_hidden, a, ends, None, "", ctx.num_inputs)
         d_a = _stack_gradient(d_hidden, x, tokens, ends)
         d_b = _stack_gradient(dy, hidden, None, ends)
-    return dx, d_stack, None, None, None, d_a, d_b, None, None, None
+    if places is not None:
+        dx = _combine(dx, places)
+    return dx, d_stack, None, None, None, d_a, d_b, None, None
 
 
 expert_linear.register_autograd(_backward, setup_context=_save)
