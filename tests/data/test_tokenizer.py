@@ -25,7 +25,7 @@ from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.files import load_model_json
-from distributed_training.settings.request import build_config
+from distributed_training.settings.request import build_config, read_template
 from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
 from tests.support import edit_json, refused
@@ -134,6 +134,14 @@ def test_a_system_prompt_and_a_template_are_exported(is_base, template, folder, 
     assert theirs.encode(text, add_special_tokens=False) == ids
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama-3"])
+def test_answers_in_shipped_templates_end_generation(name, tmp_path):
+    Tokenizer(EMBEDDED_DIR, template=read_template(name)).save(tmp_path, chat=True)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = theirs.apply_chat_template([*SAID[:1], ANSWER], tokenize=False)
+    assert text.rstrip().endswith(ANSWER["content"] + theirs.eos_token)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_tokenizer_file_that_is_a_link_to_another_folder_is_refused(name, folder, tmp_path):
     linked = shutil.copytree(folder, tmp_path / "linked")
@@ -196,7 +204,7 @@ from distributed_training.data.cache import tokenize
 from distributed_training.data.corpus import find_corpus
 from distributed_training.data.samples import cut_samples
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.request import build_config
+from distributed_training.settings.request import build_config, read_template
 
 tokenizer = Tokenizer(Path(sys.argv[1]))
 config = build_config({"dataset": "made", "max_length": 200})
