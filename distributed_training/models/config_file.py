@@ -49,14 +49,16 @@ def read_config(folder: Path) -> dict[str, Any]:
             # to `rope_scaling` take effect.
             if getattr(config, "rope_parameters", None):
                 config.standardize_rope_params()
-            return json.dumps(config.to_dict())
+            values = config.to_dict()
+            values.pop("_name_or_path", None)  # the folder, which does not change the model
+            return json.dumps(values)
         except Exception as error:  # transformers may raise any exception for a wrong value
             why = describe(error)
             if document.get("auto_map"):  # transformers would advise running that code.
                 why = "its auto_map refers to custom code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
-    complete = cached_json(f"2 {version('transformers')} {text}", read)
+    complete = cached_json(f"3 {version('transformers')} {text}", read)
     # Write Infinity as transformers does, because JSON has no such number.
     return json.loads(complete, parse_constant=lambda name: {"__float__": name})  # type: ignore[no-any-return]
 

@@ -17,6 +17,7 @@ from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks
+from distributed_training.settings.cache import CACHE_VARIABLE
 from tests.models.hub_folders import KINDS, make_folder
 from tests.planner.helpers import plan_for
 from tests.support import assert_near, edit_json, read_model, refused, save_model
@@ -208,6 +209,16 @@ def test_models_other_than_dense_decoders_are_refused_in_one_line(changes, words
     (tmp_path / "config.json").write_text(json.dumps({**shape, **changes}))
     with refused(str(tmp_path), *words):
         find_model(str(tmp_path))
+
+
+def test_a_size_depends_only_on_the_config(tmp_path, monkeypatch):
+    """A run continues after its folder was moved, and on a machine with an empty cache."""
+    sizes = []
+    for name in ("one", "two"):
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / f"cache {name}"))
+        (size,) = hub_family.sizes(make_folder("gemma2", tmp_path / name)).values()
+        sizes.append(size)
+    assert sizes[0] == sizes[1]
 
 
 def test_options_missing_in_native_families_use_transformers_blocks(tmp_path):

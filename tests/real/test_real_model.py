@@ -57,9 +57,14 @@ def values(tmp_path_factory):
 
 
 def assert_same_updates(ours, before, after):
-    for name, value in after.items():
-        error = (ours[name] - value).norm() / (value - before[name]).norm()
-        assert error < 0.02, f"{name} differs by {error:.1e}"
+    """Adam's first step moves each value by the learning rate, in the direction of its gradient.
+    Where a gradient is almost 0, rounding chooses it: one of 768 values is 7% of a norm."""
+    errors = {name: (ours[name] - value).norm() for name, value in after.items()}
+    updates = {name: (value - before[name]).norm() for name, value in after.items()}
+    for name, error in errors.items():
+        assert error < 0.1 * updates[name], f"{name} differs by {error / updates[name]:.1e}"
+    total = torch.stack([*errors.values()]).norm() / torch.stack([*updates.values()]).norm()
+    assert total < 0.005
 
 
 def test_tokens_and_masks_equal_transformers(batches):
