@@ -30,11 +30,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_pass(block: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    """Return a function that runs a forward and a backward pass for the input [sequences, tokens,
-    hidden]. On a GPU, it replays a CUDA graph, so that the host's launches cost no time. The
-    gradients of the weights are added to those of earlier passes."""
-    dy = torch.ones_like(x)
+def build_pass(block: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs a forward and a backward pass for the input `x` and the gradient
+    `dy` of the output, both [sequences, tokens, hidden]. On a GPU, it replays a CUDA graph, so that
+    the host's launches cost no time. A graph knows only addresses: the caller keeps `x` and `dy`.
+    The gradients of the weights are added to those of earlier passes."""
 
     def run() -> None:
         block(x).backward(dy)
@@ -69,10 +69,11 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
     dtype = getattr(torch, settings["dtype"])
     block = gpt2_blocks(size)[0].to(device, dtype)
     shape = settings["tokens"], size.hidden
-    passes = {}
+    passes, tensors = {}, {}
     for n in SIZES:
         x = torch.randn(n, *shape, device=device, dtype=dtype, requires_grad=True)
-        passes[n] = build_pass(block, x)
+        tensors[n] = x, torch.ones_like(x)
+        passes[n] = build_pass(block, *tensors[n])
     seconds: dict[int, list[float]] = {n: [] for n in SIZES}
     for turn in range(WARMUPS + REPEATS):
         for n, run in passes.items():
