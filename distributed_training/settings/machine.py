@@ -87,7 +87,7 @@ _OTHER_VENDORS = re.compile(
 )
 # Places between words that users write without a space, as in 4070TiSuper or RTXA6000
 _GAPS = re.compile(
-    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|[\s_-]+"
+    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|(?<=\bRX)(?=\d)|[\s_-]+"
 )
 
 

@@ -160,7 +160,7 @@ def test_gpus_are_found_as_users_write_them(typed, name):
     ("typed", "message"),
     [
         ("V100", "V100-32GB or V100-16GB"), ("3060 8GB", "Write RTX-3060"), ("M2", "needs CUDA"),
-        ("RX 7900", "needs CUDA"), ("RTX-4075", "Did you mean RTX-4070"),
+        ("RX7900XTX", "needs CUDA"), ("RTX-4075", "Did you mean RTX-4070"),
     ],
 )  # fmt: skip
 def test_other_gpus_are_refused_in_one_line(typed, message):
