@@ -16,7 +16,6 @@ from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Record
 from distributed_training.data.files import (
     TEXT_SUFFIXES,
-    encoding_of,
     open_file,
     read_records,
     read_text,
@@ -276,8 +275,6 @@ def _build_source(
     """Return the running text or records in `files` as a source. Raises UserError if record files
     contain no records, or if the first record has no known form."""
     if suffix_of(files[0]) in TEXT_SUFFIXES:
-        for file in files:  # reading all of their text would take much longer
-            encoding_of(file)
         return Source(files=files)
     source = Source(files=files, columns=columns)
     for where, record in source.read_records():

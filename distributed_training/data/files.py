@@ -1,7 +1,6 @@
 """Read text files in blocks, and record files record by record, to save memory. Only .json files
 are read as a whole. This module does not import torch."""
 
-import codecs
 import contextlib
 import csv
 import hashlib
@@ -44,31 +43,22 @@ def read_text(
     by_line: bool = False,
 ) -> Iterator[str]:
     """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
-    encoded in UTF-8, or in UTF-16 with a byte-order mark. Line ends are read as by Python's `open`:
-    CRLF and CR become LF. Raises UserError if the file has another encoding or cannot be read."""
-    encoding = encoding_of(path)
+    encoded in UTF-8. Line ends are read as by Python's `open`: CRLF and CR become LF. Raises
+    UserError if the file has another encoding or cannot be read."""
     with open_file(path) as file:
-        text = io.TextIOWrapper(file, encoding)
+        text = io.TextIOWrapper(file, "utf-8-sig")
         read = text.readline if by_line else partial(text.read, BLOCK_SIZE)
         try:
-            yield from iter(read, "")
+            for block in iter(read, ""):
+                if "\0" in block:
+                    raise _not_utf8(path, "it contains zero bytes", "UTF-16")
+                yield block
         except UnicodeDecodeError as error:
             text_before = error.object[: error.start][-20:].decode("ascii", "replace")
             byte = f"0x{error.object[error.start]:02x}"
-            why = f"the byte {byte} after {text_before!r} is not valid {error.encoding.upper()}"
-            raise _not_utf8(path, why, "LATIN1") from None
-
-
-def encoding_of(path: Path) -> str:
-    """Return Python's name for the encoding of a text file, based on its first bytes. Raises
-    UserError if the encoding is not supported."""
-    with open_file(path) as file:
-        head = file.read(4)
-    if head.count(0) > 1:
-        encoding = "UTF-16LE" if head[0] else "UTF-16BE"
-        raise _not_utf8(path, "its first bytes include zero bytes", encoding)
-    has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return "utf-16" if has_mark else "utf-8-sig"
+            why = f"the byte {byte} after {text_before!r} is not valid UTF-8"
+            encoding = "UTF-16" if byte == "0xff" else "LATIN1"  # 0xff begins a byte-order mark
+            raise _not_utf8(path, why, encoding) from None
 
 
 def read_records(

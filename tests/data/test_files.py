@@ -21,13 +21,12 @@ STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
 ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text": "three"}]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
     newline, encoding, tmp_path, monkeypatch
 ):
-    mark = "\ufeff" if "16" in encoding else ""
-    text = mark + STORY.replace("\n", newline)
+    text = STORY.replace("\n", newline)
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     for block in (1, 3, 2**20):
         monkeypatch.setattr(files, "BLOCK_SIZE", block)
@@ -40,7 +39,8 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
     ("content", "words"),
     [
         ("ein Café ä".encode("latin-1"), ["0xe9", "ein Caf"]),
-        ("plain words".encode("utf-16-le"), ["-f UTF-16LE"]),
+        ("plain words".encode("utf-16"), ["-f UTF-16"]),
+        ("plain words".encode("utf-16-le"), ["-f UTF-16"]),
     ],
 )
 def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
@@ -102,7 +102,7 @@ def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
     else:
         file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
     with refused(str(file)):
-        find_corpus(str(tmp_path))
+        texts_of(find_corpus(str(tmp_path))["train"][0])
 
 
 @pytest.mark.parametrize("open_file", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
