@@ -39,7 +39,7 @@ class Recorder:
             self.tracker.log("train", row)
         if self.record is not None:
             records.append_metrics(trainer.plan.run_dir, rows)
-        trainer.display.progress(rows, trainer.results.first_step)
+        trainer.display.progress(rows, trainer.results.first_step, trainer.num_steps)
 
     def add_evaluation(self, trainer: Trainer, row: Row) -> None:
         """Add the latest entry of the history's `evaluations`."""

@@ -265,31 +265,27 @@ class Trainer:
         if self.step == 0 and self.plan.weights_dir is not None:  # random weights write nothing
             self._generate_sample("before")
         is_done = False
-        try:
-            handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
-            with handle_signals(handlers) as previous_handlers:
-                self.stop_signal.previous_handlers = previous_handlers
-                if self.profile is not None:
-                    self.profile.start(self)
-                evaluations = self.history.evaluations
-                # The run may have been killed after this evaluation, such as during an export.
-                if evaluations and evaluations[-1]["step"] == self.step:
-                    self._act_on_evaluation(evaluations[-1])
-                # Before the first step, and where the resumed run was killed before it evaluated
-                if self.evaluation_is_due:
-                    self._evaluate()
-                self.display.start(self.step, self.num_steps)
-                self._begin_measuring()
-                while self.step < self.num_steps and not self.stop_signum:
-                    self._advance()
-                self.peak_memory.end()
-                if self.profile is not None:
-                    self.profile.stop()
-                if self.step == self.num_steps:
-                    is_done = self._export_and_sample()
-                self.checkpoints.finish(self)
-        finally:
-            self.display.stop()
+        handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
+        with handle_signals(handlers) as previous_handlers:
+            self.stop_signal.previous_handlers = previous_handlers
+            if self.profile is not None:
+                self.profile.start(self)
+            evaluations = self.history.evaluations
+            # The run may have been killed after this evaluation, such as during an export.
+            if evaluations and evaluations[-1]["step"] == self.step:
+                self._act_on_evaluation(evaluations[-1])
+            # Before the first step, and where the resumed run was killed before it evaluated
+            if self.evaluation_is_due:
+                self._evaluate()
+            self._begin_measuring()
+            while self.step < self.num_steps and not self.stop_signum:
+                self._advance()
+            self.peak_memory.end()
+            if self.profile is not None:
+                self.profile.stop()
+            if self.step == self.num_steps:
+                is_done = self._export_and_sample()
+            self.checkpoints.finish(self)
         return 0 if is_done else self.stop_signum
 
     def _advance(self) -> None:

@@ -298,12 +298,10 @@ def test_best_weights_whose_export_was_interrupted_are_exported_again(
     assert exported_steps == steps
 
 
-def test_a_signal_that_interrupts_the_progress_bar_is_kept(monkeypatch, capfd):
+def test_a_signal_that_interrupts_printing_is_kept(monkeypatch, capfd):
     busy = Mock(spec=[])  # like a stream that the signal interrupted, it has no usable method
-    display = Display(enabled=True)
-    monkeypatch.setattr(display, "_bar", busy)
     monkeypatch.setattr(sys, "stdout", busy)
-    stop_signal = loop.StopSignal(display)
+    stop_signal = loop.StopSignal(Display(enabled=True))
     stop_signal.handle(signal.SIGTERM, None)
     assert stop_signal.number == signal.SIGTERM
     assert "SIGTERM" in capfd.readouterr().out
