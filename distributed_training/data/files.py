@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import parse_json, require_regular, shown
+from distributed_training.settings.files import parse_json, require_regular
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
@@ -122,10 +122,6 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for name in names:
             if name and names.count(name) > 1:
                 raise UserError(f"{path} has two columns named {name!r}", fix="rename one")
-        for delimiter in "\t;|":
-            if len(names) == 1 and delimiter in names[0]:
-                what = f"{path} has no commas in its header {shown(names[0])}"
-                raise UserError(what, fix=f"separate its columns by commas, not {shown(delimiter)}")
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row or None in row.values():
