@@ -275,7 +275,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def report(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Compare runs in tables and plots."""
+    """Compare runs in tables."""
     add = parser.add_argument
     add(
         "paths",
@@ -283,8 +283,6 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         type=Path,
         help="runs, folders of runs, or records (default: output_dir)",
     )
-    plot_help = "also plot the losses into an image file, such as losses.png"
-    add("--plot", type=Path, metavar="FILE", help=plot_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 

@@ -302,7 +302,7 @@ def train(run: Run, out: Path) -> None:
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
-    """Print the tables, and write them and the plot of the losses to files."""
+    """Print the tables, and write them to a file."""
     layouts = []
     for run in runs:
         record = None if run.why else run.record
@@ -315,4 +315,3 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     text = report.render(heading, comparison)
     (out / "compare.txt").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")
-    report.save_plot(comparison.finished, out / "losses.png")

@@ -93,7 +93,7 @@ WALK = {
     "data": [("--model {model} --tokenizer {model}", False), ("--preset {preset}", True)],
     "compare": [("{runs}", True), ("--strategies dp --preset {preset}", True)],
     "parity": [("--strategies dp --preset {preset}", True)],
-    "report": [("{named_in_plan} {named_in_record} --plot {to}.png", False)],
+    "report": [("{named_in_plan} {named_in_record}", False)],
     "generate": [
         ("{adapter} --prompt a", True),
         ("{named_in_plan} --prompt a", True),
