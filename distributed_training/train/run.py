@@ -38,7 +38,7 @@ from distributed_training.supervise.process import (
 )
 from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
-from distributed_training.train.profiling import Profile, steps_to_trace
+from distributed_training.train.profiling import build_profiler
 
 FORGETTING = (
     "the validation loss does not tell what the model has forgotten. Ask it general questions too. "
@@ -69,7 +69,6 @@ def train(
         display.table(header_rows(records.Record.model_validate(record.values)))
     for note in plan.notes:
         display.note(note)
-    traced_steps = steps_to_trace(plan, history.step)
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -78,7 +77,7 @@ def train(
         sampler=sampler,
         display=display,
         recorder=recorder,
-        profile=Profile(traced_steps) if traced_steps else None,
+        profiler=build_profiler(plan, history.step, topology.rank, display),
         history=history,
         set_activity=set_activity,
     )
