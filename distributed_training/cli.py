@@ -33,7 +33,7 @@ from distributed_training.settings.keys import (
 )
 from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.own_code import allow_families, require_allowed_family
-from distributed_training.settings.request import build_config, parse_overrides
+from distributed_training.settings.request import build_config
 from distributed_training.start.streams import (
     open_closed_streams,
     open_lasting,
@@ -67,8 +67,7 @@ class Program:
 
 
 class AddOverride(argparse.Action):
-    """Action that appends an option to the list `overrides` as `key=value`. The list keeps the
-    order of the options on the command line. Several values are quoted as in a shell."""
+    """Action that puts an option into `overrides`, which maps the names of keys to their text."""
 
     def __call__(
         self,
@@ -78,9 +77,7 @@ class AddOverride(argparse.Action):
         option: str | None = None,
     ) -> None:
         assert option is not None
-        if isinstance(value, list):
-            value = shlex.join(value) if value[1:] else value[0]
-        namespace.overrides.append(f"{option.removeprefix('--')}={value}")
+        namespace.overrides[option.removeprefix("--")] = value
 
 
 def format_key_help(key: Key, *details: str) -> str:
@@ -93,15 +90,10 @@ def format_key_help(key: Key, *details: str) -> str:
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
-def add_keys(
-    parser: argparse.ArgumentParser,
-    *,
-    has_arguments: bool = False,
-) -> None:
+def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add an option for each key of CONFIG and of the strategies' engines, and the options that
-    control how a run is started. The option --dataset takes several values unless the command has
-    positional arguments."""
-    parser.set_defaults(overrides=[])
+    control how a run is started."""
+    parser.set_defaults(overrides={})
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
@@ -152,7 +144,6 @@ def add_keys(
                 action=AddOverride,
                 dest="overrides",
                 metavar="",
-                nargs="+" if key.name == "dataset" and not has_arguments else None,
                 help=text,
             )
 
@@ -162,8 +153,8 @@ def read_options(
     argv: Sequence[str],
 ) -> argparse.Namespace:
     """Parse the command line. If --model names a folder of model code, allow this code to run.
-    `overrides` in the result contains the `key=value` strings in the order in which they were
-    given. Raises UserError for an unknown option."""
+    `overrides` in the result maps the names of the given keys to their text. Raises UserError for
+    an unknown option."""
     names = [name.removeprefix("--") for name in parser._option_string_actions]
     # --batch-size=8 and --per_device_train_batch_size=8 mean --batch_size=8.
     option = re.compile(r"^--([\w-]+)(?==|\Z)")
@@ -176,23 +167,24 @@ def read_options(
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
-    model = parse_overrides(overrides or ()).get("model")
-    allow_families([model, getattr(arguments, "model", None)])
+    allow_families([(overrides or {}).get("model"), getattr(arguments, "model", None)])
     return arguments
 
 
 def _advise_on_file(word: str) -> str | None:
-    return f"use --dataset {shlex.quote(word)}" if Path(word).is_file() else None
+    if not Path(word).is_file():
+        return None
+    return f"use --dataset {shlex.quote(word)}, and put several datasets in quotes"
 
 
 def configure(
     arguments: argparse.Namespace,
     program: Program,
-    overrides: Sequence[str],
+    overrides: Mapping[str, Any],
 ) -> Request:
-    """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
-    is not accepted. Also raises UserError if only the preset sets `model` to a folder of code,
-    because code runs only if the user names its folder."""
+    """Merge CONFIG, the preset and the values of `overrides` into a Request. Raises UserError if a
+    value is not accepted. Also raises UserError if only the preset sets `model` to a folder of
+    code, because code runs only if the user names its folder."""
     config = build_config(
         program.config,
         preset=arguments.preset,
@@ -253,7 +245,7 @@ def tool_command(
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.name} {name} [OPTIONS] [--KEY VALUE ...]"
     tool.add_options(parser)
-    add_keys(parser, has_arguments=name in ("compare", "parity"))
+    add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
         if name != "plan":

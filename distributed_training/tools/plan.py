@@ -7,7 +7,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -67,9 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
+    arguments: argparse.Namespace, configure: Callable[[dict[str, str]], Request], script: Path
 ) -> int:
-    """Answer the request and print the answer. `configure` applies `key=value` strings to CONFIG.
+    """Answer the request and print the answer. `configure` applies options to CONFIG.
     Return the exit code."""
     job_file = Path(arguments.write).expanduser() if arguments.write else None
     if job_file is not None:
