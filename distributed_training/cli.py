@@ -7,7 +7,6 @@ import importlib
 import itertools
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
@@ -23,14 +22,7 @@ from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
 from distributed_training.settings.files import IS_INSTALLED, did_you_mean, one_of, shown
-from distributed_training.settings.keys import (
-    Key,
-    Parser,
-    advise_on_name,
-    at_least,
-    find_option,
-    read_keys,
-)
+from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
 from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config
@@ -156,9 +148,7 @@ def read_options(
     `overrides` in the result maps the names of the given keys to their text. Raises UserError for
     an unknown option."""
     names = [name.removeprefix("--") for name in parser._option_string_actions]
-    # --batch-size=8 and --per_device_train_batch_size=8 mean --batch_size=8.
-    option = re.compile(r"^--([\w-]+)(?==|\Z)")
-    argv = [option.sub(lambda match: f"--{find_option(match[1], names)}", word) for word in argv]
+    argv = [replace_dashes(word, names) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:
@@ -169,6 +159,13 @@ def read_options(
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     allow_families([(overrides or {}).get("model"), getattr(arguments, "model", None)])
     return arguments
+
+
+def replace_dashes(word: str, names: Sequence[str]) -> str:
+    """Return --batch_size=8 for --batch-size=8, if `names` contains batch_size."""
+    option, equals, value = word.partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    return f"--{name}{equals}{value}" if option.startswith("--") and name in names else word
 
 
 def _advise_on_file(word: str) -> str | None:

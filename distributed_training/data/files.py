@@ -148,27 +148,22 @@ def _read_table(
                 table = pyarrow.parquet.ParquetFile(file)
                 unread |= dict.fromkeys(table.schema_arrow.names, ...)
                 batches = table.iter_batches(_BATCH_ROWS, columns=[*columns])
-            elif file.read(6) == b"ARROW1":
-                table = pyarrow.ipc.open_file(file)
-                batches = map(table.get_batch, range(table.num_record_batches))
             else:  # a stream, as written by the datasets library
-                file.seek(0)
                 batches = iter(pyarrow.ipc.open_stream(file))
             for batch in batches:
                 unread |= dict.fromkeys(batch.schema.names, ...)
                 batch = batch.select([name for name in batch.schema.names if name in columns])
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
-                for first in range(0, batch.num_rows, _BATCH_ROWS):
-                    for row in batch.slice(first, _BATCH_ROWS).to_pylist():
-                        number += 1
-                        for field in batch.schema:
-                            row[field.name] = _decode(
-                                row[field.name],
-                                field.type,
-                                field.name,
-                            )
-                        yield f"{path} row {number}", unread | row
+                for row in batch.to_pylist():
+                    number += 1
+                    for field in batch.schema:
+                        row[field.name] = _decode(
+                            row[field.name],
+                            field.type,
+                            field.name,
+                        )
+                    yield f"{path} row {number}", unread | row
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         why = first_line(error)
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
