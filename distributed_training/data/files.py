@@ -19,7 +19,6 @@ from distributed_training.settings.files import parse_json, require_regular
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_SIZE = 2**20  # bytes or characters read at a time
 _BATCH_ROWS = 16  # rows of a table decoded at a time
 
@@ -30,11 +29,6 @@ def sha256_of(stream: IO[bytes]) -> bytes:
     for block in iter(partial(stream.read, BLOCK_SIZE), b""):
         digest.update(block)
     return digest.digest()
-
-
-def suffix_of(path: Path) -> str:
-    """Return the suffix that determines the format of a file, such as .jsonl for a.jsonl.gz."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def read_text(
@@ -71,7 +65,7 @@ def read_records(
     table = partial(_read_table, columns=columns)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     for path in paths:
-        yield from readers.get(suffix_of(path), table)(path)
+        yield from readers.get(path.suffix, table)(path)
 
 
 def _parse(text: str) -> Any:
@@ -200,24 +194,14 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, and decompress it if necessary. Raises UserError if the file is not
-    a regular file, or if it cannot be read until the end."""
+    """Open a file for reading. Raises UserError if the file is not a regular file or cannot be
+    read."""
     try:
         require_regular(path, "dataset file")
-        if path.suffix in COMPRESSIONS:
-            import pyarrow
-
-            file = pyarrow.input_stream(
-                str(path),
-                compression=COMPRESSIONS[path.suffix],
-            )
-        else:
-            file = path.open("rb")
-        with file:
+        with path.open("rb") as file:
             yield file
-    except (OSError, EOFError) as error:  # for example, a truncated compressed file
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"dataset file {path} cannot be read", why) from None
+    except OSError as error:
+        raise UserError(f"dataset file {path} cannot be read", error.strerror or "") from None
 
 
 def _not_utf8(path: Path, why: str, encoding: str) -> UserError:
