@@ -301,12 +301,6 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     temperature_help = "sampling temperature. 0: always choose the most likely token (default: 0 "
     temperature_help += "for answers, 0.7 for other text)"
     add("--temperature", type=at_least(0.0), help=temperature_help)
-    add(
-        "--top_k",
-        type=at_least(1),
-        default=40,
-        help="sample only from the N most likely tokens (default: 40)",
-    )
     add("--seed", type=int, default=42, help="random seed for sampling (default: 42)")
     return lambda a: _load("tools.models").generate(a)
 

@@ -216,7 +216,7 @@ def test_output_dir_of_config_is_relative_to_the_script(monkeypatch, tmp_path):
     [
         ("linux", ["reprt"], ["'reprt'", "report"]),
         ("linux", ["zzzz"], ["Options begin with --", "See --help"]),
-        ("linux", ["generate", "runs/latest", "--top_k", "0"], ["--top_k", "'0'"]),
+        ("linux", ["generate", "runs/latest", "--num_tokens", "0"], ["--num_tokens", "'0'"]),
         ("linux", ["key.json"], ["'key.json'", "--dataset key.json"]),
         ("linux", ["train", "key.json"], ["'key.json'", "--dataset key.json"]),
         ("darwin", ["train"], ["darwin", "WSL 2"]),

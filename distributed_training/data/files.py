@@ -135,17 +135,17 @@ def _read_table(
     import pyarrow.parquet
 
     number = 0
-    unread: dict[str, Any] = {}
     try:
         with pyarrow.memory_map(str(path)) as file:
             if path.suffix == ".parquet":
                 table = pyarrow.parquet.ParquetFile(file)
-                unread |= dict.fromkeys(table.schema_arrow.names, ...)
+                unread = dict.fromkeys(table.schema_arrow.names, ...)
                 batches = table.iter_batches(_BATCH_ROWS, columns=[*columns])
             else:  # a stream, as written by the datasets library
-                batches = iter(pyarrow.ipc.open_stream(file))
+                table = pyarrow.ipc.open_stream(file)
+                unread = dict.fromkeys(table.schema.names, ...)
+                batches = iter(table)
             for batch in batches:
-                unread |= dict.fromkeys(batch.schema.names, ...)
                 batch = batch.select([name for name in batch.schema.names if name in columns])
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
@@ -173,8 +173,6 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
 
     if value is None:
         return None
-    if isinstance(cls, pyarrow.DictionaryType):
-        cls = cls.value_type
     if isinstance(value, dict):
         members = {}
         for field in cls:

@@ -26,8 +26,6 @@ def render(heading: str, comparison: Comparison) -> str:
     if comparison.verdict:
         texts.insert(0, comparison.verdict)
     parts = [fold(heading), "", *map(fold, texts), format_table(comparison.results)]
-    if predictions := comparison.predictions:
-        parts += ["Measured and predicted before the run:", format_table(predictions)]
     page = "\n".join([*parts, *map(fold, comparison.notes)])
     return "\n".join(map(printable, page.splitlines()))
 

@@ -24,7 +24,8 @@ def test_header_describes_the_run():
 
 
 def test_summary_shows_the_results():
-    rows = summary_rows(made_record())
+    rows = summary_rows(made_record(prediction={"tokens_per_s": 9e4}))
+    assert rows["predicted tokens/s"] == "90,000"
     assert rows["perplexity before"] == "33.12"
     assert rows["validation perplexity"] == "20.1"
     assert (rows["tokens/s"], rows["ms per step"], rows["MFU"]) == ("131,072", "125.0", "31.4%")
