@@ -28,7 +28,7 @@ lint:  ## ruff, mypy, import-linter and codespell on all files
 docs:  ## Rewrite the generated parts of the documents
 	$(setup) && python results/lab/documents.py
 
-report:  ## Table and plots of your runs, in report/
+report:  ## Table of your runs
 	$(setup) && python real_model_example.py report
 
 page:  ## The planner as a web page, in build/page/

@@ -7,7 +7,6 @@ import importlib
 import itertools
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
@@ -23,17 +22,10 @@ from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, Request
 from distributed_training.settings.errors import UserError, print_stderr, run_and_report_errors
 from distributed_training.settings.files import IS_INSTALLED, did_you_mean, one_of, shown
-from distributed_training.settings.keys import (
-    Key,
-    Parser,
-    advise_on_name,
-    at_least,
-    find_option,
-    read_keys,
-)
+from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
 from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
 from distributed_training.settings.own_code import allow_families, require_allowed_family
-from distributed_training.settings.request import build_config, parse_overrides
+from distributed_training.settings.request import build_config
 from distributed_training.start.streams import (
     open_closed_streams,
     open_lasting,
@@ -67,8 +59,7 @@ class Program:
 
 
 class AddOverride(argparse.Action):
-    """Action that appends an option to the list `overrides` as `key=value`. The list keeps the
-    order of the options on the command line. Several values are quoted as in a shell."""
+    """Action that puts an option into `overrides`, which maps the names of keys to their text."""
 
     def __call__(
         self,
@@ -78,9 +69,7 @@ class AddOverride(argparse.Action):
         option: str | None = None,
     ) -> None:
         assert option is not None
-        if isinstance(value, list):
-            value = shlex.join(value) if value[1:] else value[0]
-        namespace.overrides.append(f"{option.removeprefix('--')}={value}")
+        namespace.overrides[option.removeprefix("--")] = value
 
 
 def format_key_help(key: Key, *details: str) -> str:
@@ -93,15 +82,10 @@ def format_key_help(key: Key, *details: str) -> str:
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
-def add_keys(
-    parser: argparse.ArgumentParser,
-    *,
-    has_arguments: bool = False,
-) -> None:
+def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add an option for each key of CONFIG and of the strategies' engines, and the options that
-    control how a run is started. The option --dataset takes several values unless the command has
-    positional arguments."""
-    parser.set_defaults(overrides=[])
+    control how a run is started."""
+    parser.set_defaults(overrides={})
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
@@ -152,7 +136,6 @@ def add_keys(
                 action=AddOverride,
                 dest="overrides",
                 metavar="",
-                nargs="+" if key.name == "dataset" and not has_arguments else None,
                 help=text,
             )
 
@@ -162,12 +145,10 @@ def read_options(
     argv: Sequence[str],
 ) -> argparse.Namespace:
     """Parse the command line. If --model names a folder of model code, allow this code to run.
-    `overrides` in the result contains the `key=value` strings in the order in which they were
-    given. Raises UserError for an unknown option."""
+    `overrides` in the result maps the names of the given keys to their text. Raises UserError for
+    an unknown option."""
     names = [name.removeprefix("--") for name in parser._option_string_actions]
-    # --batch-size=8 and --per_device_train_batch_size=8 mean --batch_size=8.
-    option = re.compile(r"^--([\w-]+)(?==|\Z)")
-    argv = [option.sub(lambda match: f"--{find_option(match[1], names)}", word) for word in argv]
+    argv = [replace_dashes(word, names) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     if unknown:
@@ -176,23 +157,31 @@ def read_options(
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
-    model = parse_overrides(overrides or ()).get("model")
-    allow_families([model, getattr(arguments, "model", None)])
+    allow_families([(overrides or {}).get("model"), getattr(arguments, "model", None)])
     return arguments
 
 
+def replace_dashes(word: str, names: Sequence[str]) -> str:
+    """Return --batch_size=8 for --batch-size=8, if `names` contains batch_size."""
+    option, equals, value = word.partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    return f"--{name}{equals}{value}" if option.startswith("--") and name in names else word
+
+
 def _advise_on_file(word: str) -> str | None:
-    return f"use --dataset {shlex.quote(word)}" if Path(word).is_file() else None
+    if not Path(word).is_file():
+        return None
+    return f"use --dataset {shlex.quote(word)}, and put several datasets in quotes"
 
 
 def configure(
     arguments: argparse.Namespace,
     program: Program,
-    overrides: Sequence[str],
+    overrides: Mapping[str, Any],
 ) -> Request:
-    """Merge CONFIG, the preset and `key=value` strings into a Request. Raises UserError if a value
-    is not accepted. Also raises UserError if only the preset sets `model` to a folder of code,
-    because code runs only if the user names its folder."""
+    """Merge CONFIG, the preset and the values of `overrides` into a Request. Raises UserError if a
+    value is not accepted. Also raises UserError if only the preset sets `model` to a folder of
+    code, because code runs only if the user names its folder."""
     config = build_config(
         program.config,
         preset=arguments.preset,
@@ -253,7 +242,7 @@ def tool_command(
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.name} {name} [OPTIONS] [--KEY VALUE ...]"
     tool.add_options(parser)
-    add_keys(parser, has_arguments=name in ("compare", "parity"))
+    add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
         if name != "plan":
@@ -275,7 +264,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def report(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Compare runs in tables and plots."""
+    """Compare runs in tables."""
     add = parser.add_argument
     add(
         "paths",
@@ -283,14 +272,7 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
         type=Path,
         help="runs, folders of runs, or records (default: output_dir)",
     )
-    plot_help = "also plot the losses into an image file, such as losses.png"
-    add("--plot", type=Path, metavar="FILE", help=plot_help)
     return lambda a: _load("records.report").main(a, program.output_dir)
-
-
-def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Check whether this machine is ready for training."""
-    return lambda a: _load("tools.doctor").main(program.output_dir)
 
 
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
@@ -319,12 +301,6 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     temperature_help = "sampling temperature. 0: always choose the most likely token (default: 0 "
     temperature_help += "for answers, 0.7 for other text)"
     add("--temperature", type=at_least(0.0), help=temperature_help)
-    add(
-        "--top_k",
-        type=at_least(1),
-        default=40,
-        help="sample only from the N most likely tokens (default: 40)",
-    )
     add("--seed", type=int, default=42, help="random seed for sampling (default: 42)")
     return lambda a: _load("tools.models").generate(a)
 
@@ -366,7 +342,6 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
     "report": report,
-    "doctor": doctor,
     "generate": generate,
     "eval": eval_,
     "export": export,

@@ -16,12 +16,10 @@ from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Record
 from distributed_training.data.files import (
     TEXT_SUFFIXES,
-    encoding_of,
     open_file,
     read_records,
     read_text,
     sha256_of,
-    suffix_of,
 )
 from distributed_training.data.folders import (
     CARD,
@@ -185,7 +183,7 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
     sources = itertools.chain(*corpus.values())
     used_files = {file.resolve() for source in sources for file in source.files}
     ignored_names = METADATA_FILES
-    if all(suffix_of(file) in TEXT_SUFFIXES for file in used_files):
+    if all(file.suffix in TEXT_SUFFIXES for file in used_files):
         ignored_names = METADATA_FILES - {CARD}  # The card is a text like the others.
     unread = []
     for folder in split_weights(dataset):
@@ -265,7 +263,7 @@ def is_hub_name(dataset: str) -> bool:
     path."""
     path = Path(dataset)
     is_hub_form = _HUB_NAME.fullmatch(dataset) is not None
-    return is_hub_form and suffix_of(path) not in SUFFIXES and not path.exists()
+    return is_hub_form and path.suffix not in SUFFIXES and not path.exists()
 
 
 def _build_source(
@@ -275,9 +273,7 @@ def _build_source(
 ) -> Source:
     """Return the running text or records in `files` as a source. Raises UserError if record files
     contain no records, or if the first record has no known form."""
-    if suffix_of(files[0]) in TEXT_SUFFIXES:
-        for file in files:  # reading all of their text would take much longer
-            encoding_of(file)
+    if files[0].suffix in TEXT_SUFFIXES:
         return Source(files=files)
     source = Source(files=files, columns=columns)
     for where, record in source.read_records():

@@ -1,7 +1,6 @@
 """Read text files in blocks, and record files record by record, to save memory. Only .json files
 are read as a whole. This module does not import torch."""
 
-import codecs
 import contextlib
 import csv
 import hashlib
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import parse_json, require_regular, shown
+from distributed_training.settings.files import parse_json, require_regular
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_SIZE = 2**20  # bytes or characters read at a time
 _BATCH_ROWS = 16  # rows of a table decoded at a time
 
@@ -33,42 +31,28 @@ def sha256_of(stream: IO[bytes]) -> bytes:
     return digest.digest()
 
 
-def suffix_of(path: Path) -> str:
-    """Return the suffix that determines the format of a file, such as .jsonl for a.jsonl.gz."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
-
-
 def read_text(
     path: Path,
     *,
     by_line: bool = False,
 ) -> Iterator[str]:
     """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
-    encoded in UTF-8, or in UTF-16 with a byte-order mark. Line ends are read as by Python's `open`:
-    CRLF and CR become LF. Raises UserError if the file has another encoding or cannot be read."""
-    encoding = encoding_of(path)
+    encoded in UTF-8. Line ends are read as by Python's `open`: CRLF and CR become LF. Raises
+    UserError if the file has another encoding or cannot be read."""
     with open_file(path) as file:
-        text = io.TextIOWrapper(file, encoding)
+        text = io.TextIOWrapper(file, "utf-8-sig")
         read = text.readline if by_line else partial(text.read, BLOCK_SIZE)
         try:
-            yield from iter(read, "")
+            for block in iter(read, ""):
+                if "\0" in block:
+                    raise _not_utf8(path, "it contains zero bytes", "UTF-16")
+                yield block
         except UnicodeDecodeError as error:
             text_before = error.object[: error.start][-20:].decode("ascii", "replace")
             byte = f"0x{error.object[error.start]:02x}"
-            why = f"the byte {byte} after {text_before!r} is not valid {error.encoding.upper()}"
-            raise _not_utf8(path, why, "LATIN1") from None
-
-
-def encoding_of(path: Path) -> str:
-    """Return Python's name for the encoding of a text file, based on its first bytes. Raises
-    UserError if the encoding is not supported."""
-    with open_file(path) as file:
-        head = file.read(4)
-    if head.count(0) > 1:
-        encoding = "UTF-16LE" if head[0] else "UTF-16BE"
-        raise _not_utf8(path, "its first bytes include zero bytes", encoding)
-    has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return "utf-16" if has_mark else "utf-8-sig"
+            why = f"the byte {byte} after {text_before!r} is not valid UTF-8"
+            encoding = "UTF-16" if byte == "0xff" else "LATIN1"  # 0xff begins a byte-order mark
+            raise _not_utf8(path, why, encoding) from None
 
 
 def read_records(
@@ -81,7 +65,7 @@ def read_records(
     table = partial(_read_table, columns=columns)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     for path in paths:
-        yield from readers.get(suffix_of(path), table)(path)
+        yield from readers.get(path.suffix, table)(path)
 
 
 def _parse(text: str) -> Any:
@@ -132,10 +116,6 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for name in names:
             if name and names.count(name) > 1:
                 raise UserError(f"{path} has two columns named {name!r}", fix="rename one")
-        for delimiter in "\t;|":
-            if len(names) == 1 and delimiter in names[0]:
-                what = f"{path} has no commas in its header {shown(names[0])}"
-                raise UserError(what, fix=f"separate its columns by commas, not {shown(delimiter)}")
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row or None in row.values():
@@ -155,34 +135,29 @@ def _read_table(
     import pyarrow.parquet
 
     number = 0
-    unread: dict[str, Any] = {}
     try:
         with pyarrow.memory_map(str(path)) as file:
             if path.suffix == ".parquet":
                 table = pyarrow.parquet.ParquetFile(file)
-                unread |= dict.fromkeys(table.schema_arrow.names, ...)
+                unread = dict.fromkeys(table.schema_arrow.names, ...)
                 batches = table.iter_batches(_BATCH_ROWS, columns=[*columns])
-            elif file.read(6) == b"ARROW1":
-                table = pyarrow.ipc.open_file(file)
-                batches = map(table.get_batch, range(table.num_record_batches))
             else:  # a stream, as written by the datasets library
-                file.seek(0)
-                batches = iter(pyarrow.ipc.open_stream(file))
+                table = pyarrow.ipc.open_stream(file)
+                unread = dict.fromkeys(table.schema.names, ...)
+                batches = iter(table)
             for batch in batches:
-                unread |= dict.fromkeys(batch.schema.names, ...)
                 batch = batch.select([name for name in batch.schema.names if name in columns])
                 if path.suffix == ".arrow":  # wrong offsets could point outside the file's memory
                     batch.validate(full=True)
-                for first in range(0, batch.num_rows, _BATCH_ROWS):
-                    for row in batch.slice(first, _BATCH_ROWS).to_pylist():
-                        number += 1
-                        for field in batch.schema:
-                            row[field.name] = _decode(
-                                row[field.name],
-                                field.type,
-                                field.name,
-                            )
-                        yield f"{path} row {number}", unread | row
+                for row in batch.to_pylist():
+                    number += 1
+                    for field in batch.schema:
+                        row[field.name] = _decode(
+                            row[field.name],
+                            field.type,
+                            field.name,
+                        )
+                    yield f"{path} row {number}", unread | row
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         why = first_line(error)
         raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
@@ -198,8 +173,6 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
 
     if value is None:
         return None
-    if isinstance(cls, pyarrow.DictionaryType):
-        cls = cls.value_type
     if isinstance(value, dict):
         members = {}
         for field in cls:
@@ -219,24 +192,14 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, and decompress it if necessary. Raises UserError if the file is not
-    a regular file, or if it cannot be read until the end."""
+    """Open a file for reading. Raises UserError if the file is not a regular file or cannot be
+    read."""
     try:
         require_regular(path, "dataset file")
-        if path.suffix in COMPRESSIONS:
-            import pyarrow
-
-            file = pyarrow.input_stream(
-                str(path),
-                compression=COMPRESSIONS[path.suffix],
-            )
-        else:
-            file = path.open("rb")
-        with file:
+        with path.open("rb") as file:
             yield file
-    except (OSError, EOFError) as error:  # for example, a truncated compressed file
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"dataset file {path} cannot be read", why) from None
+    except OSError as error:
+        raise UserError(f"dataset file {path} cannot be read", error.strerror or "") from None
 
 
 def _not_utf8(path: Path, why: str, encoding: str) -> UserError:

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.chats.records import Record
-from distributed_training.data.files import (
-    COMPRESSIONS,
-    RECORD_SUFFIXES,
-    TEXT_SUFFIXES,
-    read_records,
-    suffix_of,
-)
+from distributed_training.data.files import RECORD_SUFFIXES, TEXT_SUFFIXES, read_records
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import is_outside, one_of, shown
 
@@ -41,8 +35,7 @@ def check_dataset_exists(path: Path, what: str) -> None:
     if path.is_file() or path.is_dir():
         return
     why = "is not a regular file" if path.exists() else "does not exist"
-    fix = f"use a {one_of(SUFFIXES)} file (optionally compressed: {', '.join(COMPRESSIONS)}), a "
-    fix += 'folder of such files, "wikitext-2" or "embedded"'
+    fix = f'use a {one_of(SUFFIXES)} file, a folder of such files, "wikitext-2" or "embedded"'
     raise UserError(f"{what} {why}", fix=fix)
 
 
@@ -56,13 +49,13 @@ def find_splits(
     error messages, and `columns` renames columns (`Record`). If a folder has records, its text
     files only describe them. Raises UserError if `path` is anything else or cannot be read."""
     if path.is_file():
-        if suffix_of(path) in SUFFIXES:
+        if path.suffix in SUFFIXES:
             return {"train": [path]}
         raise _unusable_error(what, [path])
     check_dataset_exists(path, what)
     files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
-    texts = [file for file in files if suffix_of(file) in TEXT_SUFFIXES]
-    records = [file for file in files if suffix_of(file) in RECORD_SUFFIXES]
+    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+    records = [file for file in files if file.suffix in RECORD_SUFFIXES]
     with_records = [file for file in records if not _is_metadata(file, columns)]
     files = with_records or texts or records
     if not files:
@@ -79,7 +72,7 @@ def _has_samples(file: Path, folder: Path) -> bool:
     """Return whether a file contains samples: its suffix is known, and it is not hidden, not in
     METADATA_FILES, not a cache of the datasets library and not a link to a file outside the
     folder."""
-    is_sample = suffix_of(file) in SUFFIXES and file.name not in METADATA_FILES
+    is_sample = file.suffix in SUFFIXES and file.name not in METADATA_FILES
     is_sample = is_sample and not file.match("cache-*.arrow")
     is_sample = is_sample and not file.is_dir() and not is_hidden(file.relative_to(folder))
     # A pipe, device or broken link is refused when it is opened.
@@ -94,7 +87,7 @@ def is_hidden(path: Path) -> bool:
 def _is_metadata(file: Path, columns: Mapping[str, str]) -> bool:
     """Return whether a file is a .json file with a single value that is not a record, or with a
     list of values that are not objects."""
-    if suffix_of(file) != ".json":
+    if file.suffix != ".json":
         return False
     values = list(itertools.islice(read_records(file, columns=()), 2))
     if not values:
@@ -173,6 +166,6 @@ def _find_splits_by_convention(
 
 
 def _unusable_error(what: str, files: Sequence[Path]) -> UserError:
-    found = ", ".join(sorted({suffix_of(file) or "without a suffix" for file in files}))
+    found = ", ".join(sorted({file.suffix or "without a suffix" for file in files}))
     why = f"it has only files {found}, or links to other folders" if found else "it has no files"
     return UserError(f"{what} cannot be read", why, f"use {one_of(SUFFIXES)} files")

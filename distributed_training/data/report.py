@@ -10,7 +10,7 @@ import numpy as np
 from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.corpus import split_weights
 from distributed_training.data.pieces import MESSAGES, RUNNING
-from distributed_training.data.samples import Samples, count_targets, divide, read_samples
+from distributed_training.data.samples import Samples, divide, read_samples
 from distributed_training.settings.config import Config
 from distributed_training.settings.files import plural, shown
 
@@ -33,7 +33,6 @@ def summarize(
     - `held_out`: number of samples that are kept for validation;
     - `trained`, `unit`: number of samples that an epoch trains on, and their name;
     - `trained_by_dataset`: number of samples that each dataset contributes to `trained`;
-    - `ends_cut`: number of cut samples that lose the end of an answer;
     - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and total number of
       tokens;
     - `loss_share`: number of tokens in the loss, divided by the number of tokens in all samples;
@@ -47,11 +46,11 @@ def summarize(
     lengths = np.diff(split["starts"])
     num_read = counts["records"] - sum(left_out.values())
     num_short = int((lengths < 2).sum())
-    num_cut = num_answers_cut = 0
+    num_cut = 0
     if num_short and form != RUNNING:
         left_out["fewer than two tokens"] = num_short
     if "loss_mask" in split:
-        num_cut, num_answers_cut = _count_cut(samples, split, config.max_length)
+        num_cut = _count_cut(samples, split["starts"], config.max_length)
         num_filled = len(lengths) - num_short - len(samples)
         # A record may have several samples, one per answer. Count omitted samples in a note then.
         if num_filled and len(lengths) == num_read:
@@ -59,7 +58,7 @@ def summarize(
         elif num_filled:
             notes[f"sample of a record with several answers left out ({FILLED})"] = num_filled
     elif not packs:  # If texts are packed, long texts are split instead of being cut.
-        num_cut, _ = _count_cut(samples, split, config.max_length)
+        num_cut = _count_cut(samples, split["starts"], config.max_length)
     num_used = counts["records"] - sum(left_out.values())
     num_sample_tokens = samples.lengths.sum()
     if packs and form == RUNNING:
@@ -85,7 +84,6 @@ def summarize(
         "trained_by_dataset": dict(zip(weights, trained, strict=True)),
         "unit": unit,
         "cut": num_cut,
-        "ends_cut": num_answers_cut,
         "tokens": dict(zip(QUANTILES, tokens, strict=True)),
         "num_tokens": int(lengths.sum()),
         "loss_share": float(samples.num_targets.sum() / max(1, num_sample_tokens)),
@@ -93,21 +91,12 @@ def summarize(
     }
 
 
-def _count_cut(
-    samples: Samples,
-    split: dict[str, np.ndarray],
-    max_length: int,
-) -> tuple[int, int]:
-    """Return the number of samples that are cut at max_length, and the number of those that lose
-    targets in the loss. Each sample must be one document of the split or the beginning of one."""
-    samples = samples.select(np.argsort(samples.starts))
-    documents = np.searchsorted(split["starts"], samples.starts, "right") - 1
-    full_lengths = np.diff(split["starts"])[documents] - 1
-    num_cut = int((full_lengths > max_length).sum())
-    if "loss_mask" not in split:
-        return num_cut, num_cut
-    num_targets = count_targets(split["loss_mask"], samples.starts, full_lengths)
-    return num_cut, int((samples.num_targets < num_targets).sum())
+def _count_cut(samples: Samples, bounds: np.ndarray, max_length: int) -> int:
+    """Return the number of samples that are cut at max_length. Each sample must be a document of
+    the split or the beginning of one. `bounds` are the `starts` of the split."""
+    documents = np.searchsorted(bounds, samples.starts, "right") - 1
+    full_lengths = np.diff(bounds)[documents] - 1
+    return int((full_lengths > max_length).sum())
 
 
 def describe_split(counts: dict[str, Any]) -> str:
@@ -131,8 +120,6 @@ def describe(
     ]
     if counts["cut"]:
         line = f"truncated to max_length={max_length}: {plural(counts['cut'], 'sample')}"
-        if counts["ends_cut"]:
-            line += f", {counts['ends_cut']:,} of them within an answer"
         lines.append(f"{line}; the longest record has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
         more = ", ..." if len(unread) > 3 else ""

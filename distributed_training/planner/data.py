@@ -21,7 +21,7 @@ from distributed_training.data.corpus import (
     is_hub_name,
     split_weights,
 )
-from distributed_training.data.estimate import MIN_ERROR, sample_corpus
+from distributed_training.data.estimate import ERROR, sample_corpus
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
@@ -119,7 +119,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
                 return read_data(draft, tokenizer_dir)
         if (sampled := sample_corpus(corpus, Path(cache_dir))) is None:
             return None
-        part, scale, error = sampled
+        part, scale = sampled
         draft = draft.with_config(num_samples=-1)
         data = samples.read_data(
             part,
@@ -130,7 +130,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
             embedding_rows=draft.size.vocab_size,
         )
         counts = _summarize(data, draft, Path(cache_dir))
-        return replace(data, counts=counts, scale=scale, error=error)
+        return replace(data, counts=counts, scale=scale, error=ERROR)
 
 
 def read_data(
@@ -199,7 +199,7 @@ def resolve_data_values(
     if error and 0 < config.num_samples < num_samples:
         num_sequences = round(num_sequences * config.num_samples / num_samples)
         num_samples = config.num_samples
-        error = MIN_ERROR if data.packs else 0.0
+        error = ERROR if data.packs else 0.0
     if num_samples < config.num_samples and draft.requested.is_set("num_samples"):
         notes.append(f"the dataset has only {plural(num_samples, 'training sample')}")
     if not data.packs and config.pack == AUTO:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import textwrap
 import time
 from operator import itemgetter
@@ -18,8 +17,6 @@ from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from distributed_training.records.record import Record
 
 WIDTH = 80  # maximum length of the lines that a run prints
@@ -39,24 +36,19 @@ _SECONDS = {
 
 
 class Display:
-    """Output of a run. Progress is shown as a bar on a terminal and as occasional lines in a log
-    file."""
+    """Output of a run, on rank 0."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
-        self._bar: tqdm | None = None
-        self._total = 0
         self._last_line = 0.0
 
     def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self.enabled:
+        if self.enabled:
             print(text, flush=True)
 
     def say_in_handler(self, text: str) -> None:
-        """Print from a signal handler. The bar and Python's streams may be in the middle of a write
-        then, and would raise RuntimeError."""
+        """Print from a signal handler. Python's streams may be in the middle of a write then, and
+        would raise RuntimeError."""
         if self.enabled:
             with contextlib.suppress(OSError):  # nobody reads standard output
                 os.write(1, f"\n{text}\n".encode())
@@ -80,48 +72,32 @@ class Display:
             first = f"  {name:<{width}}  "
             self.say(fold(value, len(first), first))
 
-    def start(self, num_done: int, total: int) -> None:
-        """Begin to show progress."""
-        from tqdm import tqdm  # planning does not need it
-
-        self._total = total
-        if self.enabled and sys.stderr.isatty():
-            bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
-            self._bar = tqdm(
-                total=total, initial=num_done, dynamic_ncols=True, bar_format=bar_format
-            )
-
-    def progress(self, rows: list[JsonObject], first_step: int) -> None:
-        """Show the values in the last of `rows` and the average speed over all `rows`, which have
-        the same keys as the rows of metrics.jsonl. The average excludes the run's first step
-        (number `first_step`), which is slower than the others."""
-        from tqdm import tqdm
-
+    def progress(
+        self,
+        rows: list[JsonObject],
+        first_step: int,
+        num_steps: int,
+    ) -> None:
+        """Print the values in the last of `rows` and the average speed over all `rows`, which have
+        the same keys as the rows of metrics.jsonl, at most every 5 s and after the last step. The
+        average excludes the run's first step (number `first_step`), which is slower than the
+        others."""
         last = rows[-1]
         step = last["step"]
+        if time.monotonic() - self._last_line <= 5 and step < num_steps:
+            return
+        self._last_line = time.monotonic()
         warm_rows = [row for row in rows if row["step"] != first_step]
         seconds = sum(row["step_time_s"] for row in warm_rows or rows)
-        text = f"loss {last['loss']:.4f}"
-        if self._bar is None:  # a bar needs the space
-            text = f"epoch {last['epoch'] + 1}  {text}  lr {last['learning_rate']:.1e}"
+        text = f"step {step:>6}/{num_steps}  epoch {last['epoch'] + 1}  loss {last['loss']:.4f}"
+        text += f"  lr {last['learning_rate']:.1e}"
         if warm_rows and seconds > 0:  # the clock of a virtual machine may stand still
             speed = sum(row["num_tokens"] for row in warm_rows) / seconds
-            remaining_s = (self._total - step) * seconds / len(warm_rows)
-            remaining = tqdm.format_interval(round(remaining_s)).removeprefix("0")
-            text += f"  {speed:,.0f} tok/s  {remaining} left"
+            remaining_s = (num_steps - step) * seconds / len(warm_rows)
+            text += f"  {speed:,.0f} tok/s  {format_duration(remaining_s)} left"
         else:
             text += f"  first step {seconds:.1f} s"
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._last_line > 5 or step == self._total:
-            self._last_line = time.monotonic()
-            self.say(f"step {step:>6}/{self._total}  {text}")
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self.say(text)
 
 
 def fold(

@@ -1,14 +1,11 @@
-"""Find the records of runs and compare them in tables and a plot. This module implements the
-command `report`."""
+"""Find the records of runs and compare them in tables. This module implements the command
+`report`."""
 
 import argparse
 import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from distributed_training.records.display import fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
@@ -17,7 +14,6 @@ from distributed_training.settings.errors import UserError, describe, print_stde
 from distributed_training.settings.files import plural, resolve_user_path
 
 COMMAND = "python real_model_example.py report"
-Figure = Any  # matplotlib.figure.Figure, which is slow to import
 _SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in characters
 _KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
 
@@ -30,52 +26,8 @@ def render(heading: str, comparison: Comparison) -> str:
     if comparison.verdict:
         texts.insert(0, comparison.verdict)
     parts = [fold(heading), "", *map(fold, texts), format_table(comparison.results)]
-    if predictions := comparison.predictions:
-        parts += ["Measured and predicted before the run:", format_table(predictions)]
     page = "\n".join([*parts, *map(fold, comparison.notes)])
     return "\n".join(map(printable, page.splitlines()))
-
-
-def save_plot(layouts: Sequence[LayoutRow], file: Path) -> None:
-    """Write the plot of the losses to an image file, unless there are no losses."""
-    figure = plot_losses(layouts)
-    if figure is not None:
-        figure.savefig(file, dpi=130)
-        print(f"Wrote {short_path(file)}.")
-
-
-def plot_losses(layouts: Sequence[LayoutRow]) -> Figure | None:
-    """Plot the training losses of each run as a line, and its validation losses as dots. A
-    non-finite loss (None in a record) leaves a gap. Return None if there is no finite training
-    loss."""
-    import matplotlib.figure
-
-    # This figure needs no display and need not be closed.
-    figure = matplotlib.figure.Figure(
-        figsize=(6.4, 4.2),
-        layout="constrained",
-    )
-    axes = figure.subplots()
-    for index, layout in enumerate(layouts):
-        r = layout.finished_record
-        if r is None:
-            continue
-        style: dict[str, Any] = {"color": f"C{index % 10}", "linewidth": 1.2}
-        steps = [step for step, _ in r.loss_curve]
-        # None becomes NaN.
-        losses = np.array([loss for _, loss in r.loss_curve], dtype=float)
-        if not np.isfinite(losses).any():
-            continue
-        axes.plot(steps, losses, label=layout.name, **style)
-        eval_steps = [row["step"] for row in r.evaluations]
-        eval_losses = np.array([row["loss"] for row in r.evaluations], dtype=float)
-        axes.plot(eval_steps, eval_losses, "o", markeredgecolor="white", zorder=3, **style)
-    if not axes.lines:
-        return None
-    axes.set(xlabel="optimizer step", ylabel="loss in nats per token (dots: validation)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
-    return figure
 
 
 def compare_runs(records: Sequence[Record]) -> Comparison:
@@ -134,8 +86,8 @@ def _check_values(record: Record) -> None:
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:
-    """Show the runs that `arguments` name or, by default, all runs in `output_dir`, and write the
-    plot. Return the exit code."""
+    """Show the runs that `arguments` name or, by default, all runs in `output_dir`. Return the exit
+    code."""
     paths = arguments.paths or [output_dir]
     records = find_records(paths)
     if not records:
@@ -143,8 +95,5 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
         raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
     folder = short_path(os.path.commonpath([r.run_dir for r in records]))
     heading = f"{plural(len(records), 'run')} in {folder}"
-    comparison = compare_runs(records)
-    print(render(heading, comparison), flush=True)
-    if arguments.plot is not None:
-        save_plot(comparison.finished, arguments.plot)
+    print(render(heading, compare_runs(records)), flush=True)
     return 0

@@ -25,8 +25,6 @@ from distributed_training.settings.files import plural
 EMPTY_CELL = "-"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
 _NAME_WIDTH = 26  # width of the first column on a terminal
-# Columns of a comparison, because a terminal is narrow. The summary of each run has all of RESULTS.
-_COMPARED = ("tokens/s", "reserved GPU memory", "validation loss")
 # Left-aligned columns
 TEXT_COLUMNS = {"run", "pick", "layout", "status", "verdict", "bottleneck"}
 
@@ -41,10 +39,6 @@ class Column:
     def __call__(self, record: Record | None) -> str:
         value = None if record is None else self.value(record)
         return EMPTY_CELL if value is None else self.show(value)
-
-
-def predicted(name: str) -> Callable[[Record], Any]:
-    return lambda r: (r.prediction or {}).get(name)
 
 
 def nan_if_none(value: float | None) -> float:
@@ -95,6 +89,10 @@ RESULTS = {
         lambda r: r.performance.get("tokens_per_s"),
         "{:,.0f}".format,
     ),
+    "predicted tokens/s": Column(
+        lambda r: (r.prediction or {}).get("tokens_per_s"),
+        "{:,.0f}".format,
+    ),
     "ms per step": Column(lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds),
     "MFU": Column(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "reserved GPU memory": Column(lambda r: r.memory.get("peak_reserved_bytes"), format_bytes),
@@ -104,24 +102,8 @@ RESULTS = {
     "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format),
     "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format),
 }
-
-
-def _peak_bytes(r: Record) -> float | None:
-    """Return the peak size in bytes of the tensors on the GPU with the highest peak. Without GPUs,
-    return the peak RAM in bytes of the process with the highest peak."""
-    return r.memory.get("peak_allocated_bytes" if r.machine["gpu_name"] else "peak_host_bytes")
-
-
-def _predicted_peak_bytes(r: Record) -> float | None:
-    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
-
-
-PREDICTIONS = {
-    "ms per step": RESULTS["ms per step"],
-    "predicted ms": Column(predicted("step_time_s"), _milliseconds),
-    "peak memory": Column(_peak_bytes, format_bytes),
-    "predicted peak": Column(_predicted_peak_bytes, format_bytes),
-}
+# Columns of a comparison, because a terminal is narrow. The summary of each run has all of RESULTS.
+_COMPARED = ("tokens/s", "reserved GPU memory", "validation loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +146,6 @@ class Comparison:
     @property
     def records(self) -> list[Record]:
         return [layout.record for layout in self.layouts if layout.record]
-
-    @property
-    def finished(self) -> list[LayoutRow]:
-        return [layout for layout in self.layouts if layout.finished_record]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -221,30 +199,14 @@ class Comparison:
 
     @property
     def results(self) -> dict[str, list[str]]:
-        """Return the columns of the table of speed, memory and losses. Failed layouts also have a
-        row."""
-        statuses = [layout.status for layout in self.layouts]
-        columns = {name: RESULTS[name] for name in _COMPARED}
-        return {**_build_columns(self.layouts, columns), "status": statuses}
-
-    @property
-    def predictions(self) -> dict[str, list[str]]:
-        """Return the columns of the table that compares each plan's prediction with its run."""
-        has_predictions = any(r.prediction for r in self.records)
-        return _build_columns(self.finished, PREDICTIONS) if has_predictions else {}
-
-
-def _build_columns(
-    layouts: Sequence[LayoutRow], columns: Mapping[str, Column]
-) -> dict[str, list[str]]:
-    """Return the cells of a table with one row per layout, by column. The first column contains the
-    names of the layouts, and empty columns are left out."""
-    cells = {"run": [layout.name for layout in layouts]}
-    for name, column in columns.items():
-        texts = [column(layout.finished_record) for layout in layouts]
-        if {*texts} - {EMPTY_CELL}:
-            cells[name] = texts
-    return cells
+        """Return the columns of the table of speed, memory and losses. The first column contains
+        the names of the layouts, and empty columns are left out. Failed layouts also have a row."""
+        cells = {"run": [layout.name for layout in self.layouts]}
+        for name in _COMPARED:
+            texts = [RESULTS[name](layout.finished_record) for layout in self.layouts]
+            if {*texts} - {EMPTY_CELL}:
+                cells[name] = texts
+        return {**cells, "status": [layout.status for layout in self.layouts]}
 
 
 def summary_rows(r: Record) -> dict[str, str]:
@@ -278,7 +240,7 @@ def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def format_table(columns: Mapping[str, list[str]]) -> str:
     """Return a table for a terminal."""
-    headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
+    headings = [name.replace(" ", "\n", 1) for name in columns]
     return tabulate(
         # The headings are a row of the table, because tabulate adds padding to its own headings.
         [headings, *zip(*columns.values(), strict=True)],

@@ -150,13 +150,6 @@ def _advice_on_foreign_option(word: str) -> str | None:
     return advice
 
 
-def find_option(option: str, names: Sequence[str]) -> str:
-    """Return the one of `names` that an option means: `option` itself, `option` with dashes, or an
-    option of another program that means exactly the same. Return `option` if there is none."""
-    other = (_advice_on_foreign_option(option) or "").removeprefix("use --")
-    return next((name for name in (option.replace("-", "_"), other) if name in names), option)
-
-
 def advise_on_name(word: str, names: Iterable[str]) -> str | None:
     """Return advice on an unknown name: the corresponding option if it is an option of
     transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return

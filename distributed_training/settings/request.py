@@ -3,8 +3,9 @@ does not import torch."""
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from distributed_training.settings import files
@@ -21,14 +22,15 @@ def build_config(
     config: Mapping[str, Any],
     *,
     preset: str | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
     force: bool = False,
     strict: bool = False,
 ) -> Request:
-    """Merge CONFIG, a preset and `key=value` strings; later sources take precedence. The strategy's
-    engine may add keys. Raises UserError for a key, value or preset that cannot be used."""
+    """Merge CONFIG, a preset and `overrides`; later sources take precedence. The values of
+    `overrides` are read as on the command line. The strategy's engine may add keys. Raises
+    UserError for a key, value or preset that cannot be used."""
     preset_document = {} if preset is None else load_preset(preset)
-    typed_texts = parse_overrides(overrides)
+    typed_texts = {name: str(value) for name, value in overrides.items()}
     strategy = str(
         {
             "strategy": AUTO,
@@ -86,15 +88,6 @@ def read_template(name_or_path: str) -> str:
         fix = f"name a Jinja file, {files.one_of(names)}"
         raise UserError(f"chat_template={name_or_path!r} is not a file", fix=fix)
     return path.read_text(encoding="utf-8")
-
-
-def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
-    """Map the name of each key in the `key=value` strings to its last value."""
-    values = {}
-    for text in overrides:
-        name, _, value = text.partition("=")
-        values[name] = value
-    return values
 
 
 def format_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS,
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, plural
-from distributed_training.settings.request import format_overrides, parse_overrides
+from distributed_training.settings.request import format_overrides
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.local import requested_processes
 from distributed_training.supervise.process import handle_signals
@@ -47,8 +47,8 @@ WORK_KEYS = {
     *(name for name, key in KEYS.items() if key.work),
 }
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
-Build = Callable[[Sequence[str]], Request]  # applies "key=value" strings to CONFIG
 Values = dict[str, Any]
+Build = Callable[[Values], Request]  # applies values to CONFIG, as the command line does
 Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
 
 
@@ -156,9 +156,9 @@ def build_runs(
         strategies = re.split(r"\s*,\s*", arguments.strategies.strip())
         plan = ComparisonPlan(runs=[{"strategy": strategy} for strategy in strategies])
         name = "-".join(strategies)
-    typed_overrides = parse_overrides(arguments.overrides)
+    typed_overrides = arguments.overrides
     has_num_samples = "num_samples" in plan.common or "num_samples" in typed_overrides
-    if not has_num_samples and not build([]).is_set("num_samples"):
+    if not has_num_samples and not build({}).is_set("num_samples"):
         defaults = {**defaults, "num_samples": CAPPED_NUM_SAMPLES}
         text = f"By default, an epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
         print(f"{text}. To train on all samples, add --num_samples -1.")
@@ -203,7 +203,7 @@ def build_run(
     the values, the run's `why` contains the reason."""
     run = Run(values={"strategy": "?", **values}, command=command, num_processes=num_processes)
     try:
-        config = build(format_overrides(values))
+        config = build(values)
         if config.batch_size == AUTO:
             what = "compare needs a fixed batch_size, because each strategy would choose its own"
             raise UserError(what, fix="add --batch_size 8")
@@ -302,7 +302,7 @@ def train(run: Run, out: Path) -> None:
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
-    """Print the tables, and write them and the plot of the losses to files."""
+    """Print the tables, and write them to a file."""
     layouts = []
     for run in runs:
         record = None if run.why else run.record
@@ -315,4 +315,3 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     text = report.render(heading, comparison)
     (out / "compare.txt").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")
-    report.save_plot(comparison.finished, out / "losses.png")

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(
     arguments: argparse.Namespace,
-    configure: Callable[[Sequence[str]], Request],
+    configure: Callable[[dict[str, str]], Request],
     script: Path,
 ) -> int:
     """Tokenize the dataset into the token cache, as a training run would. Show samples and counts.

@@ -163,7 +163,6 @@ def generate(arguments: argparse.Namespace) -> int:
             context=model.size.num_positions,
             seed=arguments.seed,
             past=KVCache(),
-            top_k=arguments.top_k,
             temperature=temperature,
             eos_ids=eos_ids,
         )

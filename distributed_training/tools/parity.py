@@ -67,12 +67,12 @@ def run(
     layouts compute the same results as a single process."""
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
-    arguments.overrides += compare.format_overrides(FORCED_VALUES)
+    arguments.overrides |= FORCED_VALUES
     runs, out = compare.build_runs(
         arguments,
         build,
         script,
-        choose_defaults(build([])),
+        choose_defaults(build({})),
     )
     if arguments.out is None:
         out = out.with_name(f"parity-x{runs[0].num_processes}")

@@ -7,7 +7,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -64,15 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     price_help = "also print the cost at this price per GPU-hour, such as 2.5 or '2.5 USD'"
     add("--price", type=parse_price, metavar="P", help=price_help)
     add("--json", action="store_true", help="print all layouts as JSON")
-    add(
-        "--all", action="store_true", help=f"like --explain, with all layouts, not only {MAX_SHOWN}"
-    )
 
 
 def run(
-    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
+    arguments: argparse.Namespace, configure: Callable[[dict[str, str]], Request], script: Path
 ) -> int:
-    """Answer the request and print the answer. `configure` applies `key=value` strings to CONFIG.
+    """Answer the request and print the answer. `configure` applies options to CONFIG.
     Return the exit code."""
     job_file = Path(arguments.write).expanduser() if arguments.write else None
     if job_file is not None:
@@ -101,8 +98,8 @@ def run(
         return 0
     check_memory(found.layouts[0], cluster)
     print("\n".join(map(fold, _describe(found, cluster))))
-    if arguments.explain or arguments.all:
-        _print_tables(found, cluster, show_all=arguments.all)
+    if arguments.explain:
+        _print_tables(found, cluster)
     else:
         print("To see other layouts and their bottlenecks, add --explain.")
     print()
@@ -136,24 +133,17 @@ def _describe(found: Answer, cluster: Cluster) -> list[str]:
     return lines + [f"note: {printable(note)}" for note in found.notes]
 
 
-def _print_tables(
-    found: Answer,
-    cluster: Cluster,
-    *,
-    show_all: bool,
-) -> None:
+def _print_tables(found: Answer, cluster: Cluster) -> None:
     """Print a table of the layouts, which begins with the picks, and its legend."""
     from distributed_training.records.results import format_table
 
     picked = [choice for _, choice in found.picks]
-    listed = found.layouts if show_all else found.fitting
-    others = [("", choice) for choice in listed if choice not in picked]
-    max_shown = len(listed) if show_all else MAX_SHOWN
-    rows = [_row(choice, label) for label, choice in [*found.picks, *others][:max_shown]]
+    others = [("", choice) for choice in found.fitting if choice not in picked]
+    rows = [_row(choice, label) for label, choice in [*found.picks, *others][:MAX_SHOWN]]
     table = format_table({name: [row[name] for row in rows] for name in rows[0]})
     print(f"\n{table}\n")
-    if max_shown < len(listed):
-        print("--all lists all layouts.")
+    if len(found.fitting) > MAX_SHOWN:
+        print("--json prints all layouts.")
     print("\n".join(map(fold, legend(cluster).splitlines())))
 
 

@@ -23,29 +23,31 @@ class Recorder:
     """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
     and write them to record.json and metrics.jsonl."""
 
-    def __init__(
-        self,
-        record: records.RunRecord | None,
-        tracker: metrics.Tracker,
-    ) -> None:
+    def __init__(self, record: records.RunRecord | None) -> None:
         self.record = record
-        self.tracker = tracker
+        self.tracker: Any = None  # module of the tracker, such as wandb
         self.step_times: list[float] = []  # in seconds, of each step that this process ran
 
     def add_steps(self, trainer: Trainer, rows: list[Row]) -> None:
         """Add new rows of metrics.jsonl."""
         for row in rows:
             self.step_times.append(row["step_time_s"])
-            self.tracker.log("train", row)
+            self._track("train", row)
         if self.record is not None:
             records.append_metrics(trainer.plan.run_dir, rows)
-        trainer.display.progress(rows, trainer.results.first_step)
+        trainer.display.progress(rows, trainer.results.first_step, trainer.num_steps)
 
     def add_evaluation(self, trainer: Trainer, row: Row) -> None:
         """Add the latest entry of the history's `evaluations`."""
         if self.record is not None:
             trainer.say(f"validation {describe_evaluation(row)}")
-            self.tracker.log("eval", row)
+            self._track("eval", row)
+
+    def _track(self, group: str, row: Row) -> None:
+        """Send the numbers in a row to the tracker. Their names begin with `group`."""
+        if self.tracker is not None:
+            values = {f"{group}/{name}": value for name, value in row.items() if value is not None}
+            self.tracker.log(values, row["step"])
 
     def store(self, history: records.History) -> None:
         """Write the history to the record, so that it survives the end of this process."""
@@ -152,14 +154,9 @@ class Checkpoints:
         except FloatingPointError as error:
             what = f"step {self.saved_step} was not saved: {error}"
             raise trainer.results.build_error(what) from None
-        waited_before = not all(save["copied"] for save in trainer.history.saves)
         trainer.history.saves.append(row)
         trainer.recorder.store(trainer.history)
         trainer.display.say(f"saved {folder.parent.name}/{folder.name}")
-        if not (row["copied"] or waited_before):
-            trainer.display.note(
-                "training waits during saves, because a copy of the state does not fit in RAM"
-            )
 
     def restore(self, trainer: Trainer, folder: Path) -> None:
         """Continue the run from a checkpoint: restore engine, random numbers, history, record and

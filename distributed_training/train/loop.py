@@ -28,7 +28,6 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise.process import STOP_SIGNALS, handle_signals
 from distributed_training.train.around_steps import Checkpoints, Recorder, keep_best, stop_early
-from distributed_training.train.profiling import Profile
 
 FLUSH_EVERY_S = 1.0
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
@@ -226,7 +225,7 @@ class Trainer:
     recorder: Recorder
     history: records.History
     set_activity: Callable[[str], None]  # publishes the current activity (start/progress.py)
-    profile: Profile | None = None
+    profiler: torch.profiler.profile | None = None
     sample: str | None = None  # text that the trained model generated
     stop_signum: int = 0  # number of the signal that stops all ranks, or 0
 
@@ -265,31 +264,27 @@ class Trainer:
         if self.step == 0 and self.plan.weights_dir is not None:  # random weights write nothing
             self._generate_sample("before")
         is_done = False
-        try:
-            handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
-            with handle_signals(handlers) as previous_handlers:
-                self.stop_signal.previous_handlers = previous_handlers
-                if self.profile is not None:
-                    self.profile.start(self)
-                evaluations = self.history.evaluations
-                # The run may have been killed after this evaluation, such as during an export.
-                if evaluations and evaluations[-1]["step"] == self.step:
-                    self._act_on_evaluation(evaluations[-1])
-                # Before the first step, and where the resumed run was killed before it evaluated
-                if self.evaluation_is_due:
-                    self._evaluate()
-                self.display.start(self.step, self.num_steps)
-                self._begin_measuring()
-                while self.step < self.num_steps and not self.stop_signum:
-                    self._advance()
-                self.peak_memory.end()
-                if self.profile is not None:
-                    self.profile.stop()
-                if self.step == self.num_steps:
-                    is_done = self._export_and_sample()
-                self.checkpoints.finish(self)
-        finally:
-            self.display.stop()
+        handlers = dict.fromkeys(STOP_SIGNALS, self.stop_signal.handle)
+        with handle_signals(handlers) as previous_handlers:
+            self.stop_signal.previous_handlers = previous_handlers
+            if self.profiler is not None:
+                self.profiler.start()
+            evaluations = self.history.evaluations
+            # The run may have been killed after this evaluation, such as during an export.
+            if evaluations and evaluations[-1]["step"] == self.step:
+                self._act_on_evaluation(evaluations[-1])
+            # Before the first step, and where the resumed run was killed before it evaluated
+            if self.evaluation_is_due:
+                self._evaluate()
+            self._begin_measuring()
+            while self.step < self.num_steps and not self.stop_signum:
+                self._advance()
+            self.peak_memory.end()
+            if self.profiler is not None:
+                self.profiler.stop()
+            if self.step == self.num_steps:
+                is_done = self._export_and_sample()
+            self.checkpoints.finish(self)
         return 0 if is_done else self.stop_signum
 
     def _advance(self) -> None:
@@ -330,8 +325,8 @@ class Trainer:
         }
         self.results.add(row, self.engine.train_step(batch))
         self.history.step += 1
-        if self.profile is not None:
-            self.profile.step()
+        if self.profiler is not None:
+            self.profiler.step()
         if self.step == self.results.first_step:
             self.checkpoints.saver.preallocate(self.engine)
 

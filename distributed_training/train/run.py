@@ -38,7 +38,7 @@ from distributed_training.supervise.process import (
 )
 from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
-from distributed_training.train.profiling import Profile, steps_to_trace
+from distributed_training.train.profiling import build_profiler
 
 FORGETTING = (
     "the validation loss does not tell what the model has forgotten. Ask it general questions too. "
@@ -62,14 +62,16 @@ def train(
     build_extensions(plan, topology, display)
     sampler = build_sampler(plan, data, topology)
     record, history = start_record(plan, sampler, data, topology)
-    recorder = Recorder(record, start_tracker(plan, history, topology))
+    recorder = Recorder(record)
+    if record is not None and plan.config.log_to is not None:
+        about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+        recorder.tracker = metrics.start_tracker(plan.config.log_to, plan.run_dir, about)
     engine = build_engine(plan, topology)
     if record is not None:
         display.say(fold(plan.verdict))
         display.table(header_rows(records.Record.model_validate(record.values)))
     for note in plan.notes:
         display.note(note)
-    traced_steps = steps_to_trace(plan, history.step)
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -78,7 +80,7 @@ def train(
         sampler=sampler,
         display=display,
         recorder=recorder,
-        profile=Profile(traced_steps) if traced_steps else None,
+        profiler=build_profiler(plan, history.step, topology.rank, display),
         history=history,
         set_activity=set_activity,
     )
@@ -89,7 +91,8 @@ def train(
     results = recorder.collect_results(trainer)
     if record is not None:
         finish_record(record, results, trainer, signum)
-    recorder.tracker.end()
+    if recorder.tracker is not None:
+        recorder.tracker.finish()
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         display.say(f"{what} {explain_continuing(plan)}")
@@ -123,27 +126,6 @@ def start_record(
         entries = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **entries)
     return record, records.History(**agree.broadcast_from_rank_0(vars(history)))
-
-
-def start_tracker(
-    plan: Plan,
-    history: records.History,
-    topology: Topology,
-) -> metrics.Tracker:
-    """Return rank 0's tracker. Other ranks get one that does nothing."""
-    if topology.rank or plan.config.log_to is None:
-        return metrics.Tracker()
-    run_info = {
-        **plan.work,
-        "strategy": plan.strategy.name,
-        "processes": plan.num_processes,
-    }
-    return metrics.build_tracker(
-        plan.config.log_to,
-        plan.run_dir,
-        run_info,
-        history.step,
-    )
 
 
 def finish_record(

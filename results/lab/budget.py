@@ -31,7 +31,6 @@ from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json, shown
 from distributed_training.settings.keys import Parser
-from distributed_training.settings.request import parse_overrides
 from real_model_example import CONFIG
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -126,10 +125,10 @@ def main() -> int:
         raise UserError("give either a budget or --target_loss", fix='write "8xH200 24h"')
 
     def build(strategy: str | None) -> Request:
-        override = [] if strategy is None else [f"strategy={strategy}"]
-        return cli.configure(arguments, program, [*arguments.overrides, *override])
+        override = {} if strategy is None else {"strategy": strategy}
+        return cli.configure(arguments, program, arguments.overrides | override)
 
-    chooses_batch_size = "batch_size" not in parse_overrides(arguments.overrides)
+    chooses_batch_size = "batch_size" not in arguments.overrides
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None:
             what = "the budget already specifies the GPUs"

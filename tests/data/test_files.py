@@ -1,8 +1,6 @@
 """Test reading data files in every supported format and encoding."""
 
-import gzip
 import os
-import random
 import struct
 import subprocess
 
@@ -12,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import files
-from distributed_training.data.corpus import Source, find_corpus
+from distributed_training.data.corpus import find_corpus
 from distributed_training.data.files import read_records, read_text
 from tests.data.test_corpus import pieces_of, texts_of
 from tests.support import refused
@@ -21,13 +19,12 @@ STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
 ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text": "three"}]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
     newline, encoding, tmp_path, monkeypatch
 ):
-    mark = "\ufeff" if "16" in encoding else ""
-    text = mark + STORY.replace("\n", newline)
+    text = STORY.replace("\n", newline)
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     for block in (1, 3, 2**20):
         monkeypatch.setattr(files, "BLOCK_SIZE", block)
@@ -40,7 +37,8 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
     ("content", "words"),
     [
         ("ein Café ä".encode("latin-1"), ["0xe9", "ein Caf"]),
-        ("plain words".encode("utf-16-le"), ["-f UTF-16LE"]),
+        ("plain words".encode("utf-16"), ["-f UTF-16"]),
+        ("plain words".encode("utf-16-le"), ["-f UTF-16"]),
     ],
 )
 def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
@@ -102,13 +100,12 @@ def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
     else:
         file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
     with refused(str(file)):
-        find_corpus(str(tmp_path))
+        texts_of(find_corpus(str(tmp_path))["train"][0])
 
 
-@pytest.mark.parametrize("open_file", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
-def test_arrow_tables_are_read_from_files_and_from_streams(open_file, tmp_path):
+def test_arrow_tables_are_read(tmp_path):
     batch = pyarrow.record_batch({"text": ["one", "two"]})
-    with open_file(str(tmp_path / "a.arrow"), batch.schema) as file:
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), batch.schema) as file:
         for _ in range(2):
             file.write_batch(batch)
     records = read_records(tmp_path / "a.arrow", columns=["text"])
@@ -162,9 +159,3 @@ def test_arrow_offsets_beyond_the_buffer_are_refused(tmp_path):
     path.write_bytes(content.replace(offset, struct.pack("<i", 2**31 - 1)))
     with refused("a.arrow"):
         list(read_records(path, columns=["text"]))
-
-
-def test_hashing_a_truncated_gzip_file_names_the_file(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000))[:-20])
-    with refused("a.txt.gz"):
-        Source(files=(tmp_path / "a.txt.gz",)).digest()

@@ -3,7 +3,6 @@
 import json
 
 import datasets
-import pyarrow
 import pytest
 
 from distributed_training.data.corpus import find_corpus, find_unread
@@ -17,15 +16,14 @@ def write(file, *texts):
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"text": text} for text in texts]
     lines = [json.dumps(rows)] if file.suffix == ".json" else map(json.dumps, rows)
-    with pyarrow.output_stream(str(file)) as stream:  # compresses .gz and .zst
-        stream.write("\n".join(lines).encode())
+    file.write_text("\n".join(lines), encoding="utf-8")
 
 
 def splits_of(folder):
     return {split: texts_of(source) for split, (source,) in find_corpus(str(folder)).items()}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "lines/b.json"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines/b.json"])
 def test_records_are_read_from_every_file_format(name, tmp_path):
     write(tmp_path / name, "one", "two ä")
     assert splits_of(tmp_path / name) == {"train": ["one", "two ä"]}

@@ -75,11 +75,8 @@ def conversation_of(record, columns=()):
             ],
         ),
         (
-            {"prompt": "2+2=", "response": "4", "history": [["1", "2"]], "system": "s"},
-            [
-                {"role": "system", "content": "s"}, {"role": "user", "content": "1"},
-                {"role": "assistant", "content": "2"}, USER, ANSWER,
-            ],
+            {"prompt": "2+2=", "response": "4", "system": "s"},
+            [{"role": "system", "content": "s"}, USER, ANSWER],
         ),
         ({"messages": [USER, {"role": "model", "content": "4"}]}, [USER, ANSWER]),
         (
@@ -139,7 +136,7 @@ def test_columns_are_renamed():
         ({"text": "a", "system": "", "id": 7}, ["system", "id"]),
         ({"messages": [], "tools": [], "history": [], "prompt": ""}, ["history", "prompt"]),
         ({"prompt": "2+2=", "input": "", "completion": "4", "label": False}, ["input", "label"]),
-        ({"instruction": "2+2=", "input": "", "output": "4", "history": []}, []),
+        ({"instruction": "2+2=", "input": "", "output": "4", "system": ""}, []),
         ({"q": "2+2=", "prompt": "other", "completion": "4", "text": "4"}, ["prompt"]),
     ],
 )
@@ -166,8 +163,6 @@ def test_unread_columns_are_listed(record, unread):
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is not text"]),
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, ["tool_calls"]),
-        ({"instruction": "a", "output": "b", "history": [["c"]]}, ["['c']", "history"]),
-        ({"instruction": "a", "output": "b", "history": [[1, "c"]]}, ["[1, 'c']", "history"]),
         ({"messages": 7}, ["messages"]),
         ({"messages": [ANSWER], "chat_template_kwargs": [1]}, ["chat_template_kwargs"]),
         ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["oops"]),
@@ -178,7 +173,7 @@ def test_malformed_records_are_refused(record, words):
         Record(record, "a.jsonl line 3", {}).read_conversation(Counter())
 
 
-TEMPLATE = """{{ tools or '' }}{{ documents or '' }}{% for m in messages %}{{ m.content or '' }}
+TEMPLATE = """{{ tools or '' }}{% for m in messages %}{{ m.content or '' }}
 {% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}
 {% endfor %}"""
 
@@ -190,17 +185,16 @@ TEMPLATE = """{{ tools or '' }}{{ documents or '' }}{% for m in messages %}{{ m.
         ("arguments }}", "arguments | tojson }}", 0, 1),
         ("c.function.name", "'call'", 2, 0),
         ("tools or ''", "''", 1, 0),
-        ("documents or ''", "''", 1, 0),
-        ("m.content or ''", "m.role if m.role == 'user' else m.content", 4, 0),
+        ("m.content or ''", "m.role if m.role == 'user' else m.content", 3, 0),
     ],
 )
 def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
     old, new, omitted, quoted, tmp_path
 ):
-    """A note is printed if a template omits messages, tool calls, tools or documents, which the
-    transformers library drops silently (Megatron-Bridge#4072), if a column is not read, or if a
-    template quotes the arguments of tool calls twice. In OpenAI's format, the arguments are already
-    a JSON string, which the `tojson` filter quotes again (oumi#2599)."""
+    """A note is printed if a template omits messages, tool calls or tools, which the transformers
+    library drops silently (Megatron-Bridge#4072), if a column is not read, or if a template quotes
+    the arguments of tool calls twice. In OpenAI's format, the arguments are already a JSON string,
+    which the `tojson` filter quotes again (oumi#2599)."""
     call, as_text = (
         {"function": {"name": "get_time", "arguments": x}} for x in ({"x": 1}, '{"x": 1}')
     )
@@ -208,7 +202,6 @@ def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
         {"messages": [USER, {**ANSWER, "tool_calls": [call]}]},
         {"messages": [USER, {**ANSWER, "tool_calls": [as_text]}]},
         {"messages": [USER, ANSWER], "tools": [call]},
-        {"messages": [USER, ANSWER], "documents": [{"title": "Long", "text": "document"}]},
     ]
     folder = shutil.copytree(EMBEDDED_DIR, tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace(old, new))

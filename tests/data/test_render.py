@@ -86,7 +86,7 @@ def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():
     assert [sample.text] == texts
 
 
-def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents(tokenizer):
+def test_our_template_counts_removed_reasoning_and_refuses_tools(tokenizer):
     renderer = tokenizer.renderer
     answer = {**SAID[1], "reasoning_content": "hm"}
     (sample,) = renderer.render_samples(Conversation([SAID[0], answer]), "here")
@@ -94,9 +94,8 @@ def test_our_template_counts_removed_reasoning_and_refuses_tools_and_documents(t
     assert loses_thoughts(answer, sample.text)
     assert not loses_thoughts(answer, "hm")
     assert [sample.text[slice(*span)] for span in sample.spans] == [" 4<|endoftext|>"]
-    for unsupported in ({"documents": [{"text": "a"}]}, {"tools": [{"name": "f"}]}):
-        with refused("here", "documents"):
-            renderer.render_samples(Conversation(SAID, **unsupported), "here")
+    with refused("here", "supports no tools"):
+        renderer.render_samples(Conversation(SAID, tools=[{"name": "f"}]), "here")
     with refused("here", "tool calls"):
         called = {**SAID[1], "tool_calls": [{"function": {"name": "f"}}]}
         renderer.render_samples(Conversation([SAID[0], called]), "here")

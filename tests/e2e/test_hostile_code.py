@@ -93,7 +93,7 @@ WALK = {
     "data": [("--model {model} --tokenizer {model}", False), ("--preset {preset}", True)],
     "compare": [("{runs}", True), ("--strategies dp --preset {preset}", True)],
     "parity": [("--strategies dp --preset {preset}", True)],
-    "report": [("{named_in_plan} {named_in_record} --plot {to}.png", False)],
+    "report": [("{named_in_plan} {named_in_record}", False)],
     "generate": [
         ("{adapter} --prompt a", True),
         ("{named_in_plan} --prompt a", True),
@@ -111,7 +111,6 @@ WALK = {
         ("{named_in_record} --to {to}-2", False),
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", False),
     ],
-    "doctor": [],  # none of these commands reads such files
 }  # fmt: skip
 
 

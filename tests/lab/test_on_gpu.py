@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from results.lab.overlap import main, read_run
-from tests.conftest import assert_ok, only_record
+from tests.conftest import assert_ok
 from tests.gpu.test_gpu import BASE, pytestmark, run_script  # noqa: F401
 
 
@@ -16,11 +16,6 @@ def test_a_profiled_run_writes_kernel_traces(graphs, tmp_path):
         "cuda_graphs": graphs, "output_dir": tmp_path,
     }  # fmt: skip
     assert_ok(run_script(values, count))
-    record = only_record(tmp_path)
-    first = 15 if record["config"]["cuda_graphs"] else 6
-    assert record["profile"] == {
-        "first_step": first, "last_step": first + 1, "traces": "trace-rank*.json.gz",
-    }  # fmt: skip
     folder = next(tmp_path.glob("*-*/record.json")).parent
     assert main([str(folder)]) == 0
     ranks = read_run(folder)

@@ -40,7 +40,7 @@ def test_each_of_two_processes_writes_a_trace(tmp_path, capsys):
     shown = heavy_pool().script(settings({**values, "export": False}), num_processes=2)
     assert_ok(shown)
     (folder,) = run_folders(tmp_path)
-    assert "traced steps 4 to 5: trace-rank*.json.gz" in shown.stdout
+    assert "traced steps from step 4: trace-rank*.json.gz" in shown.stdout
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]

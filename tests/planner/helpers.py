@@ -11,7 +11,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.planner.layouts import Candidate, build_stages, fill_mesh, split_batch
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import local_cluster
-from distributed_training.settings.config import Config
+from distributed_training.settings.config import Request
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
@@ -41,15 +41,15 @@ def lay_out(world_size: int, *overrides: str, **config: Any) -> LayoutResult:
 def candidate(*overrides: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
     """Return a Candidate for CONFIG values and overrides. The default `mesh` is the
     strategy's mesh."""
-    built = build_config({"model": "gpt2-medium", **config}, overrides=overrides)
+    built = merged({"model": "gpt2-medium", **config}, *overrides)
     strategy = load_strategy(built)
     model = find_model(built.model)
     return Candidate(request=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
 
 
-def merged(config: Mapping[str, Any], *texts: str) -> Config:
-    """Merge CONFIG values and overrides as the command line does."""
-    return build_config(config, overrides=texts)
+def merged(config: Mapping[str, Any], *texts: str) -> Request:
+    """Merge CONFIG values and `key=value` strings as the command line does."""
+    return build_config(config, overrides=dict(text.split("=", 1) for text in texts))
 
 
 def gpu(**changes: Any) -> Machine:

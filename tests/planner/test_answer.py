@@ -16,12 +16,13 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import PRESETS_DIR, build_config
 from distributed_training.tools.plan import parse_price
+from tests.planner.helpers import merged
 
 LLAMA = {"model": "Llama-3.1-8B", "batch_size": 4}
 
 
 def find(gpus, *overrides, **options):
-    return answer(build_config(LLAMA, overrides=overrides), parse_cluster(gpus), **options)
+    return answer(merged(LLAMA, *overrides), parse_cluster(gpus), **options)
 
 
 @pytest.mark.parametrize(

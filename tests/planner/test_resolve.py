@@ -31,7 +31,7 @@ def test_a_user_text_without_a_gpu_uses_the_words_preset():
     """The preset "words" does not replace values given on the command line or CONFIG values that
     differ from their defaults."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
-    built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
+    built = build_config({"strategy": "dp", **own}, overrides={"batch_size": "4"})
     config = draft_plan(built, local_cluster(CPU_MACHINE, 2, 2)).config
     found = (config.epochs, config.max_steps, config.dropout, config.max_length, config.batch_size)
     assert found == (60, 1200, 0.1, 100, 4)

@@ -9,23 +9,14 @@ from distributed_training.records.report import compare_runs
 from distributed_training.records.results import Comparison, LayoutRow
 from tests.support import made_record
 
-PREDICTION = {
-    "peak_bytes": 9 * 2**30,
-    "memory_bytes": {"parameters": 2**30, "gradients": 0, "activations": 8 * 2**30},
-    "host_bytes": 2**30,
-    "step_time_s": 0.15,
-    "bound_by": "network",
-    "sent_bytes": {"dp_shard": 3 * 2**20, "pp": 0},
-}
-
 
 def seeded(seed, speed, **changes):
-    """Return a record with a prediction, two evaluations and a loss curve that depends on the
+    """Return a record with two evaluations and a loss curve that depends on the
     seed."""
     curve = [[step, 4 - step / 10 - seed / 100] for step in range(1, 5)]
     evaluations = [{"step": step, "loss": 3.0 + seed, "perplexity": 20.0} for step in (0, 4)]
     return made_record(
-        work__seed=seed, performance__tokens_per_s=speed, prediction=PREDICTION, loss_curve=curve,
+        work__seed=seed, performance__tokens_per_s=speed, loss_curve=curve,
         evaluations=evaluations, **changes,
     )  # fmt: skip
 
@@ -102,18 +93,6 @@ def test_rows_show_results_and_the_verdict_names_the_fastest(four_layouts):
         assert text in verdict
     four_layouts.layouts[1].record.work["global_batch_size"] = 7
     assert "global_batch_size" in four_layouts.verdict
-
-
-def test_predictions_are_shown_next_to_measurements(four_layouts):
-    row = rows_of(four_layouts.predictions)["zero2"]
-    assert list(row.values()) == ["zero2", "125.0", "150.0", "10.00 GiB", "9.00 GiB"]
-
-
-def test_without_a_gpu_memory_means_ram_per_process():
-    on_cpu = seeded(0, 1.0, machine__gpu_name=None, memory__peak_allocated_bytes=None)
-    comparison = Comparison(layouts=[LayoutRow(name="dp", record=on_cpu)])
-    row = rows_of(comparison.predictions)["dp"]
-    assert (row["peak memory"], row["predicted peak"]) == ("5.00 GiB", "1.00 GiB")
 
 
 def test_an_overfitted_run_is_reported():

@@ -24,7 +24,8 @@ def test_header_describes_the_run():
 
 
 def test_summary_shows_the_results():
-    rows = summary_rows(made_record())
+    rows = summary_rows(made_record(prediction={"tokens_per_s": 9e4}))
+    assert rows["predicted tokens/s"] == "90,000"
     assert rows["perplexity before"] == "33.12"
     assert rows["validation perplexity"] == "20.1"
     assert (rows["tokens/s"], rows["ms per step"], rows["MFU"]) == ("131,072", "125.0", "31.4%")
@@ -76,15 +77,13 @@ def test_long_values_are_wrapped_and_paths_are_not(capsys):
 ROW = {"epoch": 0, "loss": 2.0, "learning_rate": 3e-3, "num_tokens": 1234, "step_time_s": 0.5}
 
 
-def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monkeypatch):
+def test_progress_is_occasional_lines_and_the_last_one(capsys, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     display = Display(enabled=True)
-    display.start(0, 100)
     for rows, now_s in (([1], 100.0), ([2], 101.0), ([1, 2, 3], 106.0), ([100], 107.0)):  # noqa: B007
-        display.progress([{"step": step, **ROW} for step in rows], 1)
-    display.stop()
+        display.progress([{"step": step, **ROW} for step in rows], 1, 100)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     assert lines[0].endswith("0.5 s")
-    assert lines[1].endswith("2,468 tok/s  0:48 left")
+    assert lines[1].endswith("2,468 tok/s  48.5 s left")

@@ -109,16 +109,6 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch):
             main(typed, tmp_path / "empty" / "runs")
 
 
-def test_predictions_are_printed_and_losses_are_plotted(runs, tmp_path, capsys):
-    prediction = {"step_time_s": 0.15, "peak_bytes": 9 * 2**30}
-    write_run(runs / "20260101-000004-dp-x", strategy__name="dp", prediction=prediction)
-    lines = printed(capsys, "--plot", tmp_path / "losses.png", runs)
-    assert "Measured and predicted before the run:" in lines
-    assert max(map(len, lines)) <= 80
-    assert lines[-1] == "Wrote losses.png."
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_table_fits_a_terminal():
     mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
     pipeline = {"schedule": "1f1b", "num_microbatches": 8, "ideal_bubble": 0.1}

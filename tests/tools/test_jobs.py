@@ -38,8 +38,8 @@ OTHERWISE = {
 OPTIONS = {
     "model": ["gpt2", "gpt2-medium", "gpt2-xl-20-heads", "Llama-3.2-1B", "Qwen3-0.6B"],
     "batch_size": ["1", "4", "16", "auto"],
-    "per-device-train-batch-size": ["2", "auto"],
-    "gradient_accumulation_steps": ["2"],
+    "batch-size": ["2", "auto"],
+    "grad_accum_steps": ["2"],
     "strategy": ["auto", "fsdp", "pp", "3d", "zero2", "local_sgd"],
     "activation_checkpointing": ["none", "full"],
     "tp": ["1", "2"],

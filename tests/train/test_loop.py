@@ -17,7 +17,6 @@ from distributed_training.checkpoint import saver
 from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
-from distributed_training.records.metrics import Tracker
 from distributed_training.records.record import History
 from distributed_training.settings.errors import RunError
 from distributed_training.settings.request import build_config
@@ -130,7 +129,7 @@ def make_trainer(engine=None, record=None, **config):
             seed=0,
         ),
         display=Display(enabled=True),
-        recorder=Recorder(record, Tracker()),
+        recorder=Recorder(record),
         history=History(),
         set_activity=lambda name: None,
     )
@@ -298,12 +297,10 @@ def test_best_weights_whose_export_was_interrupted_are_exported_again(
     assert exported_steps == steps
 
 
-def test_a_signal_that_interrupts_the_progress_bar_is_kept(monkeypatch, capfd):
+def test_a_signal_that_interrupts_printing_is_kept(monkeypatch, capfd):
     busy = Mock(spec=[])  # like a stream that the signal interrupted, it has no usable method
-    display = Display(enabled=True)
-    monkeypatch.setattr(display, "_bar", busy)
     monkeypatch.setattr(sys, "stdout", busy)
-    stop_signal = loop.StopSignal(display)
+    stop_signal = loop.StopSignal(Display(enabled=True))
     stop_signal.handle(signal.SIGTERM, None)
     assert stop_signal.number == signal.SIGTERM
     assert "SIGTERM" in capfd.readouterr().out

@@ -4,9 +4,10 @@ graph if the run is long enough."""
 from types import SimpleNamespace
 
 import pytest
+from torch.profiler import ProfilerAction
 
 from distributed_training.settings.request import build_config
-from distributed_training.train.profiling import steps_to_trace
+from distributed_training.train.profiling import build_profiler
 
 
 @pytest.mark.parametrize(
@@ -23,4 +24,9 @@ from distributed_training.train.profiling import steps_to_trace
 def test_steps_that_are_traced(count, graphs, done, num_steps, traced):
     config = build_config({"profile": count, "cuda_graphs": graphs})
     plan = SimpleNamespace(config=config, num_steps=num_steps)
-    assert list(steps_to_trace(plan, done)) == traced
+    profiler = build_profiler(plan, done, 0, None)
+    actions = [profiler.schedule(step - done - 1) for step in range(done + 1, num_steps + 1)]
+    records = [
+        action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE) for action in actions
+    ]
+    assert [step for step, record in enumerate(records, done + 1) if record] == traced

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts, loses_thoughts
@@ -30,8 +29,7 @@ COPIED = (
     "--columns text=text"
 )
 OMITTED_BY_TEMPLATE = (
-    "record with messages, tool calls, tools or documents that the chat template omits from "
-    "the text"
+    "record with messages, tool calls or tools that the chat template omits from the text"
 )
 IGNORED_COLUMNS = "record with columns that are ignored:"
 IGNORED_KEY = "message with a key that is ignored, because the chat template does not read it:"
@@ -116,7 +114,6 @@ def _render(
         counts.notes[QUOTED] += 1
     functions = called_functions + find_functions(conversation.tools or [])
     expected_words = [str(function.get("name") or "") for function in functions]
-    expected_words += map(_longest_word, conversation.documents or [])
     # Reasoning that a template removes has its own note.
     answers = (content.rpartition("</think>")[2] for content in contents)
     expected_words += map(_longest_word, answers)
@@ -140,8 +137,5 @@ def _render(
         )
 
 
-def _longest_word(document: Any) -> str:
-    """Return the longest word in a string or in the values of a document."""
-    values = document.values() if isinstance(document, dict) else [document]
-    words = re.findall(r"\w+", " ".join(map(str, values)))
-    return max(words, key=len, default="")
+def _longest_word(text: str) -> str:
+    return max(re.findall(r"\w+", text), key=len, default="")

@@ -22,9 +22,7 @@ COLUMNS = (
     "input",
     "output",
     "system",
-    "history",
     "tools",
-    "documents",
     "chat_template_kwargs",  # as in TRL
 )
 _EXAMPLES = {
@@ -78,7 +76,7 @@ _TWO_SYSTEMS = (
     "system message"
 )
 # Columns that only a chat template can render
-_CONTEXT_COLUMNS = {"system", "history", "tools", "documents"}
+_CONTEXT_COLUMNS = {"system", "tools"}
 _TYPE_NAMES: dict[type, str] = {
     str: "string",
     list: "list",
@@ -183,7 +181,7 @@ class Record:
                 messages = self._read_messages(self.names[0], notes)
                 skip = list(range(len(messages)))
             else:
-                messages = self._question_messages()
+                messages = [{"role": "user", "content": self._read_question()}]
             if isinstance(answer, list):
                 messages += self._read_messages(self.names[1], notes)
             elif answer := self._read(self.names[1]):
@@ -207,32 +205,14 @@ class Record:
                 what = f'{self.where}: "tools" has {_described(tool)} instead of an object'
                 raise UserError(what, fix='write {"tools": [{"type": "function", ...}]}')
         template_kwargs = self._read("chat_template_kwargs", dict) or {}
-        return Conversation(
-            messages,
-            tools,
-            self._read("documents", list),
-            template_kwargs,
-            skip,
-        )
+        return Conversation(messages, tools, template_kwargs, skip)
 
-    def _question_messages(self) -> list[Message]:
-        """Return the messages that precede the answer in a record with a question and its answer:
-        optional earlier question-answer pairs, then the question. In the Alpaca format, the
-        question is an instruction with an optional input."""
-        messages = list[Message]()
-        for turn in self._read("history", list) or []:
-            texts = turn if isinstance(turn, list | tuple) else ()
-            if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
-                what = f"{self.where}: {shown(turn)} in history is not a pair of strings"
-                raise UserError(what, fix='write [["question", "answer"], ...]')
-            messages.append({"role": "user", "content": texts[0] or ""})
-            if texts[1]:
-                messages.append({"role": ASSISTANT, "content": texts[1]})
-        question = self._read(self.names[0], optional=False)
+    def _read_question(self) -> str:
+        """Return the question of a record with a question and its answer. In the Alpaca format, it
+        is an instruction with an optional input."""
+        question = str(self._read(self.names[0], optional=False))
         context = self._read("input") if self.names[0] == "instruction" else None
-        if context:
-            question = f"{question}\n{context}"
-        return [*messages, {"role": "user", "content": question}]
+        return f"{question}\n{context}" if context else question
 
     def _read_messages(self, name: str, notes: Notes) -> list[Message]:
         messages = self._read(name, list) or []

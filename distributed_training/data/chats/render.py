@@ -25,7 +25,6 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[Any] | None = None
-    documents: list[Any] | None = None
     template_kwargs: dict[str, Any] = {}  # noqa: RUF012, other variables of the template
     skip: list[int] = []  # noqa: RUF012, indices of messages that are not in the loss
 
@@ -134,7 +133,6 @@ class Renderer:
         rendered: Any = chat_template_utils.render_jinja_template(
             conversations=[list(messages)],
             tools=conversation.tools,
-            documents=conversation.documents,
             chat_template=self._select_template(conversation),
             **{**self.variables, **conversation.template_kwargs},
             **options,
