@@ -35,7 +35,7 @@ CONFIG = {
     "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
     "checkpoint_every": None,  # every N steps; None: every epoch, signal: only on Ctrl-C, 0: never
     "resume": None,  # a run's folder, or auto: the unfinished run with these settings
-    "log_to": None,  # wandb or trackio, which must be installed
+    "log_to": None,  # tensorboard, wandb or trackio, which must be installed
 }
 
 

@@ -6,6 +6,8 @@ import itertools
 import math
 import resource
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,20 @@ class PeakMemory:
         }
 
 
+@dataclass(frozen=True)
+class Tracker:
+    """Destination for per-step values. The default functions drop all values."""
+
+    send: Callable[[dict[str, float], int], object] = lambda values, step: None
+    end: Callable[[], object] = lambda: None
+
+    def log(self, group: str, row: JsonObject) -> None:
+        """Send the numbers in a row of metrics.jsonl or in an entry of the record's `evaluations`.
+        Their names begin with `group`."""
+        values = {f"{group}/{name}": value for name, value in row.items() if value is not None}
+        self.send(values, row["step"])
+
+
 def perplexity(loss: float) -> float:
     """Return `exp(loss)`. Losses above 700 are treated as 700 so that `exp` does not overflow."""
     return math.exp(min(loss, 700.0))
@@ -131,25 +147,47 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> JsonObject:
     }
 
 
-def start_tracker(
+def build_tracker(
     log_to: str,
     run_dir: Path,
     tracker_config: JsonObject,
-) -> Any:
-    """Begin or resume a run of wandb or trackio, which have one interface, and return the module.
-    `tracker_config` contains the settings that the tracker stores as the configuration of its run.
+    step: int,
+) -> Tracker:
+    """Return the tracker that `log_to` names. `tracker_config` contains the settings that the
+    tracker stores as the configuration of its run. TensorBoard does not store them.
 
-    WANDB_MODE=offline is supported. `trackio show` shows the values, and TRACKIO_SPACE_ID names a
-    Space that stores them. The folder's name identifies the run."""
-    tracker = importlib.import_module(log_to)
+    The trackers are:
+    - TensorBoard: `tensorboard --logdir runs` shows the values.
+    - wandb: WANDB_MODE=offline is supported.
+    - trackio: `trackio show` shows the values. TRACKIO_SPACE_ID names a Space that stores them.
+
+    The folder's name identifies the run. A run that resumes after `step` therefore continues the
+    same run in the tracker."""
+    if log_to == "tensorboard":
+        return _build_tensorboard(run_dir, step)
+    module = importlib.import_module(log_to)
     name = run_dir.name
-    # trackio identifies a run by its name
+    # trackio has wandb's interface, but identifies a run by its name
     own_options = {"id": name, "dir": str(run_dir)} if log_to == "wandb" else {}
-    tracker.init(
+    module.init(
         project=PROJECT,
         name=name,
         config=tracker_config,
         resume="allow",
         **own_options,
     )
-    return tracker
+    return Tracker(module.log, module.finish)
+
+
+def _build_tensorboard(run_dir: Path, step: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard then drops later steps, which an earlier process of the run wrote.
+    purge_step = step + 1 if step else None
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+
+    def send(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Tracker(send, writer.close)

@@ -213,7 +213,7 @@ class Config(KeyModel):
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = logging_key("The value of")
     """Prompt for the samples generated before and after training. None: generate no samples."""
-    log_to: Literal["wandb", "trackio"] | None = logging_key(None)
+    log_to: Literal["tensorboard", "wandb", "trackio"] | None = logging_key(None)
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)
     """Number of steps that each rank traces. 0: no trace."""

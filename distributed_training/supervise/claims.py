@@ -23,7 +23,7 @@ from distributed_training.settings.files import load_object, open_probe, shown
 QUIET_S = 60.0  # without a lock, a run has ended if its folder does not change for this long
 # Names in a run's folder that a run opens, fills or replaces
 _WRITTEN = re.compile(
-    r"(plan|record|\.owner)\.json|metrics\.jsonl|wandb|trace-rank.*"
+    r"(plan|record|\.owner)\.json|metrics\.jsonl|tensorboard|wandb|trace-rank.*"
     r"|hf|best|merged|checkpoints(/step-\d+)?|(checkpoints/)?\.(writing|replaced)-.*"
 )
 _OWNER_BYTES = 512  # each owner overwrites the whole file, so that nobody reads parts of two owners

@@ -23,16 +23,20 @@ class Recorder:
     """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
     and write them to record.json and metrics.jsonl."""
 
-    def __init__(self, record: records.RunRecord | None) -> None:
+    def __init__(
+        self,
+        record: records.RunRecord | None,
+        tracker: metrics.Tracker,
+    ) -> None:
         self.record = record
-        self.tracker: Any = None  # module of the tracker, such as wandb
+        self.tracker = tracker
         self.step_times: list[float] = []  # in seconds, of each step that this process ran
 
     def add_steps(self, trainer: Trainer, rows: list[Row]) -> None:
         """Add new rows of metrics.jsonl."""
         for row in rows:
             self.step_times.append(row["step_time_s"])
-            self._track("train", row)
+            self.tracker.log("train", row)
         if self.record is not None:
             records.append_metrics(trainer.plan.run_dir, rows)
         trainer.display.progress(rows, trainer.results.first_step, trainer.num_steps)
@@ -41,13 +45,7 @@ class Recorder:
         """Add the latest entry of the history's `evaluations`."""
         if self.record is not None:
             trainer.say(f"validation {describe_evaluation(row)}")
-            self._track("eval", row)
-
-    def _track(self, group: str, row: Row) -> None:
-        """Send the numbers in a row to the tracker. Their names begin with `group`."""
-        if self.tracker is not None:
-            values = {f"{group}/{name}": value for name, value in row.items() if value is not None}
-            self.tracker.log(values, row["step"])
+            self.tracker.log("eval", row)
 
     def store(self, history: records.History) -> None:
         """Write the history to the record, so that it survives the end of this process."""

@@ -62,10 +62,7 @@ def train(
     build_extensions(plan, topology, display)
     sampler = build_sampler(plan, data, topology)
     record, history = start_record(plan, sampler, data, topology)
-    recorder = Recorder(record)
-    if record is not None and plan.config.log_to is not None:
-        about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-        recorder.tracker = metrics.start_tracker(plan.config.log_to, plan.run_dir, about)
+    recorder = Recorder(record, start_tracker(plan, history, topology))
     engine = build_engine(plan, topology)
     if record is not None:
         display.say(fold(plan.verdict))
@@ -91,8 +88,7 @@ def train(
     results = recorder.collect_results(trainer)
     if record is not None:
         finish_record(record, results, trainer, signum)
-    if recorder.tracker is not None:
-        recorder.tracker.finish()
+    recorder.tracker.end()
     if signum:
         what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         display.say(f"{what} {explain_continuing(plan)}")
@@ -126,6 +122,27 @@ def start_record(
         entries = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **entries)
     return record, records.History(**agree.broadcast_from_rank_0(vars(history)))
+
+
+def start_tracker(
+    plan: Plan,
+    history: records.History,
+    topology: Topology,
+) -> metrics.Tracker:
+    """Return rank 0's tracker. Other ranks get one that does nothing."""
+    if topology.rank or plan.config.log_to is None:
+        return metrics.Tracker()
+    run_info = {
+        **plan.work,
+        "strategy": plan.strategy.name,
+        "processes": plan.num_processes,
+    }
+    return metrics.build_tracker(
+        plan.config.log_to,
+        plan.run_dir,
+        run_info,
+        history.step,
+    )
 
 
 def finish_record(

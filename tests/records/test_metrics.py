@@ -1,11 +1,10 @@
-"""Compare speed and memory with values computed by hand. Also test how wandb and trackio
-are called."""
+"""Compare speed and memory with values computed by hand. Also test what the trackers write to
+TensorBoard files, and how they call wandb and trackio."""
 
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ import torch
 from distributed_training.records.metrics import (
     PeakMemory,
     StepTimer,
-    start_tracker,
+    build_tracker,
     summarize_performance,
 )
-from distributed_training.train.around_steps import Recorder
 
 CPU = torch.device("cpu")
 
@@ -95,14 +93,35 @@ STEP = {
 EVALUATED = {"eval/step": 8, "eval/loss": 2.0, "eval/perplexity": 7.4}
 
 
-def track(log_to, folder):
-    """Log the rows of a short run with the tracker `log_to`."""
-    recorder = Recorder(None)
-    recorder.tracker = start_tracker(log_to, folder, ABOUT)
-    recorder.add_steps(Mock(), [ROW])
-    recorder.record = Mock()
-    recorder.add_evaluation(Mock(), EVALUATION)
-    recorder.tracker.finish()
+def track(log_to, folder, step=0):
+    """Log the rows of a short run with the tracker `log_to`. A positive `step` means that the run
+    is resumed after this step."""
+    tracker = build_tracker(log_to, folder, ABOUT, step)
+    tracker.log("train", ROW)
+    tracker.log("eval", EVALUATION)
+    tracker.end()
+
+
+def test_tensorboard_has_each_number_once_after_a_killed_run_resumes(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = build_tracker("tensorboard", tmp_path, ABOUT, 0)
+    for step in range(5, 10):
+        tracker.log("train", {**ROW, "step": step, "loss": 9.0})
+    tracker.end()
+    track("tensorboard", tmp_path, step=6)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    logged = {
+        (name, event.step): event.value
+        for name in events.Tags()["scalars"]
+        for event in events.Scalars(name)
+    }
+    assert [logged.pop(("train/loss", step)) for step in (5, 6)] == [9.0, 9.0]
+    expected = {(name, 7): value for name, value in STEP.items()}
+    expected |= {(name, 8): value for name, value in EVALUATED.items()}
+    assert {key: logged.pop(key) for key in expected} == pytest.approx(expected)
+    assert {step for _, step in logged} == {5, 6}
 
 
 # Calls for wandb 0.31 and trackio 0.43
@@ -117,7 +136,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_trackers_call_the_interfaces_of_their_packages(name, monkeypatch):
     """The packages are not installed, so fakes record the calls. Check the order and the arguments
-    of the calls."""
+    of the calls. A resumed run must continue its tracker run."""
     calls = []
 
     def answer(method):
@@ -130,4 +149,7 @@ def test_trackers_call_the_interfaces_of_their_packages(name, monkeypatch):
     fake.__getattr__ = answer
     monkeypatch.setitem(sys.modules, name, fake)
     track(name, Path("run"))
+    assert calls == CALLS[name]
+    calls.clear()
+    track(name, Path("run"), step=5)
     assert calls == CALLS[name]

@@ -102,7 +102,7 @@ def test_a_damaged_owner_file_does_not_prevent_a_claim(content, tmp_path):
     [
         ".owner.json", ".writing-hf", ".replaced-best", "checkpoints", "metrics.jsonl",
         "record.json", "plan.json", "hf", "best", "checkpoints/.writing-00000001",
-        "checkpoints/step-00000001", "wandb",
+        "checkpoints/step-00000001", "tensorboard", "wandb",
     ],
 )  # fmt: skip
 def test_a_folder_with_a_link_or_a_pipe_is_refused_and_nothing_outside_changes(

@@ -17,6 +17,7 @@ from distributed_training.checkpoint import saver
 from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
+from distributed_training.records.metrics import Tracker
 from distributed_training.records.record import History
 from distributed_training.settings.errors import RunError
 from distributed_training.settings.request import build_config
@@ -129,7 +130,7 @@ def make_trainer(engine=None, record=None, **config):
             seed=0,
         ),
         display=Display(enabled=True),
-        recorder=Recorder(record),
+        recorder=Recorder(record, Tracker()),
         history=History(),
         set_activity=lambda name: None,
     )
