@@ -275,6 +275,11 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
+def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Check whether this machine is ready for training."""
+    return lambda a: _load("tools.doctor").main(program.output_dir)
+
+
 def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Generate text with a trained model."""
     add = parser.add_argument
@@ -342,6 +347,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
     "report": report,
+    "doctor": doctor,
     "generate": generate,
     "eval": eval_,
     "export": export,

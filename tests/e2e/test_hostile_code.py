@@ -111,6 +111,7 @@ WALK = {
         ("{named_in_record} --to {to}-2", False),
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", False),
     ],
+    "doctor": [],  # none of these commands reads such files
 }  # fmt: skip
 
 

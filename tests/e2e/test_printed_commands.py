@@ -40,8 +40,8 @@ STAND_INS = {
 GPU_COMMENT = re.compile(rf"# ((?:\d+x)?(?:{'|'.join(map(re.escape, GPUS))}))\b")
 TEXTS = ("notes.txt", "mine.txt")
 CHATS = ("chats.jsonl", "held-out.jsonl")
-# A deliberate mistake, and commands that test_students_path types
-OTHER_COMMANDS = re.compile(r"batch_sise|\.py (report|generate|export|eval)\b|<run>")
+# A deliberate mistake, and commands that test_students_path and test_doctor type
+OTHER_COMMANDS = re.compile(r"batch_sise|\.py (doctor|report|generate|export|eval)\b|<run>")
 
 # Options of SLURM, torchrun, deepspeed and accelerate
 OTHER_OPTIONS = {
