@@ -53,13 +53,13 @@ def cut(layers: list[nn.Module], p: int) -> list[nn.Sequential]:
 
 
 def check_messages(stages: list[nn.Sequential], x: torch.Tensor) -> None:
-    """Exit if a stage would send a message of another shape. `x` is one microbatch, [SIZE, ...]."""
+    """Exit if a stage would send another message. `x` is one microbatch, [SIZE, ...]."""
     for r, stage in enumerate(stages[:-1]):
         x = stage(x)
-        if x.shape != MESSAGE:
-            if dist.get_rank() == 0:
-                print(f"error: Stage {r} returns {tuple(x.shape)}, but MESSAGE is {MESSAGE}.")
-            sys.exit(1)
+        if x.shape != MESSAGE or x.dtype != torch.float32:
+            returned = f"{x.dtype} {tuple(x.shape)} from {len(stage)} layers"
+            error = f"error: Stage {r} returns {returned}, but MESSAGE is float32 {MESSAGE}."
+            sys.exit(1 if dist.get_rank() else error)
 
 
 class Stage:

@@ -145,7 +145,7 @@ def test_checks_accept_numpy_numbers_and_dicts_updated_in_place() -> None:
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("1_enough_microbatches", (lambda p, percent: p * percent,), "enough, but so is a smaller"),
     ("1_enough_microbatches", (lambda p, percent: 1,), "Then 75.0% of the time is idle"),
-    ("1_enough_microbatches", (lambda p, percent: "3",), "'3', which is not a number"),
+    ("1_enough_microbatches", (lambda p, percent: "3",), "'3', which is not a whole"),
     ("2_swapped_receive", (two_stages(order=lambda m: reversed(range(m))),), "0% on stage 1"),
     ("2_swapped_receive", (two_stages(scale=2),), "100% on stage 0 and by 100%"),
     ("2_swapped_receive", (two_stages(forget=1),), "waits forever"),

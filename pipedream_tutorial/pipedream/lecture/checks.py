@@ -66,10 +66,10 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
     sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
     for p, percent in sizes:
         answer = needed(p, percent)
-        if not isinstance(answer, numbers.Real):  # includes numpy's numbers
-            raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is not a number")
-        if answer != int(answer) or answer < 1:
-            raise WrongAnswer(f"{answer} microbatches are not a whole number of 1 or more")
+        # numbers.Real includes numpy's numbers
+        if not isinstance(answer, numbers.Real) or answer != int(answer) or answer < 1:
+            returned = f"microbatches_needed({p}, {percent}) returns {answer!r}"
+            raise WrongAnswer(f"{returned}, which is not a whole number of 1 or more")
         m = int(answer)
         limit = Fraction(percent, 100)
         case = f"for microbatches_needed({p}, {percent}) your answer is {m}"
