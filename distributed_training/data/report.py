@@ -86,7 +86,11 @@ def summarize(
     }
 
 
-def _count_cut(samples: Samples, bounds: np.ndarray, max_length: int) -> int:
+def _count_cut(
+    samples: Samples,
+    bounds: np.ndarray,
+    max_length: int,
+) -> int:
     """Return the number of samples that are cut at max_length. Each sample must be a document of
     the split or the beginning of one. `bounds` are the `starts` of the split."""
     documents = np.searchsorted(bounds, samples.starts, "right") - 1

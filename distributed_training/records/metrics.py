@@ -144,7 +144,9 @@ def start_tracker(
     tracker = importlib.import_module(log_to)
     name = run_dir.name
     # trackio identifies a run by its name
-    own_options = {"id": name, "dir": str(run_dir)} if log_to == "wandb" else {}
+    own_options = {}
+    if log_to == "wandb":
+        own_options = {"id": name, "dir": str(run_dir)}
     tracker.init(
         project=PROJECT,
         name=name,

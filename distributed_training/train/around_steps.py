@@ -46,7 +46,10 @@ class Recorder:
     def _track(self, group: str, row: Row) -> None:
         """Send the numbers in a row to the tracker. Their names begin with `group`."""
         if self.tracker is not None:
-            values = {f"{group}/{name}": value for name, value in row.items() if value is not None}
+            values = {}
+            for name, value in row.items():
+                if value is not None:
+                    values[f"{group}/{name}"] = value
             self.tracker.log(values, row["step"])
 
     def store(self, history: records.History) -> None:

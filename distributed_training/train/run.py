@@ -64,8 +64,12 @@ def train(
     record, history = start_record(plan, sampler, data, topology)
     recorder = Recorder(record)
     if record is not None and plan.config.log_to is not None:
-        about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-        recorder.tracker = metrics.start_tracker(plan.config.log_to, plan.run_dir, about)
+        about = {**plan.work, "strategy": plan.strategy.name}
+        recorder.tracker = metrics.start_tracker(
+            plan.config.log_to,
+            plan.run_dir,
+            about,
+        )
     engine = build_engine(plan, topology)
     if record is not None:
         display.say(fold(plan.verdict))
