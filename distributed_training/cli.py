@@ -157,7 +157,10 @@ def read_options(
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
-    allow_families([(overrides or {}).get("model"), getattr(arguments, "model", None)])
+    models = [getattr(arguments, "model", None)]
+    if overrides is not None:
+        models.append(overrides.get("model"))
+    allow_families(models)
     return arguments
 
 

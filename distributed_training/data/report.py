@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
-from distributed_training.data.corpus import split_weights
 from distributed_training.data.pieces import MESSAGES, RUNNING
 from distributed_training.data.samples import Samples, divide, read_samples
 from distributed_training.settings.config import Config
@@ -32,7 +31,6 @@ def summarize(
     - `samples`, `cut`: number of samples, and number of samples cut at max_length;
     - `held_out`: number of samples that are kept for validation;
     - `trained`, `unit`: number of samples that an epoch trains on, and their name;
-    - `trained_by_dataset`: number of samples that each dataset contributes to `trained`;
     - `tokens`, `num_tokens`: quantiles of the number of tokens per record, and total number of
       tokens;
     - `loss_share`: number of tokens in the loss, divided by the number of tokens in all samples;
@@ -70,8 +68,6 @@ def summarize(
         if len(samples) == num_used:
             unit = "chats" if form == MESSAGES else "records"
     train, validation = divide(splits, config)
-    weights = split_weights(config.dataset)
-    trained = np.bincount(train.owners, minlength=len(weights)).tolist()
     tokens = np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
     return {
         "form": form,
@@ -81,7 +77,6 @@ def summarize(
         "samples": len(samples),
         "held_out": len(validation),
         "trained": len(train),
-        "trained_by_dataset": dict(zip(weights, trained, strict=True)),
         "unit": unit,
         "cut": num_cut,
         "tokens": dict(zip(QUANTILES, tokens, strict=True)),
@@ -91,7 +86,11 @@ def summarize(
     }
 
 
-def _count_cut(samples: Samples, bounds: np.ndarray, max_length: int) -> int:
+def _count_cut(
+    samples: Samples,
+    bounds: np.ndarray,
+    max_length: int,
+) -> int:
     """Return the number of samples that are cut at max_length. Each sample must be a document of
     the split or the beginning of one. `bounds` are the `starts` of the split."""
     documents = np.searchsorted(bounds, samples.starts, "right") - 1
@@ -101,11 +100,8 @@ def _count_cut(samples: Samples, bounds: np.ndarray, max_length: int) -> int:
 
 def describe_split(counts: dict[str, Any]) -> str:
     """Return the numbers of samples that are trained on and held out."""
-    text = f"{counts['trained']:,} {counts['unit']} trained on per epoch"
-    if len(counts["trained_by_dataset"]) > 1:
-        numbers = (f"{count:,} of {name}" for name, count in counts["trained_by_dataset"].items())
-        text += f" ({', '.join(numbers)})"
-    return f"{text}, {counts['held_out']:,} held out for validation"
+    held_out = f"{counts['held_out']:,} held out for validation"
+    return f"{counts['trained']:,} {counts['unit']} trained on per epoch, {held_out}"
 
 
 def describe(

@@ -114,8 +114,6 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     if not torch.cuda.is_available():
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
-        if torch.version.cuda is None:
-            fix = "remove .venv, then set it up again on this machine"
         raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
     num_visible = torch.cuda.device_count()
     if process.local_world_size > num_visible:

@@ -142,8 +142,6 @@ def _print_tables(found: Answer, cluster: Cluster) -> None:
     rows = [_row(choice, label) for label, choice in [*found.picks, *others][:MAX_SHOWN]]
     table = format_table({name: [row[name] for row in rows] for name in rows[0]})
     print(f"\n{table}\n")
-    if MAX_SHOWN < len(found.fitting):
-        print("--json prints all layouts.")
     print("\n".join(map(fold, legend(cluster).splitlines())))
 
 

@@ -138,4 +138,5 @@ def _render(
 
 
 def _longest_word(text: str) -> str:
-    return max(re.findall(r"\w+", text), key=len, default="")
+    words = re.findall(r"\w+", text)
+    return max(words, key=len, default="")

@@ -210,7 +210,7 @@ class Record:
     def _read_question(self) -> str:
         """Return the question of a record with a question and its answer. In the Alpaca format, it
         is an instruction with an optional input."""
-        question = str(self._read(self.names[0], optional=False))
+        question: str = self._read(self.names[0], optional=False)
         context = self._read("input") if self.names[0] == "instruction" else None
         return f"{question}\n{context}" if context else question
 
