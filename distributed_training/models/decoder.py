@@ -188,9 +188,8 @@ class Decoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         # Maximum number of documents in a training micro-batch; None if unknown
         self.max_documents: int | None = None
-        # Functions applied after the final norm; the engine replaces or compiles them
+        # Function applied after the final norm; the engine replaces or compiles it
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
-        self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
     def forward(
         self,
@@ -270,7 +269,7 @@ class Decoder(nn.Module):
         x = self.norm_out(x)
         weight = self.output_weight.to(x.dtype)
         if targets is None:
-            return self.project(x, weight, self.size.vocab_size)
+            return project_to_vocabulary(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
 
     def place(
@@ -415,9 +414,11 @@ def summed_cross_entropy(
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
-    """Return whether the parameter `name` is a matrix in a block."""
+    """Return whether the parameter `name` is a matrix or a stack of experts' matrices in a
+    block."""
     blocks, _, parameter = name.partition(".")
-    layer, _, matrix = parameter.partition(".")
     if blocks != "blocks":
         return False
-    return matrix.removesuffix(".weight") in size.kind_of(int(layer)).hf_matrices
+    layer, _, matrix = parameter.partition(".")
+    kind = size.kind_of(int(layer))
+    return matrix.removesuffix(".weight") in kind.hf_matrices or matrix in kind.stacks

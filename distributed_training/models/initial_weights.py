@@ -97,12 +97,15 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def hashed_normal(
     shape: Sequence[int], slices: Slices, key: int, device: torch.device
 ) -> torch.Tensor:
-    """Return the part of a random matrix that `slices` selects. The matrix is identical on every
-    device.
+    """Return the part of a random matrix, or of a stack of matrices, that `slices` selects. The
+    numbers are identical on every device.
 
     Each number depends only on `key` and the number's position in the matrix. It is a sum of four
     uniformly distributed numbers, scaled to a standard deviation of 1. The distribution is close to
     normal, with magnitudes up to 3.5. The hash is SplitMix64 (Steele et al. 2014)."""
+    if len(shape) > 2:
+        rows = hashed_normal((shape[0], math.prod(shape[1:])), slices[:1], key, device)
+        return rows.view(-1, *shape[1:])[(slice(None), *slices[1:])]
     bounds: Any = itertools.zip_longest(slices, shape, fillvalue=slice(None))
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
     column_indices = torch.arange(*columns, device=device)

@@ -150,29 +150,6 @@ class Pipeline:
                 )
         return out if self.last_stage is not None else None
 
-    def broadcast_logits(
-        self,
-        logits: torch.Tensor | None,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """Broadcast the logits [B, T, V] from the last stage to all ranks of the pipeline, and
-        return them. On the last stage, `logits` is the output of `forward`. On other stages, it is
-        None."""
-        if logits is None:
-            shape = (*ids.shape, self.size.vocab_size)
-            logits = torch.empty(
-                shape,
-                dtype=self.dtype,
-                device=self.device,
-            )
-        logits = logits.contiguous()
-        dist.broadcast(
-            logits,
-            group=self.group,
-            group_src=self.stage_ranks[-1],
-        )
-        return logits
-
     def add_tied_gradients(self) -> None:
         """Replace the tied embedding's gradients in the first and the last stage with their sum."""
         tied_stages = [

@@ -16,10 +16,17 @@ import torch.nn.functional as F
 
 from distributed_training.models import private
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
+from distributed_training.models.decoder import (
+    Decoder,
+    KVCache,
+    Linear,
+    Positions,
+    project_to_vocabulary,
+    softcap,
+)
 from distributed_training.models.hub import UnsupportedError, text_document
 from distributed_training.models.hub.attention import NAME, attention, set_chunk_sizes
-from distributed_training.models.hub.experts import experts
+from distributed_training.models.hub.experts import STACKS, experts
 from distributed_training.models.hub.packing import separate_recurrences
 from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
@@ -211,7 +218,7 @@ class HubDecoder(private.MovedModule, Decoder):
             ones = torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)
             x = torch.cat([x, ones], -1)
         if targets is None:
-            return self.project(
+            return project_to_vocabulary(
                 x,
                 weight,
                 self.size.vocab_size,
@@ -237,8 +244,10 @@ class HubDecoder(private.MovedModule, Decoder):
         *,
         hashed: bool,
     ) -> WeightSource:
-        """Return a source of weights that are initialized on the CPU as in transformers. The
-        weights depend only on `seed`."""
+        """Return a source of random weights that depend only on `seed` and `hashed`. Linear layers,
+        embeddings and experts have the distribution that most models have in transformers, as in
+        `Decoder.random_source`. transformers initializes all other parameters, on the CPU."""
+        draw_matrix = super().random_source(seed, device, hashed=hashed)
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         # Shapes before matrices are quantized, by module
         shapes = defaultdict[str, dict[str, torch.Size]](dict)
@@ -252,6 +261,9 @@ class HubDecoder(private.MovedModule, Decoder):
             if name in buffers:
                 return buffers[name]  # initialized when the model was built
             module_name, _, parameter_name = name.rpartition(".")
+            is_layer = isinstance(self.get_submodule(module_name), nn.Linear | nn.Embedding)
+            if parameter_name in STACKS or (is_layer and parameter_name == "weight"):
+                return draw_matrix(name, slices)
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 module = private.copy_with_empty_parameters(
                     self.get_submodule(module_name), shapes[module_name]

@@ -88,9 +88,7 @@ def cos_sin_table(
     context are divided by `factor`. Frequencies with more than `high_freq_factor` turns stay
     unchanged, and frequencies in between are interpolated."""
     frequencies = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
-    if rope.rope_type == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.rope_type == "llama3":
+    if rope.rope_type == "llama3":
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         low = rope.low_freq_factor
         unscaled = ((turns - low) / (rope.high_freq_factor - low)).clamp(0, 1)
@@ -139,7 +137,7 @@ class LlamaBlock(Block):
         self.attention_out = Linear(
             heads * self.head_size,
             d,
-            bias=config.attention_bias,
+            bias=False,
         )
         self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
