@@ -34,7 +34,6 @@ from distributed_training.models.weights import (
     convert_command,
     dtype_name,
     open_weights,
-    require_weights,
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
@@ -87,9 +86,7 @@ class ModelSpec:
         transformers' code. Otherwise, return None: the family's `to_hf` converts them."""
         if self.family != HUB:
             return None
-        from distributed_training.models.hub import files
-
-        return files
+        return importlib.import_module(f"{__name__}.{HUB}.files")
 
     @property
     def class_keys(self) -> dict[str, str]:
@@ -121,23 +118,29 @@ class ModelSpec:
                 return tensor.read()  # type: ignore[no-any-return]
             row_slice, *columns = slices or (ALL,)
             first, stop, _ = row_slice.indices(shape[0])
-            found = []  # (rows of our tensor, their values)
+            found = []  # (rows of our tensor, whether each is selected, their values)
             for rows, tensor in pieces[our_name]:
-                (matching,) = torch.where((rows >= first) & (rows < stop))
-                if len(matching):
+                is_inside = (rows >= first) & (rows < stop)
+                matching = torch.where(is_inside)[0].tolist()
+                if matching:
                     # The rows between them may belong to other parts of our tensor.
-                    file_rows = slice(int(matching[0]), int(matching[-1]) + 1)
-                    found.append((rows[file_rows], tensor.read(file_rows)))
+                    file_rows = slice(matching[0], matching[-1] + 1)
+                    values = tensor.read(file_rows)
+                    found.append((rows[file_rows], is_inside[file_rows], values))
             selected = (ALL, *columns)
             if len(found) == 1:
-                rows, values = found[0]
+                rows, _, values = found[0]
                 if torch.equal(rows, torch.arange(first, stop)):
                     return values[selected]  # type: ignore[no-any-return] # mapped, not copied
-            dtypes = {values.dtype for _, values in found}
+            dtypes = {values.dtype for _, _, values in found}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            result = torch.zeros(stop - first, *shape[1:], dtype=dtype, device="cpu")
-            for rows, values in found:
-                is_inside = (rows >= first) & (rows < stop)
+            result = torch.zeros(
+                stop - first,
+                *shape[1:],
+                dtype=dtype,
+                device="cpu",
+            )
+            for rows, is_inside, values in found:
                 result[rows[is_inside] - first] = values[is_inside].to(dtype)
             return result[selected]
 
@@ -201,7 +204,9 @@ class ModelSpec:
                     why += f", but it should be a float tensor of shape {shape}"
                     raise UserError(what, why)
                 unexpected.discard(stored_name)
-                pieces[our_name].append((rows, tensor.transposed() if is_transposed else tensor))
+                if is_transposed:
+                    tensor = tensor.transposed()
+                pieces[our_name].append((rows, tensor))
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
             why = f"the weights contain {min(unexpected)}{more}, which this model does not have"
@@ -304,7 +309,6 @@ class ModelSpec:
             what = f"weights {folder} are of another model than {self.label}"
             why = "their config.json describes another shape or other computations"
             raise UserError(what, why, f"set model to {shown(str(folder))}")
-        require_weights(folder)
         self._match_tensors(self._named_tensors(), folder)
 
 

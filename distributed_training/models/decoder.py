@@ -132,7 +132,10 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
+        self,
+        x: torch.Tensor,
+        past: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
@@ -380,7 +383,10 @@ class Decoder(nn.Module):
 
 
 def project_to_vocabulary(
-    x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    vocab_size: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return logits [B, T, V] from hidden states [B, T, D] and the output layer's weight [P, D]. A
     nonzero `cap` limits the logits to between -cap and cap."""
@@ -395,7 +401,11 @@ def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
     weight [P, D] and targets [B, T]."""

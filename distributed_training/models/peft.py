@@ -101,10 +101,14 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     for part in all_parts:
         if any(name.endswith(f".{part}.lora_A.weight") for name in tensors):
             parts.append(part)
-    stacks = []
-    for stack in spec.size.stack_names():
-        if any(name in tensors for name in _names_in_first_stack(spec, stack)):
-            stacks.append(stack)
+    stacks: dict[str, None] = {}
+    for kind in spec.size.kinds:
+        for stack in kind.stacks:
+            name = f"blocks.{kind.layers[0]}.{stack}"
+            hf_names = [hf_name for hf_name, _, _ in _stack_parts(spec, name)]
+            for hf_name in hf_names or [_whole_stack_name(spec, name)]:
+                if _peft_names(hf_name)[0] in tensors:
+                    stacks[stack] = None
     if not parts and not stacks:
         raise UserError(
             f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
@@ -112,7 +116,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     values: dict[str, Any] = {
         "lora_rank": config.r,
         "lora_alpha": config.alpha,
-        "lora_targets": None if parts == all_parts and not stacks else ",".join(parts + stacks),
+        "lora_targets": None if parts == all_parts and not stacks else ",".join([*parts, *stacks]),
     }
     if "base_rounding" in metadata:
         values["base_dtype"], values["precision"] = metadata["base_rounding"].split()
@@ -228,15 +232,6 @@ def _whole_stack_name(spec: ModelSpec, stack: str) -> str:
     (hf_name,) = spec.code.to_hf(stack, torch.empty(0), spec.size)
     module, _, key = hf_name.rpartition(".")
     return module if key == "down_proj" else f"{module}.base_layer"
-
-
-def _names_in_first_stack(spec: ModelSpec, stack: str) -> list[str]:
-    """Return PEFT's names of the matrices A of the first stack with the name `stack`."""
-    name = next(
-        f"blocks.{kind.layers[0]}.{stack}" for kind in spec.size.kinds if stack in kind.stacks
-    )
-    parts = [hf_name for hf_name, _, _ in _stack_parts(spec, name)]
-    return [_peft_names(part)[0] for part in parts or [_whole_stack_name(spec, name)]]
 
 
 def _split(

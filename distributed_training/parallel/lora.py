@@ -56,7 +56,8 @@ def apply_lora(
                 b = torch.zeros(b_shape)
             # Round adapters to the compute dtype.
             dtype = model.compute_dtype or torch.float32
-            a, b = (values.to(dtype).float().to(device) for values in (a, b))
+            a = a.to(dtype).float().to(device)
+            b = b.to(dtype).float().to(device)
             owner_name, _, key = name.rpartition(".")
             owner: Any = model.get_submodule(owner_name)
             if len(a_shape) == 3:
@@ -98,7 +99,8 @@ def _add_adapter(
             shared_factor = "a"
             rank = mesh.get_local_rank()
             num_rows //= mesh.size()
-            positions = positions.chunk(mesh.size())[rank] - rank * num_rows * num_parts
+            own_positions = positions.chunk(mesh.size())[rank]
+            positions = own_positions - rank * num_rows * num_parts
         a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
         b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
     linear.adapter = Adapter(a, b, config)
@@ -213,7 +215,8 @@ def sum_of_linears(
 ) -> torch.Tensor:
     """Return `x weight^T + hidden b^T + bias`, [.., out], for x [.., in] and hidden [.., R]."""
     out = F.linear(hidden, b, bias)
-    out.flatten(0, -2).addmm_(x.flatten(0, -2), weight.t())
+    rows = x.flatten(0, -2)
+    out.flatten(0, -2).addmm_(rows, weight.t())
     return out
 
 
@@ -240,7 +243,8 @@ def adapted_linear(
 
 @adapted_linear.register_fake
 def _(x, weight, _bias, a, _b):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], len(weight)), x.new_empty(*x.shape[:-1], len(a))
+    batch = x.shape[:-1]
+    return x.new_empty(*batch, len(weight)), x.new_empty(*batch, len(a))
 
 
 def _save(
@@ -276,7 +280,8 @@ def matrix_gradient(
     x: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradient of a matrix W from the gradient of `x W^T`."""
-    return d_y.flatten(0, -2).t() @ x.flatten(0, -2)
+    rows = d_y.flatten(0, -2)
+    return rows.t() @ x.flatten(0, -2)
 
 
 adapted_linear.register_autograd(_backward, setup_context=_save)

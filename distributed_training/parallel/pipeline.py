@@ -63,7 +63,8 @@ class Pipeline:
         # them now.
         message = torch.zeros(1, device=device)
         peers = [(topology.pp_rank + step) % topology.pp for step in (1, -1)]
-        _exchange(second_group, [(peer, message, torch.empty_like(message)) for peer in peers])
+        messages = [(peer, message, torch.empty_like(message)) for peer in peers]
+        _exchange(second_group, messages)
         # With these example tensors, torch need not run the stages to infer shapes.
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()

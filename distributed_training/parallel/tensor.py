@@ -165,7 +165,8 @@ def _pad_rows(table: Any, multiple: int) -> None:
     """Append zero rows to an embedding until `multiple` divides the number of rows."""
     num_missing = -table.num_embeddings % multiple
     if num_missing:
-        table.weight = nn.Parameter(F.pad(table.weight.detach(), (0, 0, 0, num_missing)))
+        padding = (0, 0, 0, num_missing)
+        table.weight = nn.Parameter(F.pad(table.weight.detach(), padding))
         table.num_embeddings += num_missing
 
 
@@ -183,7 +184,8 @@ def _vocab_parallel_loss(
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     shard = VocabularyShard(first, mesh.get_group(), all_gather_functional)
-    gathered = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
+    own_tokens = DTensor.from_local(x, mesh, [placement])
+    gathered = own_tokens.redistribute(placements=[Replicate()])
     # The backward pass sums the gradients over the ranks.
     all_tokens = gathered.to_local(grad_placements=[Partial()])
     return loss(all_tokens, rows, targets, vocab_size, shard)

@@ -148,7 +148,8 @@ def match(
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     for target, parts in sources.items():
         tensors = {name: stored[name] for name, _ in parts}
-        if is_other(target) and all(tensor.dtype in TORCH_DTYPES for tensor in tensors.values()):
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if is_other(target) and dtypes <= TORCH_DTYPES.keys():
             result.others.update(tensors)
             continue
         converter = by_pattern[parts[0][1]]
@@ -249,18 +250,16 @@ def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
         layer, _, _ = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix) or int(layer) in layers:
             state[name] = tensor
-    text_settings = {**settings, "document": text_document(settings["document"])}
-    for whole, read_settings in ((False, text_settings), (True, settings)):
-        stored: dict[str, StoredTensor] = {}
-        for name, tensor in state.items():
-            parts = to_files(name, tensor.to("meta"), settings, whole=whole)
-            for file_name, part in parts.items():
-                code = DTYPE_CODES[dtype_name(part.dtype)]
-                stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
-        text = match(stored, read_settings).text
-        for name, tensor in state.items():
-            if name not in text or text[name].shape != [*tensor.shape]:
-                raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in state.items():
+        parts = to_files(name, tensor.to("meta"), settings, whole=True)
+        for file_name, part in parts.items():
+            code = DTYPE_CODES[dtype_name(part.dtype)]
+            stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
+    text = match(stored, settings).text
+    for name, tensor in state.items():
+        if name not in text or text[name].shape != [*tensor.shape]:
+            raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
 
 
 def _meta_tensor(tensor: StoredTensor) -> torch.Tensor:

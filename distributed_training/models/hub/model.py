@@ -140,15 +140,18 @@ class HubDecoder(private.MovedModule, Decoder):
         delattr(inner, name)  # A registered list would give every parameter a second name.
         setattr(inner, name, tuple(layers))
         head = net.get_output_embeddings()
-        norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
+        norm_out: nn.Module = nn.Identity()
+        for child in inner.children():
+            if type(child).__name__.endswith("Norm"):
+                norm_out = child
         # Plain references, because these modules already have names in `net`. A model without a
         # norm after the blocks gets an identity instead.
         vars(self).update(
             inner=inner,
             head=head,
             token_embedding=net.get_input_embeddings(),
+            norm_out=norm_out,
         )
-        vars(self)["norm_out"] = norms[-1] if norms else nn.Identity()
         if size.tied:
             del head.weight
         for module in self.modules():
@@ -215,8 +218,7 @@ class HubDecoder(private.MovedModule, Decoder):
             # columns of zeros keep the rows aligned.
             column = scale * bias.to(x.dtype)[:, None]
             weight = torch.cat([weight, F.pad(column, (0, 7))], 1)
-            ones = torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)
-            x = torch.cat([x, ones], -1)
+            x = F.pad(x, (0, 8), value=1.0)
         if targets is None:
             return project_to_vocabulary(
                 x,
@@ -343,11 +345,13 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     inner.forward = lambda *_arguments, **_options: output
     head.forward = lambda x: x
     ids = torch.zeros(1, len(z), dtype=torch.int64)
-    y = net(input_ids=ids, use_cache=False).logits.double().flatten()
+    logits = net(input_ids=ids, use_cache=False).logits
+    y = logits.double().flatten()
     del inner.forward, head.forward
     scale = float(f"{float(y[0] / z[0]):.9g}")
     scaled = scale * z
-    cap = 0.0 if torch.allclose(y, scaled, rtol=1e-6) else float(y[-1])
+    is_only_scaled = torch.allclose(y, scaled, rtol=1e-6)
+    cap = 0.0 if is_only_scaled else float(y[-1])
     if not torch.allclose(
         y,
         softcap(scaled, cap),

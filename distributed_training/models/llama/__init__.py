@@ -129,7 +129,12 @@ def llama_size(config: Config) -> ModelSize:
     kv = config.num_key_value_heads * config.head_dim
     qkv = heads + 2 * kv
     hidden = config.intermediate_size
-    matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
+    matrices = (
+        (qkv, d),
+        (d, heads),
+        (2 * hidden, d),
+        (d, hidden),
+    )
     split = sum(rows * columns for rows, columns in matrices)
     num_biases = 0
     if config.has_qkv_bias:

@@ -156,12 +156,13 @@ class LlamaBlock(Block):
         )
         q = self.rotary(self.norm_q(q), positions)
         k = self.rotary(self.norm_k(k), positions)
-        return [heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v)]
+        return [x.flatten(2, 3).transpose(1, 2) for x in (q, k, v)]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         if self.mlp_override is not None:
             return self.mlp_override(self, x)
-        gate, up = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size)).unbind(-2)
+        units = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size))
+        gate, up = units.unbind(-2)
         return self.mlp_out((F.silu(gate) * up).flatten(-2))
 
 
