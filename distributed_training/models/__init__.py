@@ -307,8 +307,7 @@ class ModelSpec:
         (size,) = self.code.sizes(folder).values()
         if size != self.size:
             what = f"weights {folder} are of another model than {self.label}"
-            why = "their config.json describes another shape or other computations"
-            raise UserError(what, why, f"set model to {shown(str(folder))}")
+            raise UserError(what, fix=f"set model to {shown(str(folder))}")
         self._match_tensors(self._named_tensors(), folder)
 
 

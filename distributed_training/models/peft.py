@@ -308,7 +308,7 @@ def _from_peft(
         if tensor is None or tensor.shape != places.shape or not all_finite(tensor):
             what = f"{origin}: {name} is not a finite tensor of shape {list(places.shape)}"
             raise UserError(what, fix="use adapters of the same matrices in all blocks")
-        target.view(-1)[places] = tensor.float()
+        target.put_(places, tensor.float())
         used.add(name)
 
     for layer in range(spec.size.num_layers):
@@ -317,15 +317,16 @@ def _from_peft(
             adapter = f"blocks.{layer}.{name}"
             a = torch.empty(a_shape)
             b = torch.empty(b_shape)
-            indices = [torch.arange(x.numel()).view(x.shape) for x in (a, b)]
-            parts = list(_split(adapter, *indices, spec, config))
+            a_indices = torch.arange(a.numel()).view(a_shape)
+            b_indices = torch.arange(b.numel()).view(b_shape)
+            parts = list(_split(adapter, a_indices, b_indices, spec, config))
             for hf_name, a_places, b_places in parts:
                 name_a, name_b = _peft_names(hf_name)
                 fill(a, name_a, a_places)
                 fill(b, name_b, b_places)
             for hf_name, a_places, _ in parts:
                 name_a, _ = _peft_names(hf_name)
-                if not torch.equal(a.view(-1)[a_places], tensors[name_a].float()):
+                if not torch.equal(a.take(a_places), tensors[name_a].float()):
                     what = f"{origin}: {name_a} differs from A of the expert's other matrix"
                     raise UserError(what, fix="merge the adapters with PEFT")
             ours[f"{adapter}.a"] = a
