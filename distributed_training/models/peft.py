@@ -49,7 +49,6 @@ class Adapters:
         """Return a source of the `base` weights with the adapters merged in. The weights and the
         adapters are added in fp32."""
         weights = self.trained_base(base)
-        scale = self.config.lora_alpha / self.config.lora_rank
 
         def read(name: str, slices: Slices) -> torch.Tensor:
             values = weights(name, ())
@@ -58,6 +57,7 @@ class Adapters:
             if f"{adapter}.a" not in self.tensors:
                 return values[slices]
             values = values.to(torch.float32, copy=True)
+            scale = self.config.lora_alpha / self.config.lora_rank
             a, b = self.tensors[f"{adapter}.a"], self.tensors[f"{adapter}.b"]
             if a.dim() == 3:
                 layer = int(name.split(".")[1])
