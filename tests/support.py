@@ -266,7 +266,16 @@ def save_model(
 def save_tiny(folder: Path) -> None:
     """Write gpt2-tiny with random weights to a folder that transformers can load."""
     tiny = find_model("gpt2-tiny")
-    save_model(tiny, tiny.build(dropout=0.0, seed=0).state_dict(), folder)
+    save_model(tiny, draw_model(tiny, seed=0).state_dict(), folder)
+
+
+def draw_model(spec: ModelSpec, *, dropout: float = 0.0, seed: int) -> Decoder:
+    """Return the model for `spec` with random weights."""
+    cpu = torch.device("cpu")
+    model = spec.build_meta_model(dropout=dropout)
+    source = model.random_source(seed, cpu, hashed=False)
+    InitialWeights(source=source).fill(model, cpu)
+    return model
 
 
 def read_model(spec: ModelSpec, folder: Path) -> Decoder:

@@ -16,7 +16,7 @@ from distributed_training.settings.keys import read_keys
 from distributed_training.settings.own_code import allow_families
 from distributed_training.settings.request import build_config
 from tests.conftest import assert_ok, heavy_pool
-from tests.support import CPU_MACHINE, read_model, refused, save_model
+from tests.support import CPU_MACHINE, draw_model, read_model, refused, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -55,7 +55,7 @@ def test_example_of_a_model(folder):
     allow_families([str(folder / "my_models/narrow")])
     spec = models.find_model(str(folder / "my_models/narrow"))
     assert models.find_model(f"{folder}/my_models/narrow:narrow").size == spec.size
-    model = spec.build(dropout=0.0, seed=1)
+    model = draw_model(spec, seed=1)
     padding = (spec.size.padded_vocab_size - spec.size.vocab_size) * spec.size.hidden_size
     assert sum(p.numel() for p in model.parameters()) - padding == spec.size.num_parameters
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -70,12 +70,6 @@ class Saver:
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
         self._save_row: dict[str, Any] = {}
 
-    def preallocate(self, engine: Engine) -> None:
-        """Start allocating memory for the first save. All ranks must call this method after the
-        first step, when the optimizer state exists."""
-        if self._keeps_memory and self.plan.config.checkpoint_every not in (0, "signal"):
-            self._allocate_memory(self._parts_to_write(engine))
-
     def begin(
         self,
         engine: Engine,
@@ -127,9 +121,7 @@ class Saver:
         is_enough = self.memory is not None and len(self.memory.memory) >= needed_bytes
         if all(gather(is_enough)):
             return
-        if self.memory is not None:  # free the old memory before allocating more
-            self.memory.pinning.join()
-            self.memory = None
+        self.memory = None  # free the old memory before allocating more
         fits = available_ram_bytes() > MEMORY_MARGIN * needed_bytes * self.plan.processes_here
         # A strategy that swaps to disk leaves no free memory.
         if all(gather(fits and not self.plan.strategy.swaps_to_disk)):

@@ -64,13 +64,7 @@ class Engine(abc.ABC):
         past: KVCache | None = None,
     ) -> torch.Tensor:
         """Return the logits [1, T, vocab] for token ids [1, T], without gradients. All ranks pass
-        the same ids and receive the same logits."""
-
-    def new_kv_cache(self) -> KVCache | None:
-        """Return an empty cache that lets `logits` process each token only once, or None if the
-        model or its samples are split by tensor, context or pipeline parallelism."""
-        topology = self.topology
-        return KVCache() if topology.pp * topology.cp * topology.tp == 1 else None
+        the same ids and receive the same logits. tp, cp and pp must not split the model."""
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate for the next step."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -31,8 +30,9 @@ from distributed_training.parallel.private import (
     enable_symmetric_memory,
     foreach_mul_,
     overlap_matmuls,
+    reset_fsdp_shards,
 )
-from distributed_training.parallel.tensor import apply_tp, shard_output
+from distributed_training.parallel.tensor import apply_tp, shard_loss
 from distributed_training.parallel.tensor_files import (
     Part,
     TensorFiles,
@@ -82,7 +82,7 @@ def parallelize(
     stage.loss = blocks.build_loss(config)
     if tp_mesh is not None:
         loss = blocks.build_chunked_loss(config)
-        stage.loss, stage.project = shard_output(loss, tp_mesh, plan.tp_parts)
+        stage.loss = shard_loss(loss, tp_mesh, plan.tp_parts)
     blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
     if config.offloads_activations and topology.device.type == "cuda":
         offload_saved(stage, config.checkpointed_blocks)
@@ -97,7 +97,7 @@ def parallelize(
             keep_gathered=topology.pp > 1,
         )
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
-    blocks.reset_shards(stage)
+    reset_fsdp_shards(stage)
     if plan.embeds_from_host:
         move_embedding_to_host(stage.token_embedding)
     return [p for name, p in stage.named_parameters() if name in tp_partial_names]
@@ -374,23 +374,15 @@ class NativeEngine(base.Engine):
         input_ids: torch.Tensor,
         past: KVCache | None = None,
     ) -> torch.Tensor:
-        batch, length = input_ids.shape
-        samples, tokens = self.plan.tp_parts
-        tokens *= self.topology.cp
-        # Attention is causal, so padding does not change the logits before it.
-        ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples))
-        ids = ids.to(self.topology.device)
-        options = {} if past is None else {"past": past}
         with base.evaluation_mode(self.stages):
-            logits = self._forward(ids, **options)
-            if self.pipeline is not None:
-                logits = self.pipeline.broadcast_logits(logits, ids)
-        return logits[:batch, :length]
+            logits = self._forward(input_ids.to(self.topology.device), past=past)
+        assert logits is not None, "there is no pipeline"
+        return logits
 
     def _forward(
         self,
         *tensors: torch.Tensor,
-        **options: KVCache,
+        **options: KVCache | None,
     ) -> torch.Tensor | None:
         """Run the forward pass and return its output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.forward
@@ -445,11 +437,7 @@ class NativeEngine(base.Engine):
         if counters["adam_steps"]:
             self.init_optimizer_state(counters["adam_steps"])
         for part in self.state_parts():
-            values = files.read(part)
-            if part.write is not None:
-                part.write(values)
-            else:
-                part.get().copy_(values)
+            part.get().copy_(files.read(part))
         self.loss_scale.fill_(counters["loss_scale"])
         self.good_steps.fill_(counters["good_steps"])
         self.step_graph.drop_graph()

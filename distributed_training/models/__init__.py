@@ -18,8 +18,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ from distributed_training.models.weights import (
     convert_command,
     dtype_name,
     open_weights,
-    require_weights,
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
@@ -83,24 +81,19 @@ class ModelSpec:
         return _load(self.family)
 
     @property
+    def files(self) -> Any:
+        """Return models/hub/files.py, which converts the tensors of files, for a model that uses
+        transformers' code. Otherwise, return None: the family's `to_hf` converts them."""
+        if self.family != HUB:
+            return None
+        return importlib.import_module(f"{__name__}.{HUB}.files")
+
+    @property
     def class_keys(self) -> dict[str, str]:
         """Return the keys of the exported config.json by which transformers selects the tokenizer's
         class."""
         document = self.code.to_config(self.size, 0)
         return {key: document[key] for key in CLASS_KEYS if document.get(key)}
-
-    def build(self, *, dropout: float, seed: int) -> Decoder:
-        """Build the model in fp32 on torch's default device, with random weights. For each device
-        type, the weights depend only on `seed`."""
-        import torch
-
-        from distributed_training.models.initial_weights import InitialWeights
-
-        device = torch.get_default_device()
-        model = self.build_meta_model(dropout=dropout)
-        source = model.random_source(seed, device, hashed=device.type != "cpu")
-        InitialWeights(source=source).fill(model, device)
-        return model
 
     def build_meta_model(self, *, dropout: float = 0.0) -> Decoder:
         """Build the model without weights, on the meta device."""
@@ -121,36 +114,35 @@ class ModelSpec:
         def read(our_name: str, slices: Slices) -> torch.Tensor:
             shape = parameters[our_name].shape
             if not shape:  # a number
-                ((tensor, _),) = pieces[our_name]
+                ((_, tensor),) = pieces[our_name]
                 return tensor.read()  # type: ignore[no-any-return]
-            bounds: Any = zip_longest(slices, shape, fillvalue=ALL)
-            (first, stop, _), *column_bounds = (part.indices(size) for part, size in bounds)
-            columns = [slice(*bounds_of_dim) for bounds_of_dim in column_bounds]
-            pieces_read = []  # (rows of our tensor, their values)
-            indices = self._hf_rows(our_name, shape[0])
-            for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
-                (matching,) = torch.where((rows >= first) & (rows < stop))
-                if len(matching) == 0:
-                    continue
-                # The rows between them may belong to other parts of our tensor.
-                file_rows = slice(int(matching[0]), int(matching[-1]) + 1)
-                if transposed:
-                    piece = tensor.read(*columns, file_rows).t()
-                else:
-                    piece = tensor.read(file_rows, *columns)
-                pieces_read.append((rows[file_rows], piece))
-            if len(pieces_read) == 1:
-                rows, piece = pieces_read[0]
+            row_slice, *columns = slices or (ALL,)
+            first, stop, _ = row_slice.indices(shape[0])
+            found = []  # (rows of our tensor, whether each is selected, their values)
+            for rows, tensor in pieces[our_name]:
+                is_inside = (rows >= first) & (rows < stop)
+                matching = torch.where(is_inside)[0].tolist()
+                if matching:
+                    # The rows between them may belong to other parts of our tensor.
+                    file_rows = slice(matching[0], matching[-1] + 1)
+                    values = tensor.read(file_rows)
+                    found.append((rows[file_rows], is_inside[file_rows], values))
+            selected = (ALL, *columns)
+            if len(found) == 1:
+                rows, _, values = found[0]
                 if torch.equal(rows, torch.arange(first, stop)):
-                    return piece  # still mapped from the file, without a copy
-            dtypes = {TORCH_DTYPES[tensor.dtype] for tensor, _ in pieces[our_name]}
-            dtype = getattr(torch, dtypes.pop() if len(dtypes) == 1 else "float32")
-            sizes = [stop - first, *(end - start for start, end, _ in column_bounds)]
-            values = torch.zeros(sizes, dtype=dtype, device="cpu")
-            for rows, piece in pieces_read:
-                is_selected = (rows >= first) & (rows < stop)
-                values[rows[is_selected] - first] = piece[is_selected].to(dtype)
-            return values
+                    return values[selected]  # type: ignore[no-any-return] # mapped, not copied
+            dtypes = {values.dtype for _, _, values in found}
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+            result = torch.zeros(
+                stop - first,
+                *shape[1:],
+                dtype=dtype,
+                device="cpu",
+            )
+            for rows, is_inside, values in found:
+                result[rows[is_inside] - first] = values[is_inside].to(dtype)
+            return result[selected]
 
         return read
 
@@ -180,25 +172,25 @@ class ModelSpec:
 
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
-    ) -> dict[str, list[tuple[StoredTensor, bool]]]:
-        """Return {parameter name: [(stored tensor, whether it is transposed)]}. Each list contains
-        the tensors that form the parameter. Raises UserError if tensors in `folder` are missing or
-        unexpected, or have the wrong shape or dtype."""
+    ) -> dict[str, list[tuple[torch.Tensor, StoredTensor]]]:
+        """Return {parameter name: [(rows of the parameter, stored tensor with these rows)]}. Raises
+        UserError if tensors in `folder` are missing or unexpected, or have the wrong shape or
+        dtype."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
-        if hasattr(self.code, "match_files"):
-            stored = self.code.match_files(stored, self.size)
+        if self.files:
+            stored = self.files.match(stored, self.size.config).text
         unexpected = set(stored)
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
-        pieces: dict[str, list[tuple[StoredTensor, bool]]] = {}
+        pieces: dict[str, list[tuple[torch.Tensor, StoredTensor]]] = {}
         for our_name, values in parameters.items():
-            transposed = self._is_transposed(our_name)
             pieces[our_name] = []
             num_rows = len(values) if values.dim() else 1
             for name, rows in self._hf_rows(our_name, num_rows).items():
                 shape = [len(rows), *values.shape[1:]] if values.dim() else []
-                if transposed:
+                is_transposed = len(shape) == 2 and self._is_transposed(our_name)
+                if is_transposed:
                     shape.reverse()
                 candidates = [name, name.partition(".")[2]]  # saved with or without an output layer
                 if self.size.tied and our_name.startswith("token_embedding"):
@@ -212,7 +204,9 @@ class ModelSpec:
                     why += f", but it should be a float tensor of shape {shape}"
                     raise UserError(what, why)
                 unexpected.discard(stored_name)
-                pieces[our_name].append((tensor, transposed))
+                if is_transposed:
+                    tensor = tensor.transposed()
+                pieces[our_name].append((rows, tensor))
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
             why = f"the weights contain {min(unexpected)}{more}, which this model does not have"
@@ -240,10 +234,8 @@ class ModelSpec:
         others: dict[str, StoredTensor] = {}
         names: dict[str, str] | None = None
         document = self.code.to_config(self.size, eos_token_id)
-        if original is not None and hasattr(self.code, "read_original"):
-            whole = self.code.read_original(original, self.size)
-            if whole is not None:
-                others, names, document = whole
+        if original is not None and self.files and self.files.is_multimodal(self.size.config):
+            others, names, document = self.files.read_original(original, self.size.config)
         header: dict[str, torch.Tensor] = {}
         for our_name, tensor in tensors.items():
             # Buffers keep their dtype.
@@ -282,9 +274,9 @@ class ModelSpec:
         for name, part in self.code.to_hf(our_name, values, self.size).items():
             if whole_names is not None and name in whole_names:
                 stored[whole_names[name]] = part
-            elif hasattr(self.code, "to_files"):
+            elif self.files:
                 is_whole = whole_names is not None
-                stored |= self.code.to_files(name, part, self.size, whole=is_whole)
+                stored |= self.files.to_files(name, part, self.size.config, whole=is_whole)
             else:
                 rows = part.reshape(-1, *values.shape[1:])
                 stored[name] = rows.t() if self._is_transposed(our_name) else rows
@@ -313,14 +305,9 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         (size,) = self.code.sizes(folder).values()
-        names = [field.name for field in fields(ModelSize) if field.compare]
-        for name in ("num_layers", "block_parameters", *names):
-            stored_value = getattr(size, name)
-            own_value = getattr(self.size, name)
-            if stored_value != own_value:
-                what = f"weights {folder} have {name}={stored_value}, but the model has "
-                raise UserError(f"{what}{own_value}", fix=f"set model to {shown(str(folder))}")
-        require_weights(folder)
+        if size != self.size:
+            what = f"weights {folder} are of another model than {self.label}"
+            raise UserError(what, fix=f"set model to {shown(str(folder))}")
         self._match_tensors(self._named_tensors(), folder)
 
 

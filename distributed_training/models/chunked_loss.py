@@ -112,7 +112,9 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
         # Scaling in place is safe. Autograd releases saved tensors after this pass, and a second
         # backward pass is an error.
-        gradients = [grad if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
+        gradients = []
+        for gradient in ctx.saved_tensors:
+            gradients.append(None if gradient is None else gradient.mul_(scale))
         return *gradients, None, None, None, None, None, None
 
 
@@ -137,7 +139,8 @@ def loss_and_gradient(
         z = z.masked_fill(columns >= vocab_size, -torch.inf)
     normalizer = torch.logsumexp(z, -1, keepdim=True)
     one_hot = columns == targets[:, None]
-    target_logit = torch.where(one_hot, z, 0.0).sum(-1, keepdim=True)
+    target_logits = torch.where(one_hot, z, 0.0)
+    target_logit = target_logits.sum(-1, keepdim=True)
     if shard is not None:
         pair = torch.stack([normalizer, target_logit])
         gathered = shard.gather(pair, 0, shard.group)

@@ -132,7 +132,10 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
+        self,
+        x: torch.Tensor,
+        past: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
@@ -188,9 +191,8 @@ class Decoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         # Maximum number of documents in a training micro-batch; None if unknown
         self.max_documents: int | None = None
-        # Functions applied after the final norm; the engine replaces or compiles them
+        # Function applied after the final norm; the engine replaces or compiles it
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
-        self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
     def forward(
         self,
@@ -270,7 +272,7 @@ class Decoder(nn.Module):
         x = self.norm_out(x)
         weight = self.output_weight.to(x.dtype)
         if targets is None:
-            return self.project(x, weight, self.size.vocab_size)
+            return project_to_vocabulary(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
 
     def place(
@@ -381,7 +383,10 @@ class Decoder(nn.Module):
 
 
 def project_to_vocabulary(
-    x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    vocab_size: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return logits [B, T, V] from hidden states [B, T, D] and the output layer's weight [P, D]. A
     nonzero `cap` limits the logits to between -cap and cap."""
@@ -396,7 +401,11 @@ def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
     weight [P, D] and targets [B, T]."""
@@ -415,9 +424,11 @@ def summed_cross_entropy(
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
-    """Return whether the parameter `name` is a matrix in a block."""
+    """Return whether the parameter `name` is a matrix or a stack of experts' matrices in a
+    block."""
     blocks, _, parameter = name.partition(".")
-    layer, _, matrix = parameter.partition(".")
     if blocks != "blocks":
         return False
-    return matrix.removesuffix(".weight") in size.kind_of(int(layer)).hf_matrices
+    layer, _, matrix = parameter.partition(".")
+    kind = size.kind_of(int(layer))
+    return matrix.removesuffix(".weight") in kind.hf_matrices or matrix in kind.stacks

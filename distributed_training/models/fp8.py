@@ -74,8 +74,10 @@ def quantize(
     """Return a matrix in e4m3, and its scales [rows, 1] in `dtype`. torch.compile fuses this
     function with the operation before it."""
     largest = x.abs().amax(-1, keepdim=True).float()
-    scales = (largest / LARGEST).to(dtype).clamp(min=torch.finfo(dtype).tiny)
-    return (x.float() / scales.float()).to(E4M3), scales
+    smallest = torch.finfo(dtype).tiny
+    scales = (largest / LARGEST).to(dtype).clamp(min=smallest)
+    codes = x.float() / scales.float()
+    return codes.to(E4M3), scales
 
 
 # torch.compile must not see the views and the transposed matrix, which it could keep from the

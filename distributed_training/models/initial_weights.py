@@ -95,14 +95,22 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def hashed_normal(
-    shape: Sequence[int], slices: Slices, key: int, device: torch.device
+    shape: Sequence[int],
+    slices: Slices,
+    key: int,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Return the part of a random matrix that `slices` selects. The matrix is identical on every
-    device.
+    """Return the part of a random matrix, or of a stack of matrices, that `slices` selects. The
+    numbers are identical on every device.
 
     Each number depends only on `key` and the number's position in the matrix. It is a sum of four
     uniformly distributed numbers, scaled to a standard deviation of 1. The distribution is close to
     normal, with magnitudes up to 3.5. The hash is SplitMix64 (Steele et al. 2014)."""
+    if len(shape) > 2:
+        num_rows, *row_shape = shape
+        rows = hashed_normal((num_rows, math.prod(row_shape)), slices[:1], key, device)
+        columns = (slice(None), *slices[1:])
+        return rows.view(-1, *row_shape)[columns]
     bounds: Any = itertools.zip_longest(slices, shape, fillvalue=slice(None))
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
     column_indices = torch.arange(*columns, device=device)
@@ -130,6 +138,7 @@ def weights_checksum(model: nn.Module, source: WeightSource) -> int:
     The checksum identifies the base weights under adapters."""
     checksum = 0
     for name, _ in model.named_parameters():
-        row = source(name, (slice(0, 1),)).float().cpu().contiguous()
-        checksum = zlib.crc32(row.numpy().data, checksum)
+        row = source(name, (slice(0, 1),))
+        data = row.float().cpu().contiguous().numpy().data
+        checksum = zlib.crc32(data, checksum)
     return checksum

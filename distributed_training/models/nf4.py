@@ -42,12 +42,18 @@ def nf4_matmul_backward(
 
 @nf4_matmul.register_fake
 def _(x, codes, _scales):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], len(codes))
+    return x.new_empty(
+        *x.shape[:-1],
+        len(codes),
+    )
 
 
 @nf4_matmul_backward.register_fake
 def _(gradient, codes, _scales):  # type: ignore[no-untyped-def]
-    return gradient.new_empty(*gradient.shape[:-1], _num_columns(codes))
+    return gradient.new_empty(
+        *gradient.shape[:-1],
+        _num_columns(codes),
+    )
 
 
 def _keep_codes(

@@ -53,22 +53,22 @@ class Adapters:
         def read(name: str, slices: Slices) -> torch.Tensor:
             values = weights(name, ())
             matrix = name.removesuffix(".weight")
-            if f"{matrix}.adapter.a" in self.tensors:
-                values = values.to(torch.float32, copy=True)
-                scale = self.config.lora_alpha / self.config.lora_rank
-                for _, rows, a, b in _split(
-                    self.tensors,
-                    matrix,
-                    self.spec,
-                    self.config,
-                ):
-                    values.index_add_(0, rows, (b @ a).mul_(scale))
-            elif f"{name}_adapter.a" in self.tensors:
-                change = self.tensors[f"{name}_adapter.b"] @ self.tensors[f"{name}_adapter.a"]
-                if self.spec.size.kind_of(int(name.split(".")[1])).transposes_stacks:
-                    change = change.transpose(1, 2)
-                scale = self.config.lora_alpha / self.config.lora_rank
-                values = values.to(torch.float32, copy=True).add_(change, alpha=scale)
+            adapter = f"{matrix}.adapter" if matrix != name else f"{name}_adapter"
+            if f"{adapter}.a" not in self.tensors:
+                return values[slices]
+            values = values.to(torch.float32, copy=True)
+            scale = self.config.lora_alpha / self.config.lora_rank
+            a, b = self.tensors[f"{adapter}.a"], self.tensors[f"{adapter}.b"]
+            if a.dim() == 3:
+                layer = int(name.split(".")[1])
+                transposes = self.spec.size.kind_of(layer).transposes_stacks
+                target = values.mT if transposes else values
+                target.add_(b @ a, alpha=scale)
+                return values[slices]
+            rows = self.spec.hf_rows(matrix, self.config.lora_targets)
+            parts = _split(adapter, a, b, self.spec, self.config)
+            for part_rows, (_, part_a, part_b) in zip(rows.values(), parts, strict=True):
+                values.index_add_(0, part_rows, (part_b @ part_a).mul_(scale))
             return values[slices]
 
         return read
@@ -90,9 +90,10 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     fix = f"download them again, or load {folder} with PEFT and save it again"
     stored, metadata = open_file(file, fix)
     tensors = {name: tensor.read() for name, tensor in stored.items()}
-    if hasattr(spec.code, "text_name"):  # the adapters may fit a whole multimodal model
+    if spec.files:  # the adapters may fit a whole multimodal model
+        whole = spec.files.find_whole(spec.size.config)
         tensors = {
-            PREFIX + spec.code.text_name(name.removeprefix(PREFIX), spec.size): tensor
+            PREFIX + whole.text_name(name.removeprefix(PREFIX)): tensor
             for name, tensor in tensors.items()
         }
     all_parts = spec.size.part_names(None)
@@ -100,10 +101,14 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     for part in all_parts:
         if any(name.endswith(f".{part}.lora_A.weight") for name in tensors):
             parts.append(part)
-    stacks = []
-    for stack in spec.size.stack_names():
-        if any(name in tensors for name in _names_in_first_stack(spec, stack)):
-            stacks.append(stack)
+    stacks: dict[str, None] = {}
+    for kind in spec.size.kinds:
+        for stack in kind.stacks:
+            name = f"blocks.{kind.layers[0]}.{stack}"
+            hf_names = [hf_name for hf_name, _, _ in _stack_parts(spec, name)]
+            for hf_name in hf_names or [_whole_stack_name(spec, name)]:
+                if _peft_names(hf_name)[0] in tensors:
+                    stacks[stack] = None
     if not parts and not stacks:
         raise UserError(
             f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
@@ -111,7 +116,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     values: dict[str, Any] = {
         "lora_rank": config.r,
         "lora_alpha": config.alpha,
-        "lora_targets": None if parts == all_parts and not stacks else ",".join(parts + stacks),
+        "lora_targets": None if parts == all_parts and not stacks else ",".join([*parts, *stacks]),
     }
     if "base_rounding" in metadata:
         values["base_dtype"], values["precision"] = metadata["base_rounding"].split()
@@ -138,14 +143,19 @@ def save_adapters(
     spec, config = adapters.spec, adapters.config
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(adapters.tensors, spec, config)
-    matrices = [name for name in tensors if ".experts." not in name]
-    targets = {".".join(name.split(".")[-4:-2]) for name in matrices}
-    if not text and hasattr(spec.code, "is_multimodal") and spec.code.is_multimodal(spec.size):
-        names = (spec.code.whole_name(name.removeprefix(PREFIX), spec.size) for name in tensors)
-        tensors = dict(zip((PREFIX + name for name in names), tensors.values(), strict=True))
-        # Other parts may have matrices with the same last names.
-        matrices = [name for name in tensors if ".experts." not in name]
-        targets = {name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in matrices}
+    fits_whole = spec.files and spec.files.is_multimodal(spec.size.config) and not text
+    if fits_whole:
+        whole = spec.files.find_whole(spec.size.config)
+        tensors = {
+            PREFIX + whole.name(name.removeprefix(PREFIX)): tensor
+            for name, tensor in tensors.items()
+        }
+    targets = set()
+    for name in tensors:
+        module = name.removeprefix(PREFIX).rsplit(".", 2)[0]
+        if ".experts." not in name:
+            # Other parts of a whole model may have matrices with the same last names.
+            targets.add(module if fits_whole else ".".join(module.split(".")[-2:]))
     stacks = {
         stack: _stack_parts(spec, f"blocks.{kind.layers[0]}.{stack}")
         for kind in spec.size.kinds
@@ -185,16 +195,14 @@ def to_peft(
     """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
     Hugging Face matrix are separate."""
     tensors = {}
-    for name in state:
-        if name.endswith(".adapter.a"):
-            matrix = name.removesuffix(".adapter.a")
-            for hf_name, _, a, b in _split(state, matrix, spec, config):
-                name_a, name_b = _peft_names(hf_name)
-                tensors[name_a] = a.contiguous()
-                tensors[name_b] = b.contiguous()
-        elif name.endswith("_adapter.a"):
-            stack = name.removesuffix("_adapter.a")
-            tensors |= _stack_to_peft(spec, stack, state[name], state[f"{stack}_adapter.b"])
+    for name, a in state.items():
+        if not name.endswith("adapter.a"):
+            continue
+        adapter = name.removesuffix(".a")
+        for hf_name, part_a, part_b in _split(adapter, a, state[f"{adapter}.b"], spec, config):
+            name_a, name_b = _peft_names(hf_name)
+            tensors[name_a] = part_a.contiguous()
+            tensors[name_b] = part_b.contiguous()
     return tensors
 
 
@@ -212,7 +220,7 @@ def _stack_parts(
         return []
     indices = torch.arange(experts * rows).view(experts, rows, 1)
     (hf_name,) = spec.code.to_hf(stack, indices, spec.size)
-    stored = spec.code.to_files(hf_name, indices, spec.size, whole=False)
+    stored = spec.files.to_files(hf_name, indices, spec.size.config)
     return [
         (name.removesuffix(".weight"), int(values[0, 0]) // rows, values[:, 0] % rows)
         for name, values in stored.items()
@@ -226,62 +234,29 @@ def _whole_stack_name(spec: ModelSpec, stack: str) -> str:
     return module if key == "down_proj" else f"{module}.base_layer"
 
 
-def _stack_to_peft(
-    spec: ModelSpec,
-    stack: str,
+def _split(
+    adapter: str,
     a: torch.Tensor,
     b: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Return PEFT's tensors for the adapters a [E, R, in] and b [E, out, R] of a stack."""
-    tensors = {}
-    parts = _stack_parts(spec, stack)
-    for hf_name, expert, rows in parts:
-        name_a, name_b = _peft_names(hf_name)
-        tensors[name_a] = a[expert].contiguous()
-        tensors[name_b] = b[expert, rows].contiguous()
-    if not parts:
-        name_a, name_b = _peft_names(_whole_stack_name(spec, stack))
-        tensors[name_a] = a.flatten(0, 1).contiguous()
-        tensors[name_b] = b.permute(1, 2, 0).flatten(1).contiguous()
-    return tensors
-
-
-def _names_in_first_stack(spec: ModelSpec, stack: str) -> list[str]:
-    """Return PEFT's names of the matrices A of the first stack with the name `stack`."""
-    name = next(
-        f"blocks.{kind.layers[0]}.{stack}" for kind in spec.size.kinds if stack in kind.stacks
-    )
-    parts = [hf_name for hf_name, _, _ in _stack_parts(spec, name)]
-    return [_peft_names(part)[0] for part in parts or [_whole_stack_name(spec, name)]]
-
-
-def _split(
-    tensors: Mapping[str, torch.Tensor],
-    matrix: str,
     spec: ModelSpec,
     config: Config,
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield (name, indices of its rows in `matrix`, A, B) for each Hugging Face matrix with an
-    adapter that is part of this package's `matrix`."""
-    rows = spec.hf_rows(matrix, config.lora_targets)
-    stacked_b = tensors[f"{matrix}.adapter.b"]
-    b = torch.empty_like(stacked_b)
-    b[_sorted_order(rows)] = stacked_b
-    a_parts = tensors[f"{matrix}.adapter.a"].split(config.lora_rank)
-    b_parts = b.split([len(part_rows) for part_rows in rows.values()])
-    yield from zip(
-        rows,
-        rows.values(),
-        a_parts,
-        b_parts,
-        strict=True,
-    )
-
-
-def _sorted_order(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the order that sorts the concatenated row indices of several Hugging Face matrices. It
-    sorts their B matrices in the order of our rows."""
-    return torch.cat(list(rows.values())).argsort()
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (name, A, B) for each Hugging Face matrix that shares the `adapter` with matrices `a`
+    and `b`, in PEFT's layout."""
+    if a.dim() == 2:
+        rows = spec.hf_rows(adapter.removesuffix(".adapter"), config.lora_targets)
+        unsorted = torch.empty_like(b)
+        # The rows of b are in the order of our rows.
+        unsorted[torch.cat(list(rows.values())).argsort()] = b
+        b_parts = unsorted.split([len(part_rows) for part_rows in rows.values()])
+        yield from zip(rows, a.split(config.lora_rank), b_parts, strict=True)
+        return
+    stack = adapter.removesuffix("_adapter")
+    parts = _stack_parts(spec, stack)
+    for hf_name, expert, part_rows in parts:
+        yield hf_name, a[expert], b[expert, part_rows]
+    if not parts:
+        yield _whole_stack_name(spec, stack), a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
 def keys_to_continue(
@@ -324,56 +299,39 @@ def _from_peft(
 ) -> dict[str, torch.Tensor]:
     """Convert adapters from PEFT's names to this package's, in fp32. Raises UserError unless there
     is a finite A and B for exactly those matrices of all blocks that `config` selects."""
-    stacked = {}
-    remaining = dict(tensors)
-    size = spec.size
+    ours = {}
+    used = set()
 
-    def take(name: str, *shape: int) -> torch.Tensor:
-        tensor = remaining.pop(name, None)
-        if tensor is None or tensor.shape != shape or not all_finite(tensor):
-            what = f"{origin}: {name} is not a finite tensor of shape {list(shape)}"
+    def fill(target: torch.Tensor, name: str, places: torch.Tensor) -> None:
+        """Copy a tensor of PEFT to `places` of the flattened `target`."""
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != places.shape or not all_finite(tensor):
+            what = f"{origin}: {name} is not a finite tensor of shape {list(places.shape)}"
             raise UserError(what, fix="use adapters of the same matrices in all blocks")
-        return tensor.float()
+        target.put_(places, tensor.float())
+        used.add(name)
 
-    for layer in range(size.num_layers):
-        kind = size.kind_of(layer)
-        for matrix, (_, columns) in zip(kind.hf_matrices, kind.matrices, strict=True):
-            our_name = f"blocks.{layer}.{matrix}"
-            rows = spec.hf_rows(our_name, config.lora_targets)
-            a_parts = []
-            b_parts = []
-            for hf_name, part_rows in rows.items():
+    for layer in range(spec.size.num_layers):
+        shapes = spec.size.kind_of(layer).adapter_shapes(config.lora_rank, config.lora_targets)
+        for name, (a_shape, b_shape) in shapes.items():
+            adapter = f"blocks.{layer}.{name}"
+            a = torch.empty(a_shape)
+            b = torch.empty(b_shape)
+            a_indices = torch.arange(a.numel()).view(a_shape)
+            b_indices = torch.arange(b.numel()).view(b_shape)
+            parts = list(_split(adapter, a_indices, b_indices, spec, config))
+            for hf_name, a_places, b_places in parts:
                 name_a, name_b = _peft_names(hf_name)
-                a_parts.append(take(name_a, config.lora_rank, columns))
-                b_parts.append(take(name_b, len(part_rows), config.lora_rank))
-            if rows:
-                stacked[f"{our_name}.adapter.a"] = torch.cat(a_parts)
-                stacked[f"{our_name}.adapter.b"] = torch.cat(b_parts)[_sorted_order(rows)]
-        rank = config.lora_rank
-        for stack, shape in kind.adapted_stacks(config.lora_targets).items():
-            our_name = f"blocks.{layer}.{stack}"
-            experts, outputs, columns = shape
-            parts = _stack_parts(spec, our_name)
-            a = torch.empty(experts, rank, columns)
-            b = torch.empty(experts, outputs, rank)
-            seen = set()
-            for hf_name, expert, part_rows in parts:
-                name_a, name_b = _peft_names(hf_name)
-                part_a = take(name_a, rank, columns)
-                if expert in seen and not torch.equal(part_a, a[expert]):
+                fill(a, name_a, a_places)
+                fill(b, name_b, b_places)
+            for hf_name, a_places, _ in parts:
+                name_a, _ = _peft_names(hf_name)
+                if not torch.equal(a.take(a_places), tensors[name_a].float()):
                     what = f"{origin}: {name_a} differs from A of the expert's other matrix"
                     raise UserError(what, fix="merge the adapters with PEFT")
-                seen.add(expert)
-                a[expert] = part_a
-                b[expert, part_rows] = take(name_b, len(part_rows), rank)
-            if not parts:
-                name_a, name_b = _peft_names(_whole_stack_name(spec, our_name))
-                a = take(name_a, experts * rank, columns).unflatten(0, (experts, rank))
-                flat_b = take(name_b, outputs, rank * experts)
-                b = flat_b.unflatten(1, (rank, experts)).permute(2, 0, 1).contiguous()
-            stacked[f"{our_name}_adapter.a"] = a
-            stacked[f"{our_name}_adapter.b"] = b
-    if remaining:
-        what = f"{origin}: {min(remaining)} is not an adapter of a matrix in {spec.label}'s blocks"
+            ours[f"{adapter}.a"] = a
+            ours[f"{adapter}.b"] = b
+    if unknown := tensors.keys() - used:
+        what = f"{origin}: {min(unknown)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
-    return stacked
+    return ours

@@ -1,6 +1,7 @@
 """Describe the shape of a model: sizes, parameter counts and FLOPs. This module does not import
 torch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,22 @@ class BlockKind:
         suffixes = () if targets is None else _suffixes(targets)
         return {name: shape for name, shape in self.stacks.items() if f".{name}".endswith(suffixes)}
 
+    def adapter_shapes(
+        self,
+        rank: int,
+        targets: str | None,
+    ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return the shapes of A and B of each adapter in a block, by the adapter's name."""
+        shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        matrices = dict(zip(self.hf_matrices, self.matrices, strict=True))
+        for name, parts in self.adapted_parts(targets).items():
+            _, columns = matrices[name]
+            rows = sum(parts.values())
+            shapes[f"{name}.adapter"] = (len(parts) * rank, columns), (rows, rank)
+        for name, (experts, outputs, inputs) in self.adapted_stacks(targets).items():
+            shapes[f"{name}_adapter"] = (experts, rank, inputs), (experts, outputs, rank)
+        return shapes
+
     def count_adapters(
         self,
         rank: int,
@@ -104,19 +121,14 @@ class BlockKind:
     ) -> tuple[int, int]:
         """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
-        adapted = self.adapted_parts(targets)
         per_rank = 0
         shared = 0
-        for name, (_, columns) in zip(self.hf_matrices, self.matrices, strict=True):
-            for rows in adapted.get(name, {}).values():
-                if name in COLUMN_PARALLEL:  # each rank has all of A
-                    common, split = columns, rows
-                else:  # each rank has all of B
-                    common, split = rows, columns
-                shared += rank * common
-                per_rank += rank * (common + split // tp)
-        for experts, outputs, inputs in self.adapted_stacks(targets).values():
-            per_rank += rank * experts * (outputs + inputs)
+        for name, (a_shape, b_shape) in self.adapter_shapes(rank, targets).items():
+            common, split = math.prod(b_shape), math.prod(a_shape)  # each rank has all of B
+            if name.removesuffix(".adapter") in COLUMN_PARALLEL:  # each rank has all of A
+                common, split = split, common
+            shared += common
+            per_rank += common + split // tp
         return per_rank, shared
 
 

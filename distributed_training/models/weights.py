@@ -65,6 +65,14 @@ class StoredTensor(NamedTuple):
     # used.
     read: Callable[..., Any]
 
+    def transposed(self) -> StoredTensor:
+        """Return this matrix transposed. Its `read` accepts only a slice of rows."""
+
+        def read(rows: slice) -> Any:
+            return self.read(slice(None), rows).t()
+
+        return StoredTensor(self.dtype, self.shape[::-1], read)
+
 
 def convert_command(folder: Path) -> str:
     """Return a command that loads the folder's weights with transformers and writes them to

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -21,7 +21,6 @@ from distributed_training.parallel.private import (
     ComputeStreamReduceScatter,
     compile_with_less_memory,
     keep_headers_private,
-    reset_fsdp_shards,
 )
 from distributed_training.settings.config import RunConfig
 
@@ -230,11 +229,3 @@ def apply_fsdp(
         for module in modules:
             comm = ComputeStreamReduceScatter(module, stream, num_replicas)
             module.set_custom_reduce_scatter(comm)
-
-
-def reset_shards(model: Decoder) -> None:
-    """If the model uses FSDP, make FSDP use the tensors that have replaced its meta-device
-    shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            reset_fsdp_shards(module)

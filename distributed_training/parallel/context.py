@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from distributed_training.models.attention import Documents, attend
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.private import all_gather_functional, group_of_name
+from distributed_training.parallel.private import group_of_name
 
 
 def apply_cp(model: Decoder, cp: int) -> None:
@@ -34,12 +34,12 @@ def _forward_own_tokens(
     model: Decoder,
     group: dist.ProcessGroup,
     ids: torch.Tensor,
-    targets: torch.Tensor | None = None,
+    targets: torch.Tensor,
     positions: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return this rank's part of `Decoder.forward`'s summed loss, or the logits of all tokens. The
-    arguments are those of `Decoder.forward`, for whole samples."""
+    """Return this rank's part of `Decoder.forward`'s summed loss. The arguments are those of
+    `Decoder.forward`, for whole samples."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(group.size(), dim=1)[group.rank()]
@@ -54,8 +54,6 @@ def _forward_own_tokens(
         documents,
         past=None,
     )
-    if targets is None:
-        return all_gather_functional(model.apply_head(x), 1, group)
     return model.apply_head(x, own(targets))
 
 

@@ -44,88 +44,90 @@ def apply_lora(
     parameters whose gradients must be summed over tp."""
     model.requires_grad_(False)
     tp_partial_names = set()
-    names = [
-        f"blocks.{number}.{matrix}"
-        for number in model.blocks
-        for matrix in spec.size.kind_of(int(number)).adapted_parts(config.lora_targets)
-    ]
+    for number in model.blocks:
+        kind = spec.size.kind_of(int(number))
+        shapes = kind.adapter_shapes(config.lora_rank, config.lora_targets)
+        for adapter_name, (a_shape, b_shape) in shapes.items():
+            name = f"blocks.{number}.{adapter_name}"
+            a = initial_values.get(f"{name}.a")
+            b = initial_values.get(f"{name}.b")
+            if a is None or b is None:
+                a = _draw(name, a_shape, spec, config)
+                b = torch.zeros(b_shape)
+            # Round adapters to the compute dtype.
+            dtype = model.compute_dtype or torch.float32
+            a = a.to(dtype).float().to(device)
+            b = b.to(dtype).float().to(device)
+            owner_name, _, key = name.rpartition(".")
+            owner: Any = model.get_submodule(owner_name)
+            if len(a_shape) == 3:
+                from distributed_training.models.hub.experts import StackAdapter
 
-    stacks = [
-        f"blocks.{number}.{stack}"
-        for number in model.blocks
-        for stack in spec.size.kind_of(int(number)).adapted_stacks(config.lora_targets)
-    ]
-
-    def place(value: torch.Tensor) -> torch.Tensor:
-        """Round adapters to the compute dtype, and move them to `device` in fp32."""
-        return value.to(model.compute_dtype or value.dtype).float().to(device)
-
-    for name in names:
-        linear: Any = model.get_submodule(name)
-        rows = spec.hf_rows(name, config.lora_targets)
-        num_parts = len(rows)
-        # Use the sizes of the layer, because a quantized weight has a different shape.
-        num_rows = linear.out_features
-        part_positions = [
-            part_rows * num_parts + index for index, part_rows in enumerate(rows.values())
-        ]
-        positions = torch.cat(part_positions).sort().values
-        a = initial_values.get(f"{name}.adapter.a")
-        b = initial_values.get(f"{name}.adapter.b")
-        if a is None or b is None:
-            a = torch.cat([_draw(hf_name, linear.in_features, config) for hf_name in rows])
-            b = torch.zeros(len(positions), config.lora_rank)
-        a = place(a)
-        b = place(b)
-        if isinstance(linear.weight, DTensor):
-            mesh = linear.weight.device_mesh
-            rank = mesh.get_local_rank()
-            if linear.weight.placements[0].is_shard(1):
-                placement_a, placement_b = Shard(1), Replicate()
-                tp_partial_names.add(f"{name}.adapter.b")
-            else:
-                placement_a, placement_b = Replicate(), Shard(0)
-                tp_partial_names.add(f"{name}.adapter.a")
-                num_rows //= mesh.size()
-                positions = positions.chunk(mesh.size())[rank] - rank * num_rows * num_parts
-            a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
-            b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
-        linear.adapter = Adapter(a, b, config)
-        if len(positions) < num_rows * num_parts:
-            linear.adapter.positions = positions.to(device)
-            linear.adapter.num_blocks = num_rows * num_parts
-    for name in stacks:
-        from distributed_training.models.hub.experts import StackAdapter
-
-        _, layer, stack = name.split(".", 2)
-        num_experts, num_rows, columns = spec.size.kind_of(int(layer)).stacks[stack]
-        a = initial_values.get(f"{name}_adapter.a")
-        b = initial_values.get(f"{name}_adapter.b")
-        if a is None or b is None:
-            a = _draw(name, columns, config, num_experts)
-            b = torch.zeros(num_experts, num_rows, config.lora_rank)
-        owner_name, _, key = name.rpartition(".")
-        adapter = StackAdapter(place(a), place(b), config.lora_alpha / config.lora_rank)
-        model.get_submodule(owner_name).add_module(f"{key}_adapter", adapter)
+                scale = config.lora_alpha / config.lora_rank
+                owner.add_module(key, StackAdapter(a, b, scale))
+                continue
+            rows = spec.hf_rows(owner_name, config.lora_targets)
+            shared_factor = _add_adapter(owner, a, b, list(rows.values()), config)
+            if shared_factor is not None:
+                tp_partial_names.add(f"{name}.{shared_factor}")
     return tp_partial_names
 
 
-def _draw(
-    hf_name: str,
-    columns: int,
+def _add_adapter(
+    linear: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: list[torch.Tensor],
     config: Config,
-    *experts: int,
+) -> str | None:
+    """Add an adapter with the matrices `a` and `b` to a layer. `rows` are the rows of each Hugging
+    Face matrix. If tp shards the layer, return the name of the matrix that all ranks have."""
+    device = a.device
+    num_parts = len(rows)
+    # Use the sizes of the layer, because a quantized weight has a different shape.
+    num_rows = linear.out_features
+    part_positions = [part_rows * num_parts + index for index, part_rows in enumerate(rows)]
+    positions = torch.cat(part_positions).sort().values
+    shared_factor = None
+    if isinstance(linear.weight, DTensor):
+        mesh = linear.weight.device_mesh
+        if linear.weight.placements[0].is_shard(1):
+            placement_a, placement_b = Shard(1), Replicate()
+            shared_factor = "b"
+        else:
+            placement_a, placement_b = Replicate(), Shard(0)
+            shared_factor = "a"
+            rank = mesh.get_local_rank()
+            num_rows //= mesh.size()
+            own_positions = positions.chunk(mesh.size())[rank]
+            positions = own_positions - rank * num_rows * num_parts
+        a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
+        b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
+    linear.adapter = Adapter(a, b, config)
+    if len(positions) < num_rows * num_parts:
+        linear.adapter.positions = positions.to(device)
+        linear.adapter.num_blocks = num_rows * num_parts
+    return shared_factor
+
+
+def _draw(
+    adapter: str,
+    shape: tuple[int, ...],
+    spec: ModelSpec,
+    config: Config,
 ) -> torch.Tensor:
-    """Return the initial A [lora_rank, columns] of a Hugging Face matrix, or those of all `experts`
-    in a stack: Kaiming uniform, as in PEFT. The values depend only on the name and the seed."""
-    key = config.seed * 100_003 + zlib.crc32(hf_name.encode())
-    generator = torch.Generator().manual_seed(key)
-    a = torch.empty(*experts, config.lora_rank, columns)
-    return a.uniform_(
-        -(columns**-0.5),
-        columns**-0.5,
-        generator=generator,
-    )
+    """Return the initial A of an adapter: Kaiming uniform, as in PEFT. The values depend only on
+    the seed and on the names of the Hugging Face matrices, or on the name of the stack."""
+    names = [adapter.removesuffix("_adapter")]
+    if len(shape) == 2:
+        names = list(spec.hf_rows(adapter.removesuffix(".adapter"), config.lora_targets))
+    a = torch.empty(shape)
+    for name, part in zip(names, a.chunk(len(names)), strict=True):
+        key = config.seed * 100_003 + zlib.crc32(name.encode())
+        generator = torch.Generator().manual_seed(key)
+        limit = shape[-1] ** -0.5
+        part.uniform_(-limit, limit, generator=generator)
+    return a
 
 
 class Adapter(nn.Module):
@@ -213,7 +215,8 @@ def sum_of_linears(
 ) -> torch.Tensor:
     """Return `x weight^T + hidden b^T + bias`, [.., out], for x [.., in] and hidden [.., R]."""
     out = F.linear(hidden, b, bias)
-    out.flatten(0, -2).addmm_(x.flatten(0, -2), weight.t())
+    rows = x.flatten(0, -2)
+    out.flatten(0, -2).addmm_(rows, weight.t())
     return out
 
 
@@ -240,7 +243,8 @@ def adapted_linear(
 
 @adapted_linear.register_fake
 def _(x, weight, _bias, a, _b):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], len(weight)), x.new_empty(*x.shape[:-1], len(a))
+    batch = x.shape[:-1]
+    return x.new_empty(*batch, len(weight)), x.new_empty(*batch, len(a))
 
 
 def _save(
@@ -276,7 +280,8 @@ def matrix_gradient(
     x: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradient of a matrix W from the gradient of `x W^T`."""
-    return d_y.flatten(0, -2).t() @ x.flatten(0, -2)
+    rows = d_y.flatten(0, -2)
+    return rows.t() @ x.flatten(0, -2)
 
 
 adapted_linear.register_autograd(_backward, setup_context=_save)

@@ -60,8 +60,8 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     last: Any = block.mlp_out.adapter
     linear: Any = block.mlp_out
     stored = [linear.weight.to(x.dtype)]
-    if hasattr(linear, "scales"):  # codes and their scales
-        stored = [linear.weight, linear.scales]
+    if hasattr(linear, "weight_scales"):  # codes and their scales
+        stored = [linear.weight, linear.weight_scales]
     first_a, first_b = first.matrices(x.dtype)
     last_a, last_b = last.matrices(x.dtype)
     return _GatedMLP.apply(  # type: ignore[no-any-return]

@@ -63,7 +63,8 @@ class Pipeline:
         # them now.
         message = torch.zeros(1, device=device)
         peers = [(topology.pp_rank + step) % topology.pp for step in (1, -1)]
-        _exchange(second_group, [(peer, message, torch.empty_like(message)) for peer in peers])
+        messages = [(peer, message, torch.empty_like(message)) for peer in peers]
+        _exchange(second_group, messages)
         # With these example tensors, torch need not run the stages to infer shapes.
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
@@ -149,29 +150,6 @@ class Pipeline:
                     group_dst=self.stage_ranks[index + 1],
                 )
         return out if self.last_stage is not None else None
-
-    def broadcast_logits(
-        self,
-        logits: torch.Tensor | None,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """Broadcast the logits [B, T, V] from the last stage to all ranks of the pipeline, and
-        return them. On the last stage, `logits` is the output of `forward`. On other stages, it is
-        None."""
-        if logits is None:
-            shape = (*ids.shape, self.size.vocab_size)
-            logits = torch.empty(
-                shape,
-                dtype=self.dtype,
-                device=self.device,
-            )
-        logits = logits.contiguous()
-        dist.broadcast(
-            logits,
-            group=self.group,
-            group_src=self.stage_ranks[-1],
-        )
-        return logits
 
     def add_tied_gradients(self) -> None:
         """Replace the tied embedding's gradients in the first and the last stage with their sum."""

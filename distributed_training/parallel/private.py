@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -103,9 +104,11 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
-def reset_fsdp_shards(module: Any) -> None:
-    """Make an FSDP module use the tensors that have replaced its shards."""
-    module._apply(lambda tensor: tensor, recurse=False)
+def reset_fsdp_shards(model: torch.nn.Module) -> None:
+    """If a model uses FSDP, make FSDP use the tensors that have replaced its meta-device shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[attr-defined]
 
 
 class PlannedPartition:

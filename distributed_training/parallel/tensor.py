@@ -73,16 +73,12 @@ def apply_tp(
     return own_parameters
 
 
-def shard_output(
+def shard_loss(
     loss: ChunkedCrossEntropy, mesh: DeviceMesh, tp_parts: tuple[int, int]
-) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    """Return the functions `loss` and `project` of a Decoder whose output layer is sharded over
-    `mesh` by vocabulary. `loss` is the loss of an unsharded model."""
-    placement = _place_activations(tp_parts)
-    return (
-        partial(_vocab_parallel_loss, mesh, placement, loss),
-        partial(_vocab_parallel_logits, mesh, placement),
-    )
+) -> Callable[..., torch.Tensor]:
+    """Return the function `loss` of a Decoder whose output layer is sharded over `mesh` by
+    vocabulary. The argument is the loss of an unsharded model."""
+    return partial(_vocab_parallel_loss, mesh, _place_activations(tp_parts), loss)
 
 
 def _place_activations(tp_parts: tuple[int, int]) -> Placement:
@@ -169,30 +165,9 @@ def _pad_rows(table: Any, multiple: int) -> None:
     """Append zero rows to an embedding until `multiple` divides the number of rows."""
     num_missing = -table.num_embeddings % multiple
     if num_missing:
-        table.weight = nn.Parameter(F.pad(table.weight.detach(), (0, 0, 0, num_missing)))
+        padding = (0, 0, 0, num_missing)
+        table.weight = nn.Parameter(F.pad(table.weight.detach(), padding))
         table.num_embeddings += num_missing
-
-
-def _gather_tokens(
-    x: torch.Tensor,
-    mesh: DeviceMesh,
-    placement: Placement,
-) -> torch.Tensor:
-    """Gather all tokens on every rank. The backward pass sums the gradients over the ranks."""
-    gathered = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
-    return gathered.to_local(grad_placements=[Partial()])
-
-
-def _vocab_parallel_logits(
-    mesh: DeviceMesh,
-    placement: Placement,
-    x: torch.Tensor,
-    weight: DTensor,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Return the logits [B, T, V] on every rank, for generation."""
-    local = F.linear(_gather_tokens(x, mesh, placement), weight.to_local())
-    return DTensor.from_local(local, mesh, [Shard(2)]).full_tensor()[..., :vocab_size]
 
 
 def _vocab_parallel_loss(
@@ -209,4 +184,8 @@ def _vocab_parallel_loss(
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     shard = VocabularyShard(first, mesh.get_group(), all_gather_functional)
-    return loss(_gather_tokens(x, mesh, placement), rows, targets, vocab_size, shard)
+    own_tokens = DTensor.from_local(x, mesh, [placement])
+    gathered = own_tokens.redistribute(placements=[Replicate()])
+    # The backward pass sums the gradients over the ranks.
+    all_tokens = gathered.to_local(grad_placements=[Partial()])
+    return loss(all_tokens, rows, targets, vocab_size, shard)

@@ -7,7 +7,6 @@ stores the position of each part."""
 
 import json
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,6 @@ class Part:
     get: Callable[..., torch.Tensor]
     written_here: bool = True  # False if another rank writes the same part to the same disk
     dtype: torch.dtype = torch.float32
-    write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
 
 
 def build_part(
@@ -138,45 +136,33 @@ def _finite_values(part: Part) -> torch.Tensor:
 
 class HostMemory:
     """Host memory for copies of parts, so that training can continue while the copies are saved.
-    Pinning the memory takes seconds and therefore runs in a thread. All saves use the same
-    memory."""
+    All saves use the same memory."""
 
     def __init__(
         self,
         num_bytes: int,
         gpu: torch.device | None = None,
     ) -> None:
-        """Allocate `num_bytes` bytes. If `gpu` is given, a thread tries to pin the memory, so that
-        copies run at the full speed of the link to the GPU."""
+        """Allocate `num_bytes` bytes. If `gpu` is given, try to pin the memory, so that copies run
+        at the full speed of the link to the GPU. Pinning takes seconds."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.pinned = False
-        self.pinning = threading.Thread(
-            target=self._pin,
-            args=(gpu,),
-            daemon=True,
-        )
-        self.pinning.start()
-
-    def _pin(self, gpu: torch.device | None) -> None:
-        if gpu is None:
-            return
-        # Each thread has its own current device. By default, the driver would also open GPU 0.
-        torch.cuda.set_device(gpu)
-        self.memory.zero_()  # writing makes the kernel allocate the pages
-        address = self.memory.data_ptr()
-        runtime = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
-        self.pinned = code == runtime.cudaError.success
+        if gpu is not None:
+            self.memory.zero_()  # writing makes the kernel allocate the pages
+            address = self.memory.data_ptr()
+            runtime = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
+            self.pinned = code == runtime.cudaError.success
         if self.pinned:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
         """Copy the parts and return the copies. This overwrites earlier copies."""
-        self.pinning.join()
         copies: list[Part] = []
         first = 0
         for part in parts:
-            data = self.memory[first : first + _num_bytes(part)]
+            num_bytes = math.prod(part.size) * part.dtype.itemsize
+            data = self.memory[first : first + num_bytes]
             target = data.view(part.dtype).view(part.size)
             target.copy_(part.get(), non_blocking=self.pinned)
             copies.append(replace(part, get=target.detach))
@@ -191,23 +177,20 @@ def bytes_to_copy(parts: Iterable[Part]) -> int:
     return sum(map(_aligned_bytes, parts))
 
 
-def _num_bytes(part: Part) -> int:
-    return math.prod(part.size) * part.dtype.itemsize
-
-
 def _aligned_bytes(part: Part) -> int:
-    return -(-_num_bytes(part) // 64) * 64  # aligned for every dtype
+    """Return the number of bytes of a part, rounded up so that the next part is aligned."""
+    num_bytes = math.prod(part.size) * part.dtype.itemsize
+    return -(-num_bytes // 64) * 64
 
 
 def _copy_overlap(
     stored_part: Part,
     target: torch.Tensor,
-    is_filled: torch.Tensor,
     start: Sequence[int],
 ) -> None:
-    """Copy the overlap of a stored part and `target` into `target`, and mark the copied values in
-    `is_filled`. `start` is the index of the first element of `target` in the tensor or, for a range
-    of the flattened tensor, in the flattened tensor."""
+    """Copy the overlap of a stored part and `target` into `target`. `start` is the index of the
+    first element of `target` in the tensor or, for a range of the flattened tensor, in the
+    flattened tensor."""
     target_slices = []
     part_slices = []
     positions = zip(
@@ -225,7 +208,6 @@ def _copy_overlap(
         target_slices.append(slice(low - a, high - a))
         part_slices.append(slice(low - b, high - b))
     target[tuple(target_slices)] = stored_part.get(*part_slices)
-    is_filled[tuple(target_slices)] = True
 
 
 class TensorFiles:
@@ -298,28 +280,16 @@ class TensorFiles:
     ) -> torch.Tensor:
         """Return the rows `first` to `last - 1` of the part's tensor."""
         row_shape = part.shape[1:]
-        rows = torch.empty(
-            (last - first, *row_shape),
-            dtype=part.dtype,
-        )
-        is_filled = torch.zeros(rows.shape, dtype=torch.bool)  # parts of several nodes may overlap
+        # Stored values are finite, so NaN marks the values that no file contains.
+        rows = torch.full((last - first, *row_shape), torch.nan, dtype=part.dtype)
         for stored_part in self.stored_parts.get(part.name, []):
-            if len(stored_part.start) == len(part.shape):
-                _copy_overlap(
-                    stored_part,
-                    rows,
-                    is_filled,
-                    (first, *(0 for _ in row_shape)),
-                )
-            else:
-                start = (first * math.prod(row_shape),)
-                _copy_overlap(
-                    stored_part,
-                    rows.view(-1),
-                    is_filled.view(-1),
-                    start,
-                )
-        if not is_filled.all():
-            counts = f"{int(is_filled.sum())} of {rows.numel()}"
+            target = rows
+            start = [first, *(0 for _ in row_shape)]
+            if len(stored_part.start) < len(part.shape):
+                target = rows.view(-1)
+                start = [first * math.prod(row_shape)]
+            _copy_overlap(stored_part, target, start)
+        if num_missing := int(rows.isnan().sum()):
+            counts = f"{rows.numel() - num_missing} of {rows.numel()}"
             raise ValueError(f"only {counts} values of {part.name} were found")
         return rows

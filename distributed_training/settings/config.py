@@ -212,7 +212,8 @@ class Config(KeyModel):
     stop_after: CountOrZero = logging_key(0)
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = logging_key("The value of")
-    """Prompt for the samples generated before and after training. None: generate no samples."""
+    """Prompt for the samples generated before and after training, unless tp, cp or pp splits the
+    model. None: generate no samples."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = logging_key(None)
     """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = logging_key(0)

@@ -18,6 +18,7 @@ from distributed_training.checkpoint.trained import trained_model_of_run
 from distributed_training.data.pieces import ASSISTANT
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
+from distributed_training.models.decoder import KVCache
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -327,8 +328,6 @@ class Trainer:
         self.history.step += 1
         if self.profiler is not None:
             self.profiler.step()
-        if self.step == self.results.first_step:
-            self.checkpoints.saver.preallocate(self.engine)
 
     def _vote(self, *flags: bool) -> list[bool]:
         """Agree with the other ranks on `stop_signum`, because signals may reach ranks at different
@@ -400,11 +399,15 @@ class Trainer:
 
     def _generate_sample(self, when: str) -> str | None:
         """Generate, print and return text that continues the prompts. Return None if there is no
-        prompt, if the chat template rejects a prompt, or if a signal arrives."""
+        prompt, if tp, cp or pp splits the model, if the chat template rejects a prompt, or if a
+        signal arrives."""
+        topology = self.topology
         if self.plan.config.generate is None:
             return None
+        if topology.tp * topology.cp * topology.pp > 1:
+            self.display.note("no sample is generated, because tp, cp or pp splits the model")
+            return None
         tokenizer = self.data.tokenizer
-        topology = self.topology
         is_chat = self.data.is_chat
         # Only rank 0 tokenizes, because many tokenizers import transformers.
         encoded = None
@@ -418,10 +421,6 @@ class Trainer:
         if encoded is None:
             return None
         prompts, eos_ids = encoded
-        # Sequence and context parallelism pad the context to a multiple of this number, and padding
-        # needs positions.
-        multiple = topology.tp * topology.cp
-        context = self.plan.size.num_positions // multiple * multiple
         texts = []
         for prompt_ids in prompts:
             new_ids = []
@@ -431,11 +430,11 @@ class Trainer:
                 self.engine.logits,
                 prompt_ids,
                 num_tokens=60,
-                context=context,
+                context=self.plan.size.num_positions,
                 seed=self.plan.config.seed,
                 temperature=export.default_temperature(is_chat),
                 eos_ids=eos_ids,
-                past=self.engine.new_kv_cache(),
+                past=KVCache(),
                 broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
             ):
                 if self._should_stop():

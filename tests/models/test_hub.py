@@ -19,8 +19,7 @@ from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks
 from distributed_training.settings.cache import CACHE_VARIABLE
 from tests.models.hub_folders import KINDS, make_folder
-from tests.planner.helpers import plan_for
-from tests.support import assert_near, edit_json, read_model, refused, save_model
+from tests.support import assert_near, draw_model, edit_json, read_model, refused, save_model
 
 LENGTH = 40  # longer than the sliding windows
 
@@ -156,7 +155,7 @@ def test_a_model_that_computes_in_bf16_gets_its_initial_weights(tmp_path):
     model.compute_dtype = torch.bfloat16
     cpu = torch.device("cpu")
     InitialWeights(source=model.random_source(0, cpu, hashed=False)).fill(model, cpu)
-    reference = spec.build(dropout=0.0, seed=0)
+    reference = draw_model(spec, seed=0)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # only norms, which are initialized without random numbers
             torch.testing.assert_close(parameter, reference.get_parameter(name))
@@ -178,9 +177,7 @@ def test_computing_in_bf16_rounds_weights_and_keeps_buffers(kind, tmp_path):
 
 def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path):
     spec, _ = build(make_folder("gemma", tmp_path))
-    state, same_seed, other_seed = (
-        spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2)
-    )
+    state, same_seed, other_seed = (draw_model(spec, seed=seed).state_dict() for seed in (1, 1, 2))
     norms = [name for name in state if "norm" in name]
     assert norms
     assert all(not state[name].any() for name in norms)  # Gemma adds 1 to its norm weights
@@ -188,6 +185,17 @@ def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path
     name = "blocks.0.self_attn.q_proj.weight"
     assert not torch.equal(state[name], other_seed[name])
     assert 0.015 < state[name].std() < 0.025
+
+
+def test_hashed_weights_of_experts_are_drawn_by_shards(tmp_path):
+    """On GPUs, each rank draws only its shards. Biases of experts are 0, as in transformers."""
+    _, model = build(make_folder("gpt_oss", tmp_path))
+    source = model.random_source(1, torch.device("cpu"), hashed=True)
+    name = "blocks.0.mlp.experts.gate_up_proj"
+    stack = source(name, ())
+    assert 0.015 < stack.std() < 0.025
+    assert torch.equal(source(name, (slice(1, 3), slice(None), slice(5))), stack[1:3, :, :5])
+    assert not source(f"{name}_bias", ()).any()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +231,7 @@ def test_a_size_depends_only_on_the_config(tmp_path, monkeypatch):
 
 def test_options_missing_in_native_families_use_transformers_blocks(tmp_path):
     windowed = make_folder("mistral-window", tmp_path / "windowed")
-    with refused("max_length=64", "16"):
-        plan_for(tmp_path, model=str(windowed), max_length=64, strategy="dp", dataset="embedded")
+    assert find_model(str(windowed)).family == HUB
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
     config |= {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
     file = tmp_path / "config.json"

@@ -1,7 +1,6 @@
 """Compare a block's traced costs with the formulas for native models, and test which strategies
 reject traced models."""
 
-import dataclasses
 import json
 
 import pytest
@@ -48,12 +47,7 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     for name in SPLIT:
         with refused(f"strategy='{name}' cannot split", "transformers", "llama"):
             lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")
-    spec = find_model(model)
-    spec.check_weights(folder)
-    with refused("num_layers=2", "3"):
-        longer = dataclasses.replace(windowed, layers=(0, 2))
-        size = dataclasses.replace(size, kinds=(longer, *size.kinds[1:]))
-        dataclasses.replace(spec, size=size).check_weights(folder)
+    find_model(model).check_weights(folder)
 
 
 @pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])

@@ -15,7 +15,7 @@ from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import Config
 from distributed_training.settings.files import ROOT
-from tests.support import save_model
+from tests.support import draw_model, save_model
 
 # The vocabulary size 300 is not a multiple of 128, so the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
@@ -24,7 +24,7 @@ SPEC = ModelSpec(label="small", family="gpt2", size=SIZE)
 
 def random_model(dropout=0.0):
     """Return a model with random parameters, including biases and norms."""
-    model = SPEC.build(dropout=dropout, seed=0)
+    model = draw_model(SPEC, dropout=dropout, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,11 +77,11 @@ def test_initial_weights_follow_gpt2_and_depend_only_on_the_seed():
     size = gpt2_size(vocab_size=500, num_positions=64, num_layers=8, num_heads=4, hidden_size=128)
     spec = ModelSpec(label="small", family="gpt2", size=size)
     rng_state = torch.get_rng_state()
-    state = spec.build(dropout=0.0, seed=5).state_dict()
+    state = draw_model(spec, seed=5).state_dict()
     assert torch.equal(rng_state, torch.get_rng_state())
     torch.manual_seed(2)
-    same = spec.build(dropout=0.5, seed=5).state_dict()
-    other = spec.build(dropout=0.0, seed=6).state_dict()
+    same = draw_model(spec, dropout=0.5, seed=5).state_dict()
+    other = draw_model(spec, seed=6).state_dict()
     assert not state["token_embedding.weight"][500:].any()
     for name, tensor in state.items():
         assert torch.equal(tensor, same[name])
@@ -223,7 +223,7 @@ def test_hashed_weights_depend_only_on_their_index():
 def test_any_slice_of_a_weight_file_is_read(model, tmp_path):
     folder = ROOT / "tests/models" / model
     spec = find_model(str(folder) if folder.is_dir() else model)
-    model = spec.build(dropout=0.0, seed=1)
+    model = draw_model(spec, seed=1)
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         save_model(spec, model.state_dict(), folder, torch.bfloat16)

@@ -8,6 +8,7 @@ from bitsandbytes import functional
 from distributed_training.models import find_model, nf4
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.models.quantized import dequantized_source, quantize_matrices
+from tests.support import draw_model
 
 CPU = torch.device("cpu")
 SPEC = find_model("gpt2-tiny")
@@ -85,7 +86,7 @@ def test_8_bit_scales_add_little_to_the_error(outliers, limit):
 
 
 def build_model():
-    model = SPEC.build(dropout=0.0, seed=1).requires_grad_(False)
+    model = draw_model(SPEC, seed=1).requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(draw(len(parameter)))

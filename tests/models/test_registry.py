@@ -11,7 +11,7 @@ from distributed_training.models import find_model, folder_label
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.own_code import allow_families
 from tests.planner.helpers import plan_for
-from tests.support import CPU_MACHINE, refused, save_tiny
+from tests.support import CPU_MACHINE, draw_model, refused, save_tiny
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 
@@ -63,7 +63,7 @@ def test_properties_of_sizes_match_the_modules(name):
     """The planner uses the properties of a model size, and parallel/ shards modules by their roles.
     Sizes and roles must both match the parameters of the built model."""
     spec = find_model(name)
-    size, model = spec.size, spec.build(dropout=0.0, seed=0)
+    size, model = spec.size, draw_model(spec, seed=0)
     counts = Counter()
     for module, role in model.find_roles().items():
         for parameter, values in model.get_submodule(module).named_parameters():

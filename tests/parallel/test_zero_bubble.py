@@ -15,13 +15,14 @@ from distributed_training.parallel.pipeline import RoundedWeights
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
+from tests.support import draw_model
 
 MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/grouped")}
 TOKENS = 2 * 16  # per micro-batch
 
 
 def build(name):
-    return find_model(MODELS.get(name, MODELS["gpt2"])).build(dropout=0.0, seed=0)
+    return draw_model(find_model(MODELS.get(name, MODELS["gpt2"])), seed=0)
 
 
 def build_bf16():
@@ -72,7 +73,7 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     """All blocks share one compiled graph. With one graph per block, the ninth block would run
     uncompiled, because torch compiles a function at most eight times."""
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
-    model = ModelSpec(label="", family="gpt2", size=size).build(dropout=0.0, seed=0)
+    model = draw_model(ModelSpec(label="", family="gpt2", size=size), seed=0)
     counter = CompileCounterWithBackend("aot_eager")
     compile_with = torch.compile
     monkeypatch.setattr(

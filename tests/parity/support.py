@@ -139,6 +139,8 @@ def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, weight in expected["state"].items():
         error = (actual["state"][name] - weight).norm() / weight.norm().clamp(min=1e-9)
         assert error <= WEIGHT_TOLERANCE, f"{name} differs by {error:.1e}"
+    if "logits" not in actual:  # tp, cp or pp splits the model
+        return
     assert actual["logits"].shape == expected["logits"].shape
     for position, logits in enumerate(expected["logits"][0]):
         error = (actual["logits"][0, position] - logits).norm() / logits.norm()

@@ -16,7 +16,14 @@ from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process
 from distributed_training.train.run import build_model
 from tests.planner.helpers import plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, start_test_record
+from tests.support import (
+    CPU_MACHINE,
+    GPU_MACHINE,
+    cpu_topology,
+    draw_model,
+    refused,
+    start_test_record,
+)
 
 
 def test_initial_weights_are_rounded_to_the_compute_dtype(tmp_path):
@@ -26,7 +33,7 @@ def test_initial_weights_are_rounded_to_the_compute_dtype(tmp_path):
     model, weights, _ = build_model(plan, cpu_topology(plan))
     weights.fill(model, torch.device("cpu"))
     actual = dict(model.named_parameters())
-    expected = find_model("gpt2-tiny").build(dropout=0.0, seed=7).state_dict()
+    expected = draw_model(find_model("gpt2-tiny"), seed=7).state_dict()
     assert actual.keys() == expected.keys()  # the output layer is still tied to the embedding
     for name, parameter in actual.items():
         assert parameter.dtype == torch.float32

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,9 +19,9 @@ from pydantic import TypeAdapter
 
 from distributed_training.models.config_file import CONFIG_FILE, cached_json, read_config
 from distributed_training.models.size import ModelSize
-from distributed_training.models.weights import StoredTensor, is_tied, open_weights
+from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import load_model_json, shown
+from distributed_training.settings.files import shown
 
 if TYPE_CHECKING:
     import torch
@@ -184,67 +183,6 @@ def to_hf(
     if our_name.startswith("blocks."):
         return {f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}": tensor}
     return {our_name.removeprefix("net."): tensor}
-
-
-def match_files(
-    stored: Mapping[str, StoredTensor],
-    size: ModelSize,
-) -> dict[str, StoredTensor]:
-    """Return those tensors of weight files that belong to the text decoder, by their names in
-    transformers. transformers' conversions are applied."""
-    from distributed_training.models.hub import files
-
-    return files.match(stored, size.config).text
-
-
-def to_files(
-    name: str,
-    tensor: torch.Tensor,
-    size: ModelSize,
-    *,
-    whole: bool,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that weight files of the text decoder or of the whole model contain for
-    the text decoder's tensor `name`."""
-    from distributed_training.models.hub import files
-
-    return files.to_files(name, tensor, size.config, whole=whole)
-
-
-def read_original(
-    folder: Path,
-    size: ModelSize,
-) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]] | None:
-    """Return (tensors of other parts of the multimodal model in `folder`, names of the text
-    decoder's tensors in files by names in transformers, config.json). Return None for a model that
-    is only a text decoder."""
-    if not is_multimodal(size):
-        return None
-    from distributed_training.models.hub import files
-
-    matched = files.match(open_weights(folder), size.config)
-    document = load_model_json(folder / CONFIG_FILE)
-    document.pop("quantization_config", None)
-    return matched.others, matched.file_names, document
-
-
-def is_multimodal(size: ModelSize) -> bool:
-    """Return whether the model is the text decoder of a multimodal model."""
-    return "text_config" in size.config["document"]
-
-
-def whole_name(name: str, size: ModelSize) -> str:
-    """Return the name in a whole multimodal model of a tensor of its text decoder."""
-    from distributed_training.models.hub import files
-
-    return files.find_whole(size.config).name(name)
-
-
-def text_name(name: str, size: ModelSize) -> str:
-    """Return the name in the text decoder of a tensor of a whole multimodal model."""
-    from distributed_training.models.hub import files
-
-    return files.find_whole(size.config).text_name(name)
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:

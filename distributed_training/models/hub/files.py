@@ -9,13 +9,22 @@ import copy
 import functools
 import json
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.hub import UnsupportedError, model, text_document
 from distributed_training.models.private import is_ignored
-from distributed_training.models.weights import DTYPE_CODES, TORCH_DTYPES, StoredTensor, dtype_name
+from distributed_training.models.weights import (
+    DTYPE_CODES,
+    TORCH_DTYPES,
+    StoredTensor,
+    dtype_name,
+    open_weights,
+)
+from distributed_training.settings.files import load_model_json
 
 Settings = Mapping[str, Any]
 # dtype in safetensors -> dtype in torch, also for the parts of quantized tensors
@@ -139,7 +148,8 @@ def match(
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     for target, parts in sources.items():
         tensors = {name: stored[name] for name, _ in parts}
-        if is_other(target) and all(tensor.dtype in TORCH_DTYPES for tensor in tensors.values()):
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if is_other(target) and dtypes <= TORCH_DTYPES.keys():
             result.others.update(tensors)
             continue
         converter = by_pattern[parts[0][1]]
@@ -214,6 +224,23 @@ def to_files(
     return revert_weight_conversion(net, {text_name: tensor})  # type: ignore[no-any-return]
 
 
+def is_multimodal(settings: Settings) -> bool:
+    """Return whether the model is the text decoder of a multimodal model."""
+    return "text_config" in settings["document"]
+
+
+def read_original(
+    folder: Path,
+    settings: Settings,
+) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
+    """Return (tensors of other parts of the multimodal model in `folder`, names of the text
+    decoder's tensors in files by names in transformers, config.json)."""
+    matched = match(open_weights(folder), settings)
+    document = load_model_json(folder / CONFIG_FILE)
+    document.pop("quantization_config", None)
+    return matched.others, matched.file_names, document
+
+
 def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
     """Raise UnsupportedError if weight files cannot contain each tensor of a model separately. Only
     the blocks with the indices `layers` are checked."""
@@ -223,18 +250,16 @@ def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
         layer, _, _ = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix) or int(layer) in layers:
             state[name] = tensor
-    text_settings = {**settings, "document": text_document(settings["document"])}
-    for whole, read_settings in ((False, text_settings), (True, settings)):
-        stored: dict[str, StoredTensor] = {}
-        for name, tensor in state.items():
-            parts = to_files(name, tensor.to("meta"), settings, whole=whole)
-            for file_name, part in parts.items():
-                code = DTYPE_CODES[dtype_name(part.dtype)]
-                stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
-        text = match(stored, read_settings).text
-        for name, tensor in state.items():
-            if name not in text or text[name].shape != [*tensor.shape]:
-                raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in state.items():
+        parts = to_files(name, tensor.to("meta"), settings, whole=True)
+        for file_name, part in parts.items():
+            code = DTYPE_CODES[dtype_name(part.dtype)]
+            stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
+    text = match(stored, settings).text
+    for name, tensor in state.items():
+        if name not in text or text[name].shape != [*tensor.shape]:
+            raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
 
 
 def _meta_tensor(tensor: StoredTensor) -> torch.Tensor:

@@ -16,10 +16,17 @@ import torch.nn.functional as F
 
 from distributed_training.models import private
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
+from distributed_training.models.decoder import (
+    Decoder,
+    KVCache,
+    Linear,
+    Positions,
+    project_to_vocabulary,
+    softcap,
+)
 from distributed_training.models.hub import UnsupportedError, text_document
 from distributed_training.models.hub.attention import NAME, attention, set_chunk_sizes
-from distributed_training.models.hub.experts import experts
+from distributed_training.models.hub.experts import STACKS, experts
 from distributed_training.models.hub.packing import separate_recurrences
 from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
@@ -133,15 +140,18 @@ class HubDecoder(private.MovedModule, Decoder):
         delattr(inner, name)  # A registered list would give every parameter a second name.
         setattr(inner, name, tuple(layers))
         head = net.get_output_embeddings()
-        norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
+        norm_out: nn.Module = nn.Identity()
+        for child in inner.children():
+            if type(child).__name__.endswith("Norm"):
+                norm_out = child
         # Plain references, because these modules already have names in `net`. A model without a
         # norm after the blocks gets an identity instead.
         vars(self).update(
             inner=inner,
             head=head,
             token_embedding=net.get_input_embeddings(),
+            norm_out=norm_out,
         )
-        vars(self)["norm_out"] = norms[-1] if norms else nn.Identity()
         if size.tied:
             del head.weight
         for module in self.modules():
@@ -208,10 +218,9 @@ class HubDecoder(private.MovedModule, Decoder):
             # columns of zeros keep the rows aligned.
             column = scale * bias.to(x.dtype)[:, None]
             weight = torch.cat([weight, F.pad(column, (0, 7))], 1)
-            ones = torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)
-            x = torch.cat([x, ones], -1)
+            x = F.pad(x, (0, 8), value=1.0)
         if targets is None:
-            return self.project(
+            return project_to_vocabulary(
                 x,
                 weight,
                 self.size.vocab_size,
@@ -237,8 +246,10 @@ class HubDecoder(private.MovedModule, Decoder):
         *,
         hashed: bool,
     ) -> WeightSource:
-        """Return a source of weights that are initialized on the CPU as in transformers. The
-        weights depend only on `seed`."""
+        """Return a source of random weights that depend only on `seed` and `hashed`. Linear layers,
+        embeddings and experts have the distribution that most models have in transformers, as in
+        `Decoder.random_source`. transformers initializes all other parameters, on the CPU."""
+        draw_matrix = super().random_source(seed, device, hashed=hashed)
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         # Shapes before matrices are quantized, by module
         shapes = defaultdict[str, dict[str, torch.Size]](dict)
@@ -252,6 +263,9 @@ class HubDecoder(private.MovedModule, Decoder):
             if name in buffers:
                 return buffers[name]  # initialized when the model was built
             module_name, _, parameter_name = name.rpartition(".")
+            is_layer = isinstance(self.get_submodule(module_name), nn.Linear | nn.Embedding)
+            if parameter_name in STACKS or (is_layer and parameter_name == "weight"):
+                return draw_matrix(name, slices)
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 module = private.copy_with_empty_parameters(
                     self.get_submodule(module_name), shapes[module_name]
@@ -331,11 +345,13 @@ def read_logit_transform(net: Any) -> dict[str, float]:
     inner.forward = lambda *_arguments, **_options: output
     head.forward = lambda x: x
     ids = torch.zeros(1, len(z), dtype=torch.int64)
-    y = net(input_ids=ids, use_cache=False).logits.double().flatten()
+    logits = net(input_ids=ids, use_cache=False).logits
+    y = logits.double().flatten()
     del inner.forward, head.forward
     scale = float(f"{float(y[0] / z[0]):.9g}")
     scaled = scale * z
-    cap = 0.0 if torch.allclose(y, scaled, rtol=1e-6) else float(y[-1])
+    is_only_scaled = torch.allclose(y, scaled, rtol=1e-6)
+    cap = 0.0 if is_only_scaled else float(y[-1])
     if not torch.allclose(
         y,
         softcap(scaled, cap),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
-SLIDING = "sliding_attention"
-LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(ModelType)
 STORES_TRANSPOSED = False
 _FIX = "use a model without it, for example one of those in models/llama/sizes.json"
@@ -48,8 +46,7 @@ class Rope(BaseModel, strict=True, extra="forbid"):
     position embedding."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    # No sequence here exceeds max_position_embeddings, so "dynamic" equals "default".
-    rope_type: Literal["default", "linear", "llama3", "dynamic"] = "default"
+    rope_type: Literal["default", "llama3"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -71,7 +68,8 @@ class Rope(BaseModel, strict=True, extra="forbid"):
 
 class Config(FamilyConfig):
     """Keys of a config.json that affect the computation, as transformers reads them
-    (models/config_file.py)."""
+    (models/config_file.py). Models with other values, such as sliding windows, use transformers'
+    code (models/hub/)."""
 
     model_type: ModelType
     vocab_size: Count
@@ -85,13 +83,11 @@ class Config(FamilyConfig):
     rope_parameters: Rope = Rope()
     rms_norm_eps: float = Field(1e-6, gt=0)
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
     hidden_act: Literal["silu", "swish"] = "silu"  # two names for the same function
-    # Number of tokens to which each token attends in sliding-window layers
-    sliding_window: Count | None = None
-    # None if all layers have the same type
-    layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)
+    sliding_window: None = None
+    layer_types: None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -107,29 +103,17 @@ class Config(FamilyConfig):
         values.setdefault("head_dim", values.get("hidden_size", 0) // heads)
         if model_type not in ("llama", "qwen3"):
             values.pop("attention_bias", None)
-        layers = values.get("layer_types") or ["full_attention"]
-        if model_type not in ("qwen2", "qwen3"):
+        layers = values.get("layer_types", ())
+        if model_type not in ("qwen2", "qwen3") or set(layers) == {"full_attention"}:
             values.pop("layer_types", None)
-        elif set(layers) == {"full_attention"}:
-            values.pop("layer_types", None)
-            values.pop("sliding_window", None)
-        elif "sliding_window" not in values and SLIDING in layers:
-            raise ValueError("sliding-window layers but no sliding_window")
-        if model_type == "llama":
+        if model_type != "mistral" and "layer_types" not in values:
             values.pop("sliding_window", None)
         return values
 
     @property
-    def num_positions(self) -> int:
-        """Return the length of the longest sequence in which each token attends to all earlier
-        tokens."""
-        return min(self.max_position_embeddings, self.sliding_window or 2**62)
-
-    @property
     def has_qkv_bias(self) -> bool:
-        """Return whether q, k and v have a bias. `attention_bias` sets whether attention's output
-        has one."""
-        return self.attention_bias or self.model_type == "qwen2"
+        """Return whether q, k and v have a bias."""
+        return self.model_type == "qwen2"
 
     @property
     def has_qk_norm(self) -> bool:
@@ -145,12 +129,17 @@ def llama_size(config: Config) -> ModelSize:
     kv = config.num_key_value_heads * config.head_dim
     qkv = heads + 2 * kv
     hidden = config.intermediate_size
-    matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
+    matrices = (
+        (qkv, d),
+        (d, heads),
+        (2 * hidden, d),
+        (d, hidden),
+    )
     split = sum(rows * columns for rows, columns in matrices)
+    num_biases = 0
     if config.has_qkv_bias:
         split += qkv
-    replicated_bias = d if config.attention_bias else 0
-    num_biases = [config.has_qkv_bias, config.attention_bias].count(True)
+        num_biases = 1
     norms = [d, d]
     if config.has_qk_norm:
         norms += [config.head_dim, config.head_dim]
@@ -171,7 +160,7 @@ def llama_size(config: Config) -> ModelSize:
             "mlp_in": {"mlp.gate_proj": hidden, "mlp.up_proj": hidden},
             "mlp_out": {_NAMES["mlp_out"]: d},
         },
-        parameters=split + replicated_bias + sum(norms),
+        parameters=split + sum(norms),
         split_parameters=split,
         norm_parameters=sum(norms),
         tensors=len(matrices) + len(norms) + num_biases,
@@ -180,7 +169,7 @@ def llama_size(config: Config) -> ModelSize:
     )
     return ModelSize(
         vocab_size=config.vocab_size,
-        num_positions=config.num_positions,
+        num_positions=config.max_position_embeddings,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         mlp_units=hidden // unit_size(hidden),
@@ -258,10 +247,7 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
     if rope.rope_type != "default":
         document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
-    if config.layer_types is None:
-        del document["layer_types"]
-    else:
-        document["use_sliding_window"] = True
+    del document["layer_types"]
     architecture = f"{config.model_type.capitalize()}ForCausalLM"
     tokens = {"eos_token_id": eos_token_id, "pad_token_id": size.padding_id}
     return {**document, **tokens, "architectures": [architecture]}

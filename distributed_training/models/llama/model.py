@@ -88,9 +88,7 @@ def cos_sin_table(
     context are divided by `factor`. Frequencies with more than `high_freq_factor` turns stay
     unchanged, and frequencies in between are interpolated."""
     frequencies = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
-    if rope.rope_type == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.rope_type == "llama3":
+    if rope.rope_type == "llama3":
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         low = rope.low_freq_factor
         unscaled = ((turns - low) / (rope.high_freq_factor - low)).clamp(0, 1)
@@ -139,7 +137,7 @@ class LlamaBlock(Block):
         self.attention_out = Linear(
             heads * self.head_size,
             d,
-            bias=config.attention_bias,
+            bias=False,
         )
         self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
@@ -158,12 +156,13 @@ class LlamaBlock(Block):
         )
         q = self.rotary(self.norm_q(q), positions)
         k = self.rotary(self.norm_k(k), positions)
-        return [heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v)]
+        return [x.flatten(2, 3).transpose(1, 2) for x in (q, k, v)]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         if self.mlp_override is not None:
             return self.mlp_override(self, x)
-        gate, up = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size)).unbind(-2)
+        units = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size))
+        gate, up = units.unbind(-2)
         return self.mlp_out((F.silu(gate) * up).flatten(-2))
 
 

@@ -100,8 +100,9 @@ def train_with_trainer(model: str, batch: int, length: int, *, compiled: bool) -
     spec = find_model(model)
     steps = WARMUP_STEPS + TIMED_STEPS
     with tempfile.TemporaryDirectory() as folder:
-        state = spec.build(dropout=0.0, seed=0).state_dict()
-        spec.save(lambda name, _: state[name], Path(folder), eos_token_id=0, dtype=torch.float32)
+        cpu = torch.device("cpu")
+        source = spec.build_meta_model().random_source(0, cpu, hashed=False)
+        spec.save(source, Path(folder), eos_token_id=0, dtype=torch.float32)
         hf_model = AutoModelForCausalLM.from_pretrained(folder)
         hf_model.config.use_cache = False
         for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # GPT-2's dropout. Ours is 0.
