@@ -104,6 +104,8 @@ class Display:
         text = f"loss {last['loss']:.4f}"
         if self._bar is None:  # a bar needs the space
             text = f"epoch {last['epoch'] + 1}  {text}  lr {last['learning_rate']:.1e}"
+            if "expert_load" in last:
+                text += f"  experts' load {last['expert_load']:.1f}x"
         if warm_rows and seconds > 0:  # the clock of a virtual machine may stand still
             speed = sum(row["num_tokens"] for row in warm_rows) / seconds
             remaining_s = (self._total - step) * seconds / len(warm_rows)

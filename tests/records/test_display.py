@@ -82,9 +82,9 @@ def test_a_log_file_gets_occasional_progress_lines_and_the_last_one(capsys, monk
     display = Display(enabled=True)
     display.start(0, 100)
     for rows, now_s in (([1], 100.0), ([2], 101.0), ([1, 2, 3], 106.0), ([100], 107.0)):  # noqa: B007
-        display.progress([{"step": step, **ROW} for step in rows], 1)
+        display.progress([{"step": step, "expert_load": 1.26, **ROW} for step in rows], 1)
     display.stop()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
-    assert lines[0].endswith("0.5 s")
+    assert lines[0].endswith("experts' load 1.3x  first step 0.5 s")
     assert lines[1].endswith("2,468 tok/s  0:48 left")

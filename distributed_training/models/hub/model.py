@@ -16,7 +16,14 @@ import torch.nn.functional as F
 
 from distributed_training.models import private
 from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions, softcap
+from distributed_training.models.decoder import (
+    EXPERT_ENDS,
+    Decoder,
+    KVCache,
+    Linear,
+    Positions,
+    softcap,
+)
 from distributed_training.models.hub import UnsupportedError, text_document
 from distributed_training.models.hub.attention import NAME, attention, set_chunk_sizes
 from distributed_training.models.hub.experts import experts
@@ -87,6 +94,9 @@ def build_net(
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if hasattr(module, "is_transposed"):  # a module of the ExpertsInterface
+            ends = torch.zeros(module.num_experts, dtype=torch.int32, device="cpu")
+            module.register_buffer(EXPERT_ENDS, ends, persistent=False)
     with torch.device("cpu"):
         private.initialize_all(net, net)  # A module may initialize the buffers of others.
     return net
