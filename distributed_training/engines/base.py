@@ -42,6 +42,7 @@ class Engine(abc.ABC):
     collective: all ranks call them in the same order."""
 
     topology: Topology
+    model: Any  # an nn.Module that contains the modules of this rank
     optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper around one
     base_fingerprint = 0  # fingerprint of the initial weights; 0 for random weights without LoRA
     gradient_names: Sequence[str] = ()  # names in the order of `StepResult.param_grad_norms`

@@ -153,6 +153,7 @@ class NativeEngine(base.Engine):
                 self.topology,
                 mesh,
             )
+        self.model = self.stages
         # The whole model if there is no pipeline
         self.module: nn.Module = next(iter(self.stages.values()))
         if self.plan.uses_ddp:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from distributed_training.models.sink_attention import SinkAttention, to_rows, window_size
 from distributed_training.models.wide_attention import wide_attention
 
 if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
@@ -115,29 +116,41 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K]. The result has the
     shape [B, T, H, K].
 
     With `documents`, tokens attend only within their document. `dropout` is the fraction of
     attention weights to drop. `scale` is the factor by which `q k^T` is multiplied, by default
-    `K^(-1/2)`. If `documents` has ends, tokens can be limited to the last `window` tokens."""
-    if documents is not None and documents.ends is not None and has_kernel(q.shape[-1]):
-        return _attend_in_documents(q, k, v, documents.ends, scale, window)
-    mask = None if documents is None else documents.mask
+    `K^(-1/2)`. If `documents` has ends, tokens can be limited to the last `window` tokens. `sinks`
+    [H] are those of sink_attention.py. They need causal attention and, on a GPU, `documents` with
+    ends."""
+    ends, mask = (None, None) if documents is None else documents[1:]
+    if sinks is not None:
+        y = SinkAttention.apply(
+            q,
+            k,
+            v,
+            sinks.float()[:, None],
+            ends,
+            mask,
+            scale,
+            window,
+        )
+        return y.transpose(1, 2)
+    if ends is not None and has_kernel(q.shape[-1]):
+        return _attend_in_documents(q, k, v, ends, scale, window)
     is_wide = q.is_cuda and q.dtype is torch.bfloat16 and q.shape[-1] > _MAX_HEAD_SIZE
     if is_wide and is_causal and not dropout:
         wide_y = wide_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
         return wide_y.transpose(1, 2).contiguous()
-    uses_gqa = k.shape[1] < q.shape[1]
     # On CUDA, the kernels for fp32, older GPUs, masks and large heads do not support grouped heads.
     is_fast = q.dtype is torch.bfloat16 and mask is None and has_kernel(q.shape[-1])
-    supports_gqa = not q.is_cuda or is_fast
-    if uses_gqa and not supports_gqa:
+    if q.is_cuda and not is_fast and k.shape[1] < q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, 1)
         v = v.repeat_interleave(repeats, 1)
-        uses_gqa = False
     y = F.scaled_dot_product_attention(
         q,
         k,
@@ -145,7 +158,7 @@ def attend(
         attn_mask=mask,
         is_causal=is_causal and mask is None,
         dropout_p=dropout,
-        enable_gqa=uses_gqa,
+        enable_gqa=k.shape[1] < q.shape[1],
         scale=scale,
     )
     # The result is made contiguous so that its gradient always has the same strides. cuDNN's
@@ -164,20 +177,16 @@ def _attend_in_documents(
     window: int | None,
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
-    # [B T, heads, K]
-    flat_q = q.transpose(1, 2).flatten(0, 1)
-    flat_k = k.transpose(1, 2).flatten(0, 1)
-    flat_v = v.transpose(1, 2).flatten(0, 1)
     y: Any = varlen_attn(
-        flat_q,
-        flat_k,
-        flat_v,
+        to_rows(q),
+        to_rows(k),
+        to_rows(v),
         ends,
         ends,
         seq_len,
         seq_len,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=k.shape[1] < q.shape[1],
+        window_size=window_size(window),
+        enable_gqa=True,
     )
     return y.unflatten(0, (batch, seq_len))

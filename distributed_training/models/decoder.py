@@ -20,6 +20,8 @@ from distributed_training.models.initial_weights import Slices, WeightSource, ha
 from distributed_training.models.size import ModelSize
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+# Buffer with the number of rows up to the end of each expert's rows in the latest micro-batch
+EXPERT_ENDS = "latest_ends"
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """How tensor parallelism treats a module:
 

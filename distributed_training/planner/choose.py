@@ -382,7 +382,10 @@ def note_experts(
         note = f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
         notes.append(f"{note}lora_targets) have {count / 1e6:,.0f}M parameters")
     elif not size.config["separate_experts"]:
-        notes.append("vLLM cannot read adapters of all experts in one tensor: serve merged/")
+        notes.append(
+            "vLLM reads adapters of all experts in one tensor only for some models, such as "
+            "gpt_oss: serve merged/ for others"
+        )
     experts_parts = ("gate_proj", "up_proj", "down_proj")
     if any(part.endswith(experts_parts) for part in size.part_names(targets)):
         notes.append(

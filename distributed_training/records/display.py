@@ -91,6 +91,8 @@ class Display:
         seconds = sum(row["step_time_s"] for row in warm_rows or rows)
         text = f"step {step:>6}/{num_steps}  epoch {last['epoch'] + 1}  loss {last['loss']:.4f}"
         text += f"  lr {last['learning_rate']:.1e}"
+        if "expert_load" in last:
+            text += f"  experts' load {last['expert_load']:.1f}x"
         if warm_rows and seconds > 0:  # the clock of a virtual machine may stand still
             speed = sum(row["num_tokens"] for row in warm_rows) / seconds
             remaining_s = (num_steps - step) * seconds / len(warm_rows)

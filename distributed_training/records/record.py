@@ -50,6 +50,9 @@ class History(BaseModel):
     evaluations: list[JsonObject] = []
     # Steps that were skipped because of non-finite gradients
     skipped_steps: list[int] = []
+    # Tokens of a mixture's most loaded expert, relative to the mean of its layer, in the last
+    # micro-batch
+    expert_load: float | None = None
     # Keys: step, copied (whether a copy in host memory was written), stall_s (how long the save
     # blocked training), write_s (time until the checkpoint was on disk), bytes.
     saves: list[JsonObject] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from distributed_training.checkpoint import export
 from distributed_training.checkpoint.saver import Saver
@@ -18,7 +19,7 @@ from distributed_training.checkpoint.trained import trained_model_of_run
 from distributed_training.data.pieces import ASSISTANT
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
-from distributed_training.models.decoder import KVCache
+from distributed_training.models.decoder import EXPERT_ENDS, KVCache
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -82,6 +83,8 @@ class StepResults:
         self.can_skip = plan.strategy.traits.averages_with_torch
         self.history = history
         self.engine = engine
+        buffers = engine.model.named_buffers()
+        self.expert_ends = [ends for name, ends in buffers if name.endswith(EXPERT_ENDS)]
         self.first_step = 0  # first step of this process, which includes compilation
         self.timer = metrics.StepTimer(device)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
@@ -148,7 +151,18 @@ class StepResults:
                 fault = self.describe(row["step"], result)
                 if fault is not None:
                     break  # The later steps ran on corrupted weights.
+        if self.expert_ends:
+            self.history.expert_load = self._measure_expert_load()
+            rows[-1]["expert_load"] = self.history.expert_load
         return rows, fault
+
+    def _measure_expert_load(self) -> float:
+        """Return the tokens of the most loaded expert, relative to the mean of its layer, in the
+        latest micro-batch of all ranks. All ranks must call this method."""
+        ends = torch.stack(self.expert_ends).cpu()
+        dist.all_reduce(ends)
+        counts = F.pad(ends, (1, 0)).diff()
+        return float(counts.max() / counts.float().mean())  # layers have equally many rows
 
     def describe(self, step: int, result: StepResult) -> str | None:
         """Return text that names the ranks with a non-finite loss and the first non-finite gradient

@@ -1,14 +1,14 @@
 """Test on a real GPU that the kernels for models from the Hub compute what transformers does."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from distributed_training.models.attention import describe_documents
+from distributed_training.models.decoder import EXPERT_ENDS
 from distributed_training.models.hub.attention import attention
 from distributed_training.models.hub.experts import StackAdapter, experts
 from distributed_training.models.hub.packing import separate_recurrences
+from tests.models.test_experts import GptOssAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 LENGTHS = (70, 5, 181)
@@ -25,9 +25,11 @@ def packed_documents(head_sizes, dropout=0.0):
 
 @pytest.mark.parametrize("head_size", [64, 256, 512])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_windows_equal_the_mask(head_size, is_packed):
-    module = SimpleNamespace(is_causal=True, config=SimpleNamespace())
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_equal_the_mask(head_size, is_packed, has_sinks):
     torch.manual_seed(0)
+    sinks = torch.randn(8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    module = GptOssAttention(is_causal=True, num_key_value_groups=4, sinks=sinks, training=True)
     shapes = [(1, heads, LENGTH, head_size) for heads in (8, 2, 2)]
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     found = []
@@ -35,7 +37,10 @@ def test_windows_equal_the_mask(head_size, is_packed):
         documents = packed_documents({256, 512}, dropout) if is_packed else None
         own = [tensor.clone().requires_grad_() for tensor in tensors]
         options = {"documents": documents, "sliding_window": 32, "dropout": dropout}
-        y, _ = attention(module, *own, None, **options)
+        if has_sinks:
+            options |= {"s_aux": sinks, "scaling": head_size**-0.5}
+            own.append(sinks)
+        y, _ = attention(module, *own[:3], None, **options)
         found.append([y, *torch.autograd.grad(y.float().square().sum(), own)])
     for one, other in zip(*found, strict=True):
         assert (one - other).float().norm() < 0.02 * other.float().norm()
@@ -112,6 +117,7 @@ def test_experts_equal_separate_products(compiled):
         has_post_expert_norm=False,
         _apply_gate=lambda x: torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     )  # fmt: skip
+    module.register_buffer(EXPERT_ENDS, torch.zeros(6, dtype=torch.int32))
     module.gate_up_proj = torch.nn.Parameter(torch.randn(6, 128, 64) / 8)
     module.down_proj = torch.nn.Parameter(torch.randn(6, 64, 64) / 8)
     for name, rows in (("gate_up_proj", 128), ("down_proj", 64)):

@@ -1,7 +1,9 @@
 """Test that experts, their adapters and their quantized matrices compute what separate products of
 each expert do. Tests on a GPU are in tests/gpu/test_hub_kernels.py."""
 
+import json
 import sys
+from types import SimpleNamespace
 
 import peft as library
 import pytest
@@ -9,15 +11,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.models.adapters import ADAPTER_WEIGHTS
-from distributed_training.models.attention import mask_documents
+from distributed_training.models.attention import Documents, mask_documents
+from distributed_training.models.decoder import EXPERT_ENDS
 from distributed_training.models.hub import experts
+from distributed_training.models.hub.attention import attention
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
 from distributed_training.models.quantized import dequantized_source, quantize_matrices
 from distributed_training.models.wide_attention import wide_attention
 from distributed_training.parallel.lora import apply_lora
+from distributed_training.records.record import METRICS_FILE
 from distributed_training.settings.config import Config
 from tests.conftest import assert_ok, run_command, settings
 from tests.models.hub_folders import make_folder
@@ -39,6 +45,7 @@ def make_layer(lora):
         num_experts=NUM_EXPERTS, has_gate=True, has_bias=False, is_transposed=False,
         has_post_expert_norm=False, _apply_gate=gate,
     )  # fmt: skip
+    layer.register_buffer(EXPERT_ENDS, torch.zeros(NUM_EXPERTS, dtype=torch.int32))
     for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
         stack = torch.randn(NUM_EXPERTS, rows, columns) / columns**0.5
         layer.register_parameter(name, torch.nn.Parameter(stack, requires_grad=not lora))
@@ -85,6 +92,28 @@ def test_experts_equal_separate_products(chosen, lora, compiled):
     )  # fmt: skip
     for actual, wanted in zip(found, expected, strict=True):
         assert_near(actual, wanted)
+    counts = torch.stack(draws).flatten().bincount(minlength=NUM_EXPERTS)
+    assert torch.equal(layer.latest_ends, counts.cumsum(0))
+
+
+def check_names_of_vllm(files, tensors, kind):
+    """Check what vLLM's LoRAModel.from_local_checkpoint (lora/lora_model.py) expects as names, and
+    its LoRAModelManager._stack_moe_lora_weights as shapes, read in November 2026."""
+    modules = {
+        name[name.index("experts") :].partition(".lora_")[0] for name in files if "experts." in name
+    }
+    if kind == "qwen3_moe":
+        parts = ("gate_proj", "up_proj", "down_proj")
+        assert modules == {f"experts.{expert}.{part}" for expert in range(4) for part in parts}
+        return
+    assert modules == {"experts", "experts.base_layer"}
+    for module, stack in (("experts.base_layer", "gate_up_proj"), ("experts", "down_proj")):
+        a, b = (
+            files[f"base_model.model.model.layers.0.mlp.{module}.lora_{x}.weight"] for x in "AB"
+        )
+        adapter = f"blocks.0.mlp.experts.{stack}_adapter"
+        assert torch.equal(a.unflatten(0, (4, -1)), tensors[f"{adapter}.a"])
+        assert torch.equal(b.unflatten(1, (-1, 4)).permute(2, 0, 1), tensors[f"{adapter}.b"])
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
@@ -108,6 +137,7 @@ def test_adapters_of_experts_are_those_of_peft(kind, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_near(library.PeftModel.from_pretrained(base, tmp_path / "adapters")(ids).logits, ours)
 
+    check_names_of_vllm(load_file(tmp_path / "adapters" / ADAPTER_WEIGHTS), tensors, kind)
     again = read_folder(spec, tmp_path / "adapters").tensors
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
@@ -161,6 +191,36 @@ def test_wide_attention_equals_torch(masked, monkeypatch):
         assert_near(actual, wanted)
 
 
+class GptOssAttention(SimpleNamespace):
+    """Values that transformers' function for attention reads, under the name of its module."""
+
+    __module__ = gpt_oss.__name__
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sinks_equal_transformers(window, compiled):
+    tensors = [torch.randn(2, heads, 40, 8, requires_grad=True) for heads in (6, 2, 2)]
+    sinks = torch.randn(6, requires_grad=True)
+    module = GptOssAttention(is_causal=True, num_key_value_groups=3, sinks=sinks, training=True)
+    positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, -1)
+    documents = Documents(positions, mask=mask_documents(positions, torch.float32))
+    options = {"documents": documents, "sliding_window": window, "scaling": 0.3, "s_aux": sinks}
+    ours = attention
+    if compiled:
+        ours = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        (y, *torch.autograd.grad(y.square().sum(), [*tensors, sinks]))
+        for y in (
+            ours(module, *tensors, None, **options)[0],
+            # Soft caps are left to transformers. Its function for gpt_oss has none.
+            attention(module, *tensors, None, softcap=1.0, **options)[0],
+        )
+    )
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_near(actual, wanted)
+
+
 def test_a_run_exports_the_adapters_of_experts(tmp_path):
     folder = make_folder("qwen3_moe", tmp_path / "model")
     values = {
@@ -169,7 +229,11 @@ def test_a_run_exports_the_adapters_of_experts(tmp_path):
         "lora_rank": 2, "lora_targets": "experts.down_proj", "output_dir": tmp_path / "runs",
     }  # fmt: skip
     assert_ok(run_command([sys.executable, SCRIPT, *settings(values)]))
-    (file,) = (tmp_path / "runs" / "latest").glob(f"hf/{ADAPTER_WEIGHTS}")
+    run_dir = tmp_path / "runs" / "latest"
+    row = json.loads((run_dir / METRICS_FILE).read_text().splitlines()[-1])
+    assert row["grad_norm"] > 0
+    assert 1 <= row["expert_load"] <= 2  # each token has two of four experts
+    (file,) = run_dir.glob(f"hf/{ADAPTER_WEIGHTS}")
     names = load_file(file).keys()
     assert {name.split(".")[-3] for name in names} == {"down_proj"}
     assert len(names) == 2 * 2 * 4  # A and B of each expert in two blocks

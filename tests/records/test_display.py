@@ -82,8 +82,9 @@ def test_progress_is_occasional_lines_and_the_last_one(capsys, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     display = Display(enabled=True)
     for rows, now_s in (([1], 100.0), ([2], 101.0), ([1, 2, 3], 106.0), ([100], 107.0)):  # noqa: B007
-        display.progress([{"step": step, **ROW} for step in rows], 1, 100)
+        rows = [{"step": step, "expert_load": 1.26, **ROW} for step in rows]
+        display.progress(rows, 1, 100)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
-    assert lines[0].endswith("0.5 s")
+    assert lines[0].endswith("experts' load 1.3x  first step 0.5 s")
     assert lines[1].endswith("2,468 tok/s  48.5 s left")

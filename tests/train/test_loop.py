@@ -55,6 +55,7 @@ class CountingEngine:
         self.losses = losses or [2.0] * NUM_STEPS
         self.at_step = at_step
         self.step = 0
+        self.model = torch.nn.Module()
 
     def set_learning_rate(self, rate):
         pass

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("process_group")
 NAMES = ["blocks.0.qkv.weight", "blocks.1.qkv.weight", "norm_out.weight"]
 
 
-def make_results(**config):
+def make_results(model=None, **config):
     config = build_config({"strategy": "dp", **config})
     plan = SimpleNamespace(config=config, strategy=load_strategy(config))
-    engine = SimpleNamespace(gradient_names=NAMES)
+    engine = SimpleNamespace(gradient_names=NAMES, model=model or torch.nn.Module())
     step_results = StepResults(plan, History(), engine, torch.device("cpu"))
     step_results.restart()
     return step_results
@@ -57,3 +57,14 @@ def test_skipped_steps_are_limited():
         assert rows[0]["skipped"]
         assert (fault is not None) == (step == last)
     assert step_results.history.skipped_steps == list(range(1, last + 1))
+
+
+def test_load_is_that_of_the_most_loaded_expert():
+    model = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for layer, ends in zip(model, ([10, 40], [20, 40]), strict=True):
+        layer.register_buffer("latest_ends", torch.tensor(ends))
+    step_results = make_results(model)
+    row = {"step": 1, "num_tokens": 4, "num_targets": 2}
+    step_results.add(row, StepResult(torch.tensor(1.0), torch.tensor(1.0), False))
+    step_results.flush()
+    assert row["expert_load"] == step_results.history.expert_load == 1.5

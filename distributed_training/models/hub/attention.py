@@ -36,9 +36,9 @@ def attention(
     A token attends to the last `sliding_window` tokens, including itself. In layers with chunked
     attention, it attends only within its chunk. T must equal S, unless T
     is 1 and q belongs to the last of the S tokens. `first_position` is the position of the first of
-    the T tokens. The model's own eager function handles soft caps
-    and additional tensors, such as attention sinks. Raises UnsupportedError if there is a mask or
-    if attention is not causal."""
+    the T tokens. The model's own eager function handles soft caps and additional tensors, among
+    them attention sinks (`s_aux`) if no kernel computes them. Raises UnsupportedError if there is a
+    mask or if attention is not causal."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedError("has attention that is not causal")
     length = q.shape[2]
@@ -55,11 +55,18 @@ def attention(
     elif length == 1:
         num_visible = first_position % chunk + 1
         k, v = k[:, :, -num_visible:], v[:, :, -num_visible:]
+    sinks = None
+    is_square = 1 < length == k.shape[2]  # DeepSeek-V4 has more keys than queries
+    if is_square and not dropout and extra.keys() == {"s_aux"}:
+        sinks = extra.pop("s_aux")
     can_use_kernel = chunk == length and not extra and has_kernel(q.shape[-1])
-    if documents is None and window < length and can_use_kernel and _is_fast(q, dropout):
+    needs_kernel = window < length or sinks is not None
+    if documents is None and needs_kernel and can_use_kernel and _is_fast(q, dropout):
         ends = torch.arange(0, (len(q) + 1) * length, length, dtype=torch.int32, device=q.device)
         documents = Documents(None, ends)
     uses_kernel = can_use_kernel and documents is not None and documents.ends is not None
+    if sinks is not None and q.is_cuda and not uses_kernel:
+        extra["s_aux"] = sinks
     mask = None if documents is None else documents.mask
     if length > 1 and not uses_kernel and (min(window, chunk) < length or extra):
         indices = torch.arange(length, device=q.device)
@@ -94,6 +101,7 @@ def attention(
         dropout=dropout,
         scale=scaling,
         window=window if window < length else None,
+        sinks=sinks,
     ), None
 
 

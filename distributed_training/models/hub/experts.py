@@ -22,11 +22,12 @@ STACKS = {"gate_up_proj", "up_proj", "down_proj"}  # names of stacks in modules 
 
 
 class Routing(NamedTuple):
-    """Order in which pairs of tokens and experts are computed."""
+    """Order in which pairs of tokens and experts are computed. `tokens` and `places` are None for a
+    product whose input already has this order."""
 
-    tokens: torch.Tensor  # of each row, [S]
-    places: torch.Tensor  # rows of each token, [N, k]
     ends: torch.Tensor  # number of rows up to the end of each expert's rows, int32 [E]
+    tokens: torch.Tensor | None = None  # of each row, [S]
+    places: torch.Tensor | None = None  # rows of each token, [N, k]
 
 
 def experts(
@@ -42,16 +43,19 @@ def experts(
     ends = torch.searchsorted(ids, numbers, right=True).to(torch.int32)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=x.device)
-    routing = Routing(order // chosen.shape[1], places.view_as(chosen), ends)
-    scales = _Spread.apply(weights.reshape(-1, 1), order, places[:, None])
+    if module.training:
+        module.latest_ends.copy_(ends)
+    routing = Routing(ends, order // chosen.shape[1], places.view_as(chosen))
+    # The gradient is a scatter, which is exact because no index occurs twice.
+    scales = weights.flatten().gather(0, order)[:, None]
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = multiply(module, first, x, routing, gathers=True)
+    hidden = multiply(module, first, x, routing)
     if module.has_bias:
         hidden = hidden + getattr(module, f"{first}_bias")[ids]
     hidden = private.apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
     if not module.has_post_expert_norm:
         hidden = (hidden * scales).to(x.dtype)
-    y = multiply(module, "down_proj", hidden, routing, gathers=False)
+    y = multiply(module, "down_proj", hidden, Routing(ends))
     if module.has_bias:
         y = y + module.down_proj_bias[ids] * scales
     if module.has_post_expert_norm:
@@ -64,20 +68,18 @@ def multiply(
     name: str,
     x: torch.Tensor,
     routing: Routing,
-    *,
-    gathers: bool,
 ) -> torch.Tensor:
     """Return the products of the rows [S, in] of x with the stack `name` of a module, plus those of
-    its adapter, [S, out]. If `gathers` is set, x [N, in] contains the rows of tokens instead."""
+    its adapter, [S, out]. If `routing` has tokens, x [N, in] contains the rows of tokens
+    instead."""
     adapter = getattr(module, f"{name}_adapter", None)
     a, b = (None, None) if adapter is None else adapter.matrices(x.dtype)
     stack = getattr(module, name)
     scales = getattr(module, f"{name}{quantized.SCALES}", None)
     if module.is_transposed and scales is None:
         stack = stack.transpose(1, 2)
-    tokens, places = (routing.tokens, routing.places) if gathers else (None, None)
     base_dtype = getattr(module, "base_dtype", "")
-    y, _ = expert_linear(x, stack, routing.ends, tokens, places, a, b, scales, base_dtype)
+    y, _ = expert_linear(x, stack, *routing, a, b, scales, base_dtype)
     return y
 
 
@@ -89,20 +91,7 @@ def _combine(
     return rows[places.flatten()].unflatten(0, places.shape).sum(1)
 
 
-# Without these functions, gradients would be added with atomic operations, in any order.
-class _Spread(torch.autograd.Function):
-    """Return the rows of `tokens`, [N, ..] -> [S, ..]."""
-
-    @staticmethod
-    def forward(ctx, x, tokens, places):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(places)
-        return x[tokens]
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return _combine(dy, *ctx.saved_tensors), None, None
-
-
+# Without this function, gradients would be added with slow atomic operations.
 class _Combine(torch.autograd.Function):
     """Return the sum over the rows of each token, [S, ..] -> [N, ..]."""
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from distributed_training.models import private
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import (
+    EXPERT_ENDS,
     Decoder,
     KVCache,
     Linear,
@@ -94,6 +95,9 @@ def build_net(
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if hasattr(module, "is_transposed"):  # a module of the ExpertsInterface
+            ends = torch.zeros(module.num_experts, dtype=torch.int32, device="cpu")
+            module.register_buffer(EXPERT_ENDS, ends, persistent=False)
     with torch.device("cpu"):
         private.initialize_all(net, net)  # A module may initialize the buffers of others.
     return net
