@@ -330,7 +330,14 @@ def find_model(name: str) -> ModelSpec:
     hub_id = None
     if "/" in name and is_repo_id(name) and not os.path.exists(name):
         hub_id = name
-        folder = _fetch_config(hub_id)
+        try:
+            folder = _fetch_config(hub_id)
+        except UserError:
+            size = _load(HUB).read_shipped_sizes().get(hub_id)
+            if size is None:
+                raise
+            label = hub_id.rpartition("/")[2]
+            return ModelSpec(label=label, family=HUB, size=size, hub_id=hub_id)
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():

@@ -223,15 +223,34 @@ def lay_out(
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
+    return _complete(draft, cluster, notes)
+
+
+def with_checkpointing(draft: Draft, cluster: Cluster, **settings: Any) -> Draft:
+    """Return a draft with other settings for activation checkpointing, on which neither the mesh
+    nor the batch depends. Raises UserError if settings are incompatible."""
+    requested = draft.requested.model_copy(update=settings)
+    draft = replace(draft, requested=requested)
+    return _complete(draft.with_config(**settings), cluster, [])
+
+
+def _complete(
+    draft: Draft,
+    cluster: Cluster,
+    notes: list[str],
+) -> Draft:
+    """Return a draft with the switches and orders that follow from its other fields, after checking
+    that its settings can be combined."""
     draft = draft.with_config(**_choose_switches(draft, notes))
-    tp = mesh["tp"]
+    tp = draft.mesh["tp"]
+    processes_here = draft.processes_here
     if processes_here % tp:
         notes.append(
             f"tp={tp} spans several machines, so every layer waits for the network four times. "
             f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
             "factor"
         )
-    check_settings(draft, options, notes)
+    check_settings(draft, notes)
     if draft.schedule.v_shaped:
         draft = replace(draft, orders=_find_timed_orders(draft, cluster))
     return draft

@@ -11,21 +11,17 @@ from typing import NoReturn
 
 from distributed_training.plan.plan import Draft
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.keys import Options
 
 # DeepSpeed swaps no shards that are smaller than this, such as all shards of gpt2-tiny.
 MIN_SWAPPED_BYTES = 2**20
 
 
-def check_settings(
-    plan: Draft,
-    options: Options,
-    notes: list[str],
-) -> None:
+def check_settings(plan: Draft, notes: list[str]) -> None:
     """Raise UserError if settings cannot be combined. For every setting that has no effect, add a
-    note. Whether a setting has an effect depends on the layout and on the engine's `options`."""
+    note. Whether a setting has an effect depends on the layout and on the engine's options."""
     for check in CHECKS:
         check(plan)
+    options = plan.strategy.options(plan.engine_options)
     options.check(plan.config.precision, plan.size.hidden_size)
     reasons = options.idle()
     for condition in CONDITIONS:

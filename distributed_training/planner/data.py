@@ -15,6 +15,7 @@ from distributed_training.data.cache import cache_folder, token_cache_dir
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
+    Corpus,
     count_corpus_bytes,
     find_corpus,
     find_unread,
@@ -121,27 +122,21 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
             return None
         part, scale = sampled
         draft = draft.with_config(num_samples=-1)
-        data = samples.read_data(
-            part,
-            tokenizer,
-            draft.config,
-            Path(cache_dir),
-            can_pack=draft.size.packs,
-            embedding_rows=draft.size.vocab_size,
-        )
-        counts = _summarize(data, draft, Path(cache_dir))
-        return replace(data, counts=counts, scale=scale, error=ERROR)
+        data = read_data(draft, tokenizer_dir, Path(cache_dir), part)
+        return replace(data, scale=scale, error=ERROR)
 
 
 def read_data(
     draft: Draft,
     tokenizer_dir: Path,
     cache_dir: Path | None = None,
+    corpus: Corpus | None = None,
 ) -> Data:
-    """Return a run's samples with their statistics. Tokenize the text if its tokens are not in
-    `cache_dir` or, by default, in the token cache."""
+    """Return the samples of `corpus` or, by default, of a run's dataset, with their statistics.
+    Tokenize the text if its tokens are not in `cache_dir` or, by default, in the token cache."""
     config = draft.config
-    corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+    if corpus is None:
+        corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     cache_dir = cache_dir or token_cache_dir()
     data = samples.read_data(
         corpus,
@@ -151,16 +146,11 @@ def read_data(
         can_pack=draft.size.packs,
         embedding_rows=draft.size.vocab_size,
     )
-    counts = _summarize(data, draft, cache_dir)
+    counts = report.summarize(cache_dir / data.cache, config, can_pack=draft.size.packs)
     return replace(
         data,
         counts={**counts, "unread": find_unread(config.dataset, corpus)},
     )
-
-
-def _summarize(data: Data, draft: Draft, cache_dir: Path) -> dict[str, Any]:
-    folder = cache_dir / data.cache
-    return report.summarize(folder, draft.config, can_pack=draft.size.packs)
 
 
 def count_work(draft: Draft, notes: list[str]) -> Amount | str:

@@ -11,6 +11,7 @@ micro-batches:
 
     global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed_training.models import ModelSpec
-from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Batch, Stages, format_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
 from distributed_training.settings.config import AUTO, Request
@@ -133,7 +133,11 @@ def build_stages(candidate: Candidate) -> Stages:
     size = candidate.model.size
     pp = candidate.mesh["pp"]
     ranks = candidate.schedule.ranks(pp)
-    counts = balanced_cut(size, config.max_length, ranks)
+    kind = size.kinds[0]  # Only models with a single kind of block are partitioned.
+    # Multiplications per token in a block and in the output layer
+    block_cost = sum(map(math.prod, kind.matrices)) + 2 * kind.attention_width * config.max_length
+    head_cost = size.padded_vocab_size * size.hidden_size
+    counts = balanced_cut(size.num_layers, block_cost, head_cost, ranks)
     if config.pipeline_cut is not None:
         if pp == 1:
             what = "pipeline_cut is set, but there is no pipeline with pp=1"
@@ -194,32 +198,31 @@ def _check_divisible(candidate: Candidate) -> None:
         raise UserError(what, why, fix)
 
 
+@functools.cache
 def balanced_cut(
-    size: ModelSize,
-    seq_len: int,
+    num_layers: int,
+    block_cost: int,
+    head_cost: int,
     ranks: tuple[int, ...],
 ) -> list[int]:
     """Return the number of blocks in each stage, chosen to minimize the highest cost of any rank.
     Each stage has at least one block.
 
-    `ranks` is the pipeline rank of each stage. Each rank has one or two stages. The cost is the
-    number of FLOPs per token, including the output layer but not the embedding lookup.
+    `ranks` is the pipeline rank of each stage. Each rank has one or two stages. `block_cost` and
+    `head_cost` are the multiplications per token in a block and in the output layer. The embedding
+    lookup costs nothing.
 
     If a rank with two stages has an odd number of blocks, one stage gets the extra block. V-shaped
     schedules give it to the earlier stage, and other schedules to the later stage. In the simulator
     of pipedream_tutorial, the opposite choice makes steps longer. On the rank with the output
     layer, blocks are instead divided so that both stages cost about the same."""
-    # Multiplications per token in a block and in the output layer
-    kind = size.kinds[0]  # Only models with a single kind of block are partitioned.
-    block_cost = sum(map(math.prod, kind.matrices)) + 2 * kind.attention_width * seq_len
-    head_cost = size.padded_vocab_size * size.hidden_size
     pp = max(ranks) + 1
     stages_per_rank = len(ranks) // pp
     last_rank = ranks[-1]
     totals = [stages_per_rank] * pp
     costs = [stages_per_rank * block_cost] * pp
     costs[last_rank] += head_cost
-    for _ in range(size.num_layers - len(ranks)):
+    for _ in range(num_layers - len(ranks)):
         # On a tie, the rank with the output layer gets the block.
         rank = min(range(pp), key=lambda rank: (costs[rank], rank != last_rank))
         totals[rank] += 1

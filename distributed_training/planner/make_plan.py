@@ -23,7 +23,7 @@ from distributed_training.planner.sort import (
     choose_candidate,
     suggest_settings,
 )
-from distributed_training.predict.predict import Cluster, Prediction, predict
+from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.predict.simulate import ideal_bubble, predict_spans
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
@@ -59,7 +59,7 @@ def make_plan(
     draft = draft_plan(request, cluster, notes)
     # If the run is resumed again, its typed batch is compared with the batch that was typed here.
     draft = replace(draft, requested=draft.requested.model_copy(update=typed_batch))
-    check_run(predict(draft, cluster.rates), cluster, notes)
+    check_run(Prediction(draft, cluster.rates), cluster, notes)
     draft, folders = find_sources(draft, notes, needs_weights=needs_weights)
     cached_names = {path.name for path in token_cache_dir().glob("*")}
     data = read(draft, folders["tokenizer_dir"])
@@ -67,7 +67,7 @@ def make_plan(
     if data is not None:
         draft, amount = resolve_data_values(draft, data, notes)
         draft = replace(draft, tokenized=data.cache in cached_names)
-    prediction = predict(draft, cluster.rates)
+    prediction = Prediction(draft, cluster.rates)
     fields = {
         **vars(draft),
         **folders,

@@ -3,14 +3,16 @@ layout, and `plan` lists all. This module does not import torch."""
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.choose import choose_model, lay_out
+from distributed_training.planner.choose import choose_model, lay_out, with_checkpointing
 from distributed_training.planner.layouts import (
     OPEN_SETTINGS,
     Candidate,
@@ -18,7 +20,9 @@ from distributed_training.planner.layouts import (
     all_meshes,
     format_settings,
 )
-from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction, predict
+from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction
+from distributed_training.predict.rates import FITTED
+from distributed_training.predict.speed import StepTime
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
@@ -45,7 +49,7 @@ def choose_candidate(
     request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
         return _name_candidate(request, model)
-    first = sort_layouts(request, cluster)[0]
+    first = find_first(predict_all(request, cluster), cluster)
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
@@ -77,6 +81,13 @@ class Fit(NamedTuple):
     memory_fit: int  # index in MEMORY_FITS
 
 
+BEST_FIT = Fit(
+    is_unlikely=False,
+    offloads=False,
+    memory_fit=MEMORY_FITS.index("yes"),
+)
+
+
 class Preference(NamedTuple):
     """How much a practitioner would like a layout. Smaller values are preferred, from the first
     field on."""
@@ -87,24 +98,58 @@ class Preference(NamedTuple):
     num_settings: int  # settings to type, besides the strategy
 
 
-def sort_layouts(
-    request: Request, cluster: Cluster, names: Iterable[str] | None = None
-) -> list[Prediction]:
+def sort_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
     """Return predictions for all valid layouts in the order of `preference`, best first. If the
     user did not set activation_checkpointing, layouts that would not fit use as much of it as
-    necessary. `request` must have a batch size. `names` restricts strategy=auto to these
-    strategies. Raises UserError if no layout is valid."""
-    plans = enumerate_plans(request, cluster, names)
-    layouts = [predict(plan, cluster.rates) for plan in plans]
-    if not layouts:
-        raise _explain_no_layout(request, cluster)
-    may_recompute = cluster.machine.num_gpus > 0 and not request.is_set("activation_checkpointing")
-    if may_recompute:
-        layouts = [_with_checkpointing(choice, cluster) for choice in layouts]
+    necessary. `request` must have a batch size. Raises UserError if no layout is valid."""
+    layouts = [_with_checkpointing(choice, cluster) for choice in predict_all(request, cluster)]
     layouts.sort(key=preference)
-    if may_recompute and not request.is_set("checkpointed_blocks"):
-        layouts[0] = _with_some_blocks(layouts[0], cluster)
+    layouts[0] = _with_some_blocks(layouts[0], cluster)
     return layouts
+
+
+def find_first(layouts: Sequence[Prediction], cluster: Cluster) -> Prediction:
+    """Return the layout that `sort_layouts` puts first. Activation checkpointing never shortens a
+    step, so it is not tried with layouts that are slower without it than the best layout."""
+    least_costs = list(map(_least_cost, layouts))
+    by_least_cost = sorted(range(len(layouts)), key=least_costs.__getitem__)
+    tried: list[tuple[Preference, int, Prediction]] = []
+    for index in by_least_cost:
+        least = Preference(BEST_FIT, least_costs[index], is_complex=False, num_settings=0)
+        if tried and min(tried)[0] < least:
+            break
+        choice = _with_checkpointing(layouts[index], cluster)
+        tried.append((preference(choice), index, choice))
+    return _with_some_blocks(min(tried)[2], cluster)
+
+
+def _least_cost(choice: Prediction) -> float:
+    """Return the least cost with which the layout can fit, whatever its activation
+    checkpointing."""
+    if not choice.state_fits:
+        return math.inf
+    if choice.step is None:
+        return 0.0
+    likely_shares = [1, 1] if choice.validated else FITTED.unvalidated_s
+    return _time_cost(choice, choice.step, likely_shares)
+
+
+def _time_cost(
+    choice: Prediction,
+    step: StepTime,
+    likely_shares: Sequence[float],
+) -> float:
+    """Return the time of a step, increased for each setting that a user has to type and, unless the
+    layout is as simple as dp and fsdp, by the typical error of the prediction."""
+    num_settings = len(layout_settings(choice.plan))
+    cost = step.seconds * (1 + MIN_GAIN) ** num_settings
+    low, high = likely_shares
+    return cost * (high / low) if _is_complex(choice.plan) else cost
+
+
+def _is_complex(plan: Draft) -> bool:
+    is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
+    return is_split or not plan.strategy.traits.averages_with_torch
 
 
 def fit(choice: Prediction) -> Fit:
@@ -119,27 +164,18 @@ def fit(choice: Prediction) -> Fit:
 def preference(choice: Prediction) -> Preference:
     """Return the sort key that puts the layout first that a practitioner would choose.
 
-    Layouts that fit equally well are sorted by their predicted time, which is increased for each
-    setting that a user has to type and, unless the layout is as simple as dp and fsdp, by the
-    typical error of the prediction. Layouts that do not fit are sorted by the memory that they
-    need."""
-    plan = choice.plan
-    is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
-    is_complex = is_split or not plan.strategy.traits.averages_with_torch
-    num_settings = len(layout_settings(plan))
+    Layouts that fit equally well are sorted by their predicted time, and layouts that do not fit by
+    the memory that they need."""
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
         cost = choice.memory.needed_bytes
     elif choice.step is not None:
-        cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
-        if is_complex:
-            low, high = choice.likely_shares
-            cost *= high / low
+        cost = _time_cost(choice, choice.step, choice.likely_shares)
     return Preference(
         fit=fit(choice),
         cost=cost,
-        is_complex=is_complex,
-        num_settings=num_settings,
+        is_complex=_is_complex(choice.plan),
+        num_settings=len(layout_settings(choice.plan)),
     )
 
 
@@ -159,21 +195,22 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
 
 
-def _predict_with(plan: Draft, cluster: Cluster, **settings: Any) -> Prediction:
-    """Return the prediction for a plan's mesh with other settings."""
-    request = plan.requested.model_copy(update=settings)
-    candidate = replace(_candidate(plan), request=request)
-    return predict(lay_out(candidate, cluster), cluster.rates)
+def _may_recompute(plan: Draft, cluster: Cluster) -> bool:
+    """Return whether the planner chooses the activation checkpointing."""
+    return cluster.machine.num_gpus > 0 and not plan.requested.is_set("activation_checkpointing")
 
 
 def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
+    if not (_may_recompute(plan, cluster) and choice.state_fits):
+        return choice
     for mode in MODES:
-        if choice.memory_fit == "yes":
+        if choice.memory_fit == "yes" or plan.schedule.splits_backward:
             break
         with contextlib.suppress(UserError):
-            recomputed = _predict_with(plan, cluster, activation_checkpointing=mode)
+            draft = with_checkpointing(plan, cluster, activation_checkpointing=mode)
+            recomputed = Prediction(draft, cluster.rates)
             choice = min(
                 choice,
                 recomputed,
@@ -187,11 +224,13 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
     then clearly shorter."""
     plan = choice.plan
     is_none = plan.config.activation_checkpointing == "none"
-    if is_none or plan.mesh["pp"] > 1 or choice.step is None:
+    is_given = plan.requested.is_set("checkpointed_blocks") or not _may_recompute(plan, cluster)
+    if is_none or is_given or plan.mesh["pp"] > 1 or choice.step is None:
         return choice
 
     def predict_with(count: int) -> Prediction:
-        return _predict_with(plan, cluster, checkpointed_blocks=count)
+        draft = with_checkpointing(plan, cluster, checkpointed_blocks=count)
+        return Prediction(draft, cluster.rates)
 
     counts = range(1, plan.size.num_layers + 1)
     index = bisect.bisect_left(
@@ -203,21 +242,31 @@ def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
     return some if is_faster else choice
 
 
-def enumerate_plans(
-    request: Request,
-    cluster: Cluster,
-    names: Iterable[str] | None = None,
-) -> Iterator[Draft]:
-    """Yield drafts for all layouts that CONFIG allows. If several strategies give the same layout,
-    use the one with which a user types the fewest settings. `names` restricts strategy=auto to
-    these strategies."""
+def predict_all(
+    request: Request, cluster: Cluster, names: Iterable[str] | None = None
+) -> list[Prediction]:
+    """Return predictions for all layouts that CONFIG allows, without activation checkpointing that
+    it does not set. `names` restricts strategy=auto to these strategies. Raises UserError if no
+    layout is valid."""
+    layouts: list[Prediction] = []
+    for candidate in _find_candidates(request, cluster, names):
+        layouts += _vary_microbatches(candidate, cluster)
+    if not layouts:
+        raise _explain_no_layout(request, cluster)
+    return layouts
+
+
+def _find_candidates(
+    request: Request, cluster: Cluster, names: Iterable[str] | None
+) -> list[Candidate]:
+    """Return a candidate for each layout that CONFIG allows. If several strategies give the same
+    layout, use the one with which a user types the fewest settings."""
     candidates: dict[tuple[object, ...], Candidate] = {}
     for named in _useful_candidates(request, cluster, names or list_strategies()):
         for candidate in _vary_mesh(named, cluster.num_processes):
             key = _layout_key(candidate)
             candidates[key] = min(candidates.get(key, candidate), candidate, key=_typing_effort)
-    for candidate in candidates.values():
-        yield from _vary_microbatches(candidate, cluster)
+    return list(candidates.values())
 
 
 def _useful_candidates(
@@ -280,15 +329,15 @@ def _typing_effort(candidate: Candidate) -> tuple[int, bool]:
     return len(_mesh_settings(candidate)), shards_under_dp
 
 
-def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft]:
-    """Yield a candidate's draft, if it is valid. If CONFIG leaves the number of micro-batches open,
-    also yield drafts with more micro-batches. With fewer, activations would need more memory than
-    `batch_size` sequences under dp."""
+def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Prediction]:
+    """Yield the prediction for a candidate, if it is valid. If CONFIG leaves the number of
+    micro-batches open, also yield predictions with more micro-batches. With fewer, activations
+    would need more memory than `batch_size` sequences under dp."""
     try:
         draft = lay_out(candidate, cluster)
     except UserError:
         return
-    yield draft
+    yield Prediction(draft, cluster.rates)
     config = candidate.request
     is_open = config.micro_batch_size == config.num_microbatches == AUTO
     if draft.schedule.is_searched or not is_open:
@@ -300,7 +349,8 @@ def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Draft
     for count in more[:MAX_MICROBATCH_COUNTS]:
         with contextlib.suppress(UserError):
             counted = config.model_copy(update={"num_microbatches": count})
-            yield lay_out(replace(candidate, request=counted), cluster)
+            draft = lay_out(replace(candidate, request=counted), cluster)
+            yield Prediction(draft, cluster.rates)
 
 
 def _mesh_settings(layout: Candidate | Draft) -> Settings:
@@ -398,17 +448,28 @@ def _speeds_by_batch_size(
     GPU's rates are unknown, return the batch size instead of the speed. `names` restricts
     strategy=auto to these strategies."""
     speeds: dict[int, float] = {}
+    if is_auto := request.strategy == AUTO:
+        candidates = _find_candidates(request, cluster, names)
+    else:
+        candidates = [_name_candidate(*choose_model(request, cluster.machine, []))]
     for size in BATCH_SIZES:
-        with contextlib.suppress(UserError):
-            sized = as_typed(request, batch_size=size)
-            if request.strategy == AUTO:
-                first = sort_layouts(sized, cluster, names)[0]
-            else:
-                draft = lay_out(choose_candidate(sized, cluster, []), cluster)
-                first = predict(draft, cluster.rates)
-            if first.memory_fit != "yes":
-                break
-            speeds[size] = first.tokens_per_s or size
+        varied = []
+        for candidate in candidates:
+            sized = replace(candidate, request=as_typed(candidate.request, batch_size=size))
+            varied.append(list(_vary_microbatches(sized, cluster)))
+        layouts = list(itertools.chain.from_iterable(varied))
+        if not layouts:
+            continue
+        first = find_first(layouts, cluster) if is_auto else layouts[0]
+        if first.memory_fit != "yes":
+            break
+        speeds[size] = first.tokens_per_s or size
+        # Whether the state fits does not depend on the batch size.
+        candidates = [
+            candidate
+            for candidate, choices in zip(candidates, varied, strict=True)
+            if not choices or any(choice.state_fits for choice in choices)
+        ]
     return speeds
 
 
@@ -437,7 +498,7 @@ def suggest(
     for alternative in _alternatives(request):
         try:
             sized = choose_batch_size(as_typed(request, **alternative), cluster, [])
-            first = sort_layouts(sized, cluster, strategies)[0]
+            first = find_first(predict_all(sized, cluster, strategies), cluster)
         except UserError:
             continue
         if not first.fits:

@@ -61,16 +61,14 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
     """Estimate the peak memory of a plan's processes by component."""
     mechanisms = used_by(plan)
     ranks = pipeline_ranks(plan)
-    by_rank = [_find_peak(process, mechanisms) for process in ranks]
+    states = [_estimate_state(process, mechanisms) for process in ranks]
+    block_bytes = _block_bytes(ranks[0], mechanisms, ranks[0].recomputed_share)
+    by_rank = [_find_peak(process, mechanisms, states, block_bytes) for process in ranks]
     peak = max(map(_sum_bytes, by_rank))
-    context_bytes = 0
-    if plan.machine.num_gpus:
-        context_bytes = FITTED.gpu_context_bytes.alone
-        if plan.num_processes > 1:
-            context_bytes += FITTED.gpu_context_bytes.nccl
+    context_bytes = _context_bytes(plan)
     likely_shares = vars(FITTED.likely_bytes)[ranks[0].compile_mode]
     fullest = max(ranks, key=lambda process: process.parameters)
-    state = _estimate_state(fullest, mechanisms)
+    state = states[fullest.index]
     fitted_bytes = FITTED.process_bytes
     host_bytes = state["host"] + (fitted_bytes.cuda if plan.machine.num_gpus else fitted_bytes.cpu)
     host_bytes += max(map(bytes_on_host, ranks))
@@ -97,6 +95,27 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
         host_bytes=int(host_bytes),
         state=state,
     )
+
+
+def state_fits(plan: Draft) -> bool:
+    """Return whether the GPUs may hold the state. If not, the plan does not fit, whatever its
+    activations need."""
+    fullest = max(pipeline_ranks(plan), key=lambda process: process.parameters)
+    state = _estimate_state(fullest, used_by(plan))
+    state_bytes = sum(state[component] for component in STATE)
+    low_share, _ = vars(FITTED.likely_bytes)[fullest.compile_mode]
+    least_bytes = low_share * state_bytes + _context_bytes(plan)
+    return plan.machine.num_gpus == 0 or least_bytes <= plan.machine.gpu_memory_bytes
+
+
+def _context_bytes(plan: Draft) -> int:
+    """Return the GPU memory outside PyTorch's allocator."""
+    if plan.machine.num_gpus == 0:
+        return 0
+    num_bytes: int = FITTED.gpu_context_bytes.alone
+    if plan.num_processes > 1:
+        num_bytes += FITTED.gpu_context_bytes.nccl
+    return num_bytes
 
 
 def checkpoint_copy_bytes(plan: Draft, ranks: Sequence[PipelineRank]) -> int:
@@ -137,14 +156,16 @@ def _estimate_state(
 def _find_peak(
     rank: PipelineRank,
     mechanisms: Sequence[Mechanism],
+    states: Sequence[Mapping[str, int]],
+    block_bytes: tuple[float, float],
 ) -> dict[str, int]:
     """Return a process's memory by component, in bytes, at the point in a step where the process
-    uses the most memory."""
-    per_block, backward = _block_bytes(rank, mechanisms, rank.recomputed_share)
-    bytes_at = partial(_bytes_at, rank, mechanisms, _estimate_state(rank, mechanisms))
+    uses the most memory. `states` are the results of `_estimate_state`, and `block_bytes` those of
+    `_block_bytes`."""
+    bytes_at = partial(_bytes_at, rank, mechanisms, states[rank.index])
     passes = bytes_at("passes")
-    block_bytes, logit_bytes = _peak_activations(rank, per_block, backward)
-    passes["activations"] += block_bytes
+    activation_bytes, logit_bytes = _peak_activations(rank, *block_bytes)
+    passes["activations"] += activation_bytes
     passes["logits"] = logit_bytes
     passes["buffers"] += max(0, bucket_bytes(rank) - logit_bytes)
     candidates = [passes, bytes_at("update")]
@@ -208,10 +229,17 @@ def _peak_activations(
     embedding_gradient, _ = embedding_gradient_bytes(rank)
     block_bytes = logit_bytes = 0.0
     peak = (0.0, 0.0)
-    known = set()  # Repeated micro-batches find the same sizes again.
-    for operation, stage, _ in find_orders(rank.plan)[rank.index]:
+    # Sizes before and after an operation. Repeated micro-batches find the same sizes again.
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
+    order = find_orders(rank.plan)[rank.index]
+    if rank.pp == 1:  # Every micro-batch needs the same memory.
+        order = order[:2]
+    for operation, stage, _ in order:
+        state = (operation, stage, block_bytes, logit_bytes)
+        if state in known:
+            block_bytes, logit_bytes = known[state]
+            continue
         current = (block_bytes, logit_bytes)
-        state = (operation, stage, *current)
         is_last_stage = stage == len(blocks) - 1
         block_bytes += blocks[stage] * block_changes[operation]
         # Every stage keeps its output. In the first stage, this is counted here. The other stages
@@ -220,9 +248,7 @@ def _peak_activations(
             block_bytes += output if operation == "F" else -output
         if is_last_stage and operation != "W":
             logit_bytes += loss.kept_bytes if operation == "F" else -loss.kept_bytes
-        if state in known:
-            continue
-        known.add(state)
+        known[state] = (block_bytes, logit_bytes)
         if operation == "F":
             current = (block_bytes, logit_bytes)
         candidates = [current]

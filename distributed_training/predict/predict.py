@@ -1,11 +1,12 @@
 """Predict the memory and time of a plan on a cluster. This module does not import torch."""
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.memory import MemoryEstimate, estimate_memory
+from distributed_training.predict.memory import MemoryEstimate, estimate_memory, state_fits
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, gpu_rates
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
@@ -22,7 +23,8 @@ from distributed_training.settings.machine import (
 # Counts of at most four digits, because larger clusters take minutes to rank. The last count may be
 # followed by a space, unless it has four digits, like 3060.
 _CLUSTER_PATTERN = re.compile(
-    r"(?:(\d{1,4})\s*x\s*)?(?:(\d{1,4})\s*x\s*)?(?:(\d{1,3})(?:\s+|$))?(.*)", re.IGNORECASE
+    r"(?:(\d{1,4})(?:x\s*|\s+x\s+))?(?:(\d{1,4})(?:x\s*|\s+x\s+))?(?:(\d{1,3})(?:\s+|$))?(.*)",
+    re.IGNORECASE,
 )
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
 # end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
@@ -95,14 +97,25 @@ def local_cluster(machine: Machine, num_processes: int, processes_here: int) -> 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prediction:
-    """Predicted memory of a plan and, if the GPU's rates are known, its predicted time."""
+    """Predicted memory of a plan and, if the GPU's rates are known, its predicted time. Both are
+    computed when they are first needed, because the planner needs the times of few layouts."""
 
     plan: Draft
     rates: Rates | None
-    memory: MemoryEstimate
-    step: StepTime | None
+
+    @functools.cached_property
+    def memory(self) -> MemoryEstimate:
+        return estimate_memory(self.plan)
+
+    @functools.cached_property
+    def step(self) -> StepTime | None:
+        return None if self.rates is None else estimate_step(self.plan, self.rates)
+
+    @functools.cached_property
+    def state_fits(self) -> bool:
+        return state_fits(self.plan)
 
     @property
     def memory_fit(self) -> MemoryFit:
@@ -225,14 +238,3 @@ class Prediction:
             "likely_bytes": self.memory.likely_bytes,
             "sent_bytes": sent_by_axis(self.plan),
         }
-
-
-def predict(plan: Draft, rates: Rates | None) -> Prediction:
-    """Predict the memory and time of a plan's step."""
-    step = None if rates is None else estimate_step(plan, rates)
-    return Prediction(
-        plan=plan,
-        rates=rates,
-        memory=estimate_memory(plan),
-        step=step,
-    )

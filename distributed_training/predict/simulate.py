@@ -3,12 +3,13 @@ module does not import torch."""
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from distributed_training.plan.orders import Operation, Step, build_orders, find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import find_schedule
+
+Spans = dict[Step, list[tuple[float, float]]]  # start and end of each micro-batch
 
 
 def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
@@ -42,46 +43,54 @@ def simulate(
     durations: Mapping[Step, float],
     consumers: Mapping[Step, tuple[Step, float]],
     launch_s: Mapping[Step, float] | None = None,
-) -> dict[Step, list[tuple[float, float]]]:
+) -> Spans:
     """Return the (start, end) times of each operation in seconds, one pair per micro-batch. If the
     orders deadlock, the returned mapping is empty. `consumers` is the result of `map_consumers`.
 
     `launch_s` contains the time in seconds that a rank's host needs to launch each operation. The
     host launches operations ahead of the GPU, and no operation ends on the GPU before its launch
     has ended."""
+    spans: Spans = {step: [] for step in durations}
     # Times at which each micro-batch's input, or the gradient of its output, arrives
     arrival_times: dict[Step, list[float]] = {step: [] for step, _ in consumers.values()}
-    spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
+    lists_by_step = {}
+    for step, finished in spans.items():
+        consumer, message_s = consumers.get(step, (None, 0.0))
+        sent = None if consumer is None else arrival_times[consumer]
+        lists_by_step[step] = finished, arrival_times.get(step), sent, message_s
     host_clocks = [0.0] * len(orders)
     gpu_clocks = [0.0] * len(orders)
-    remaining = [[step[:2] for step in reversed(order)] for order in orders]
-    while any(remaining):
-        num_remaining = sum(map(len, remaining))
+    remaining = [iter(order) for order in orders]
+    waiting = [next(steps, None) for steps in remaining]  # first operation of each rank
+    while any(waiting):
+        is_stuck = True
         for rank, steps in enumerate(remaining):
+            operation = waiting[rank]
             end = gpu_clocks[rank]
-            while steps:
-                step = steps[-1]
-                finished = spans[step]
+            while operation:
+                step = operation[:2]
+                finished, arrivals, sent, message_s = lists_by_step[step]
                 begin = end
-                if step in arrival_times:
-                    arrivals = arrival_times[step]
+                if arrivals is not None:
                     number = len(finished)
                     if len(arrivals) == number:
                         break
-                    begin = max(begin, arrivals[number])
+                    if arrivals[number] > begin:
+                        begin = arrivals[number]
                 end = begin + durations[step]
                 if launch_s:
                     host_clocks[rank] += launch_s[step]
                     end = max(end, host_clocks[rank])
                 finished.append((begin, end))
-                if step in consumers:
-                    consumer, message_s = consumers[step]
-                    arrival_times[consumer].append(end + message_s)
-                steps.pop()
+                if sent is not None:
+                    sent.append(end + message_s)
+                operation = next(steps, None)
+                is_stuck = False
             gpu_clocks[rank] = end
-        if sum(map(len, remaining)) == num_remaining:
+            waiting[rank] = operation
+        if is_stuck:
             return {}
-    return spans
+    return {step: finished for step, finished in spans.items() if finished}
 
 
 def total_duration(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:

@@ -13,8 +13,9 @@ def tensor_bytes(rank: PipelineRank) -> Traffic:
     operation. Tensors of at most 8 bytes are omitted."""
     total: Traffic = Counter()
     for mechanism in used_by(rank.plan):
-        total += mechanism.layer_traffic(rank) + mechanism.data_parallel_traffic(rank)
-    return total
+        total.update(mechanism.layer_traffic(rank))
+        total.update(mechanism.data_parallel_traffic(rank))
+    return +total
 
 
 def sent_by_operation(rank: PipelineRank) -> dict[str, float]:

@@ -12,7 +12,7 @@ from distributed_training.models.gpt2 import SIZES
 from distributed_training.planner import checks
 from distributed_training.planner.sort import suggest
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import local_cluster, predict
+from distributed_training.predict.predict import Prediction, local_cluster
 from tests.planner.helpers import gpu, plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
 
@@ -35,7 +35,7 @@ def local(plan):
 
 
 def check_fit(plan):
-    checks.check_memory(predict(plan, None), local(plan))
+    checks.check_memory(Prediction(plan, None), local(plan))
 
 
 SMALL = gpu(gpu_memory_bytes=16 * GIB, gpu_name="Small")
@@ -118,7 +118,7 @@ def test_runs_that_may_fit_or_are_forced_are_not_refused(tmp_path):
     ):  # fmt: skip
         plan = draft(tmp_path, "dp", gpu(gpu_memory_bytes=size), model="gpt2")
         check_fit(plan)
-        assert predict(plan, None).memory_fit == room
+        assert Prediction(plan, None).memory_fit == room
     small = draft(tmp_path, "dp", gpu(gpu_memory_bytes=least - 1), model="gpt2")
     with refused("gpt2", "dp", "GiB", "NVIDIA H200", "Set strategy=", "--force"):
         check_fit(small)

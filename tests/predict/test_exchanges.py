@@ -6,7 +6,7 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.sort import sort_layouts
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import checkpoint_copy_bytes, estimate_memory
-from distributed_training.predict.predict import local_cluster, parse_cluster, predict
+from distributed_training.predict.predict import Prediction, local_cluster, parse_cluster
 from distributed_training.settings.config import AUTO
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
@@ -57,7 +57,7 @@ def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
     file = tmp_path / "own.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
     bare, ours = (plan_of("zero3", deepspeed_config=given) for given in (str(file), None))
-    assert predict(bare, H200.rates).as_record() == predict(ours, H200.rates).as_record()
+    assert Prediction(bare, H200.rates).as_record() == Prediction(ours, H200.rates).as_record()
 
 
 def test_bytes_of_optimizer_state_and_checkpoint():

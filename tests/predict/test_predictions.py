@@ -9,9 +9,9 @@ import math
 import pytest
 
 from distributed_training.plan.schedules import divisors
-from distributed_training.planner.sort import enumerate_plans, find_fastest, sort_layouts
+from distributed_training.planner.sort import find_fastest, predict_all, sort_layouts
 from distributed_training.predict import speed
-from distributed_training.predict.predict import parse_cluster, predict
+from distributed_training.predict.predict import Prediction, parse_cluster
 from distributed_training.predict.rates import FITTED, cpu_rates, gpu_rates
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
@@ -46,7 +46,8 @@ def test_times_are_the_same_in_every_version_of_python(schedule, monkeypatch):
 
     cluster = parse_cluster("4xT4")
     request = build("pp", pp=4, batch_size=2, pipeline_schedule=schedule)
-    for plan in enumerate_plans(request, cluster):
+    for choice in predict_all(request, cluster):
+        plan = choice.plan
         old = speed.estimate_step(plan, cluster.rates)
         with monkeypatch.context() as patch:
             patch.setattr(speed, "sum", exact_sum, raising=False)
@@ -57,7 +58,7 @@ def test_times_are_the_same_in_every_version_of_python(schedule, monkeypatch):
 def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny")
     guess = cpu_rates(CPU_MACHINE.num_cpus, 1)
-    assert predict(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
+    assert Prediction(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
 
 
 def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_copies(tmp_path):
@@ -65,7 +66,7 @@ def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_c
         config = {"model": model, "weights": "random", "lora_rank": 16, "batch_size": 4}
         config |= {"max_length": 1024, "activation_checkpointing": mode}
         plan = plan_for(tmp_path, GPU_MACHINE, 1, **config)
-        return predict(plan, H200).step.seconds
+        return Prediction(plan, H200).step.seconds
 
     large, small = (
         seconds(model, "offload-attention") / seconds(model, "full")
@@ -98,7 +99,7 @@ def test_every_layout_that_can_start_is_ranked(count, tmp_path):
     for name in NAMES:
         config = build(name, model="gpt2")
         strategy = load_strategy(config)
-        listed |= {layout_of(plan) for plan in enumerate_plans(config, cluster)}
+        listed |= {layout_of(choice.plan) for choice in predict_all(config, cluster)}
         for pp, copies, cp, tp in itertools.product(divisors(count), repeat=4):
             shards, odd = divmod(count, pp * copies * cp * tp)
             if odd or not shards:

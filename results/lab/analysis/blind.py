@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.predict import Prediction, parse_cluster, predict
+from distributed_training.predict.predict import Prediction, parse_cluster
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GIB
@@ -39,7 +39,7 @@ def predict_row(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     }  # fmt: skip
     config = build_config(values)
     cluster = parse_cluster(row["cluster"])
-    prediction = predict(draft_plan(config, cluster), cluster.rates)
+    prediction = Prediction(draft_plan(config, cluster), cluster.rates)
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 

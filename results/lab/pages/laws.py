@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed_training.plan.plan import Draft
+from distributed_training.planner.answer import answer
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.sort import sort_layouts
 from distributed_training.predict.costs import used_by
@@ -53,6 +54,74 @@ def recipes() -> str:
             rows.append([model, trains, *cells])
     columns = [f"{name} ({size})" for name, size in GPUS.items()]
     return markdown_table(rows, ["model", "trains", *columns])
+
+
+# (cluster, note on the machine, what is trained, options)
+RECIPES = (
+    (
+        "T4",
+        " (Colab)",
+        "adapters for Qwen3-1.7B",
+        "--model Qwen/Qwen3-1.7B --lora_rank 16 --max_length 1024",
+    ),
+    (
+        "2xT4",
+        " (Kaggle)",
+        "the same, with each GPU taking half of the data",
+        "--model Qwen/Qwen3-1.7B --lora_rank 16 --max_length 1024 --num_gpus all",
+    ),
+    (
+        "RTX-4060",
+        " or any GPU with 8 GB",
+        "adapters for Qwen3-4B on a 4-bit base",
+        "--preset lora-8gb",
+    ),
+    (
+        "RTX-3060",
+        " or any GPU with 12 GB",
+        "adapters for Qwen3-8B on a 4-bit base",
+        "--preset lora-12gb",
+    ),
+    ("T4", " or any GPU with 16 GB", "all weights of Qwen3-0.6B", "--preset qwen-one-gpu"),
+    ("RTX-4090", " or any GPU with 24 GB", "adapters for Qwen3-8B", "--preset lora-one-gpu"),
+    (
+        "RTX-4090",
+        " or any GPU with fp8 and 24 GB",
+        "the same on an fp8 base",
+        "--model Qwen/Qwen3-8B --lora_rank 16 --base_dtype fp8 --max_length 1024",
+    ),
+    (
+        "H100-80GB",
+        "",
+        "all weights of Qwen3-8B without an fp32 copy",
+        "--model Qwen/Qwen3-8B --optimizer adamw-bf16-weights --max_length 1024",
+    ),
+    (
+        "H100-80GB",
+        "",
+        "all weights of Qwen3-4B",
+        "--model Qwen/Qwen3-4B --max_length 1024",
+    ),
+)
+
+
+def recipe_commands() -> str:
+    """Return commands for fine-tuning on common GPUs, each with the memory of the planner's first
+    choice."""
+    lines = ["```bash"]
+    for cluster, machine, trained, options in RECIPES:
+        words = options.split()
+        values = dict(zip(words[::2], words[1::2], strict=True))
+        preset = values.pop("--preset", None)
+        values.pop("--num_gpus", None)
+        overrides = [f"{name.removeprefix('--')}={value}" for name, value in values.items()]
+        request = build_config({}, preset=preset, overrides=overrides)
+        memory = answer(request, parse_cluster(cluster)).first.memory
+        lines += [
+            f"# {cluster}{machine}: {trained}, {memory.needed_bytes / GIB:.1f} GiB",
+            f"python real_model_example.py {options} --dataset chats.jsonl",
+        ]
+    return "\n".join([*lines, "```"])
 
 
 def _merge_rows(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:

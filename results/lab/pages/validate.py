@@ -16,7 +16,7 @@ from tabulate import tabulate
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Prediction, local_cluster, predict
+from distributed_training.predict.predict import Prediction, local_cluster
 from distributed_training.predict.rates import cpu_rates, gpu_rates
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
@@ -127,7 +127,7 @@ def _read_rows(folder: Path) -> Iterator[Row]:
                 name=path.stem,
                 record=record,
                 plan=plan,
-                prediction=predict(plan, rates),
+                prediction=Prediction(plan, rates),
             )
 
 
