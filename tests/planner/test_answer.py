@@ -12,7 +12,6 @@ from distributed_training.plan.layout import Amount
 from distributed_training.planner.answer import Price, answer
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.request import build_config
 from distributed_training.tools.plan import parse_price
 from tests.planner.helpers import merged
 
