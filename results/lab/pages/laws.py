@@ -114,7 +114,7 @@ def recipe_commands() -> str:
         values = dict(zip(words[::2], words[1::2], strict=True))
         preset = values.pop("--preset", None)
         values.pop("--num_gpus", None)
-        overrides = [f"{name.removeprefix('--')}={value}" for name, value in values.items()]
+        overrides = {name.removeprefix("--"): value for name, value in values.items()}
         request = build_config({}, preset=preset, overrides=overrides)
         memory = answer(request, parse_cluster(cluster)).first.memory
         lines += [
