@@ -141,6 +141,7 @@ def _fill(
 ) -> None:
     """Tokenize a corpus into an empty cache folder. Raises UserError if there is no text to train
     on."""
+    tokenizer.check_splits()
     splits, firsts = {}, {}
     counts = {split: Counts() for split in corpus}
     with tqdm(

@@ -46,6 +46,10 @@ _QWEN_2_SPLIT = {
     **_SPLIT,
     "pattern": {"Regex": _PATTERN.replace("DIGITS", "")},
 }
+_PROBE = (
+    "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
+    "Привет 日本語 हिन्दी 1½ 🙂"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +205,28 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         return backend
+
+    def check_splits(self) -> None:
+        """Raise UserError if the tokenizer's class does not split text as tokenizer.json says. Some
+        classes of transformers replace the pre-tokenizer in the file, depending on the model's
+        type."""
+        file = self.folder / "tokenizer.json"
+        if self.backend is None or not file.is_file():
+            return
+        settings = self.folder / "tokenizer_config.json"
+        declared = load_model_json(settings).get("tokenizer_class") if settings.is_file() else ""
+        is_replaced = str(declared).removesuffix("Fast") != self.facts.kind
+        if is_replaced and (self.folder / "config.json").is_file():
+            return  # For some types of models, transformers ignores the class in their folders.
+        from tokenizers import Tokenizer as Backend
+
+        if _split(Backend.from_file(str(file))) != _split(self.backend):
+            what = f"tokenizer {self.folder} cannot be used with this model"
+            why = f"{self.facts.kind}, the class that transformers uses for "
+            why += f"{shown(self._class_keys)}, splits text differently than tokenizer.json"
+            fix = "use the model's own tokenizer, or set tokenizer_class in "
+            fix += "tokenizer_config.json to TokenizersBackend"
+            raise UserError(what, why, fix)
 
     @cached_property
     def facts(self) -> Facts:
@@ -508,6 +534,16 @@ class Tokenizer:
         if chat and not self.facts.has_template:
             bos = _BOS if len(self.added_ids[0]) else ""
             (folder / CHAT_TEMPLATE.name).write_text(bos + self._builtin_template)
+
+
+def _split(backend: Any) -> list[str]:
+    """Return the pieces into which a tokenizer from the `tokenizers` library splits text. The space
+    at the beginning is a setting in tokenizer_config.json, so it is left out."""
+    text = backend.normalizer.normalize_str(_PROBE) if backend.normalizer else _PROBE
+    splits = [(text, (0, 0))]
+    if backend.pre_tokenizer:
+        splits = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [piece.replace("\u2581", " ").lstrip("\u0120 ") for piece, _ in splits]
 
 
 def has_builtin_template(folder: Path) -> bool:

@@ -295,20 +295,35 @@ SPLIT = r"\p{N}{1,3}|\p{L}+|[^\p{N}\p{L}]+"  # unlike that of GPT-2 and Qwen2
 
 
 @pytest.mark.parametrize(
-    ("cls", "model_type"), [("GPT2Tokenizer", "mistral"), ("PreTrainedTokenizerFast", "llama")]
-)
-def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, folder, tmp_path):
-    """transformers selects the class by the config.json of the model."""
+    ("cls", "model_type", "kind"),
+    [
+        ("GPT2Tokenizer", "mistral", "TokenizersBackend"), ("GPT2Tokenizer", "llama", None),
+        ("PreTrainedTokenizerFast", "llama", "TokenizersBackend"), (None, "qwen3", None),
+        ("PreTrainedTokenizerFast", "qwen2", None),
+    ],
+)  # fmt: skip
+def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, kind, folder, tmp_path):
+    """transformers selects the class by the config.json of the model. Some classes replace the
+    pre-tokenizer in tokenizer.json (open-instruct#1896, transformers#45812)."""
     source = shutil.copytree(folder, tmp_path / "source")
     built = Builder.from_file(str(source / "tokenizer.json"))
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     built.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     built.save(str(source / "tokenizer.json"))
-    names = {"eos_token": "<|stop|>", "tokenizer_class": cls}
+    names = {"eos_token": "<|stop|>", **({"tokenizer_class": cls} if cls else {})}
     (source / "tokenizer_config.json").write_text(json.dumps(names))
     tokenizer = Tokenizer(source, {"model_type": model_type})
-    assert tokenizer.facts.kind == "TokenizersBackend"
+    if kind is None:
+        with refused(str(source), model_type, "tokenizer.json"):
+            tokenizer.check_splits()
+        # In a model's own folder, transformers ignores the class that the folder names.
+        (source / "config.json").write_text(json.dumps({"model_type": model_type}))
+        if cls != "GPT2Tokenizer":
+            tokenizer.check_splits()
+        return
+    tokenizer.check_splits()
+    assert tokenizer.facts.kind == kind
     tokenizer.save(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": model_type}))
     texts = [*SAMPLES, *read_prose()[:50]]
