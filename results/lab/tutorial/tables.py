@@ -44,8 +44,8 @@ def study_intro(study: Record) -> str:
         f"in {study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
         f"gradient {relation} autograd's gradient at the same weights. The table gives the median "
         f"loss of 5 seeds after {settings['num_batches']} batches of "
-        f"{settings['num_microbatches']} microbatches. A microbatch's update uses 1/m of the learning "
-        "rate."
+        f"{settings['num_microbatches']} microbatches. A microbatch's update uses 1/m of the "
+        "learning rate."
     )
 
 
