@@ -21,9 +21,10 @@ from distributed_training.settings.machine import (
 )
 
 # Counts of at most four digits, because larger clusters take minutes to rank. The last count may be
-# followed by a space, unless it has four digits, like 3060.
+# followed by a space, unless it has four digits, like 3060. The end of 7900xtx is part of a name.
 _CLUSTER_PATTERN = re.compile(
-    r"(?:(\d{1,4})(?:x\s*|\s+x\s+))?(?:(\d{1,4})(?:x\s*|\s+x\s+))?(?:(\d{1,3})(?:\s+|$))?(.*)",
+    r"(?:(\d{1,4})(?:x(?!tx?$)\s*|\s+x\s+))?(?:(\d{1,4})(?:x(?!tx?$)\s*|\s+x\s+))?"
+    r"(?:(\d{1,3})(?:\s+|$))?(.*)",
     re.IGNORECASE,
 )
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower

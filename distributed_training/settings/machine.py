@@ -83,11 +83,11 @@ GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 # Words that distinguish GPUs whose names are otherwise equal
 _FORM_WORDS = {"MIG", "PCIE", "NVL", "TI", "SUPER", "LAPTOP", "D", "MAX", "Q"}
 _OTHER_VENDORS = re.compile(
-    r"\b(AMD|APPLE|INTEL|M[1-9]|MI\d+\w*|INSTINCT|RADEON|RX|RYZEN|STRIX|GAUDI|TPU|TRN|ARC)\b"
+    r"\b(AMD|APPLE|INTEL|M[1-9]|MI\d+\w*|INSTINCT|RADEON|RX|XTX?|RYZEN|STRIX|GAUDI|TPU|TRN|ARC)\b"
 )
 # Places between words that users write without a space, as in 4070TiSuper or RTXA6000
 _GAPS = re.compile(
-    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|(?<=\bRX)(?=\d)|[\s_-]+"
+    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|(?<=\bRX)(?=\d)|(?<=\d{4})(?=XTX?\b)|[\s_-]+"
 )
 
 

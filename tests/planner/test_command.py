@@ -12,6 +12,7 @@ from distributed_training.settings.files import ROOT
 from real_model_example import CONFIG
 from tests.conftest import heavy_pool, light_pool
 from tests.e2e.support import assert_refused
+from tests.support import refused
 
 OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 FIELDS = [
@@ -165,3 +166,5 @@ def test_clusters_are_parsed():
         cluster = parse_cluster(text)
         found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)
         assert found == expected
+    with refused("7900xtx", "needs CUDA"):  # not 7900 GPUs of a kind "tx"
+        parse_cluster("7900xtx")
