@@ -3,7 +3,8 @@
     python results/lab/documents.py                        rewrites all documents, like `make docs`
     python results/lab/documents.py --check README.md      fails if the document is out of date
 
-The generated parts are cog blocks, which call results/lab/pages/ and the package.
+The generated parts are cog blocks, which call results/lab/pages/ and the package, and the figures
+in sentences (results/lab/pages/sentences.py).
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from cogapp.cogapp import CogCheckFailed, CogError
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.keys import Parser
-from results.lab.pages import figures, tables
+from results.lab.pages import figures, sentences, tables
 
 PATTERNS = (
-    "README.md", "TRAINING_RESULTS.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
-    "strategies/LAWS.md", "strategies/*/README.md", "results/PREDICTIONS.md",
+    "README.md", "TRAINING_RESULTS.md", "REAL_MODELS_GUIDE.md", "CLUSTER_QUICKSTART.md",
+    "CONTRIBUTING.md", "configs/README.md", "strategies/README.md", "strategies/LAWS.md",
+    "strategies/*/README.md", "results/PREDICTIONS.md",
     "results/every_run.txt", "results/lab/planner_page/index.html",
 )  # fmt: skip
 COMMAND = "python results/lab/documents.py"
@@ -44,6 +46,18 @@ def fill_blocks(option: str, documents: Sequence[Path]) -> None:
         raise UserError(f"{names} cannot be read or written", str(error)) from None
 
 
+def fill_sentences(document: Path, *, write: bool) -> None:
+    """Update the figures in a page's sentences. Without `write`, raise UserError if a figure is out
+    of date."""
+    text = document.read_text(encoding="utf-8")
+    filled = sentences.fill(text)
+    if write:
+        document.write_text(filled, encoding="utf-8")
+    elif filled != text:
+        what = f"figures in the sentences of {document} differ from results/records"
+        raise UserError(what, fix=f"run: {COMMAND} {document}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=COMMAND, description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -58,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not documents:
         documents = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
     fill_blocks("--check" if arguments.check else "-r", documents)
+    for document in documents:
+        if document.suffix == ".md":
+            fill_sentences(document, write=not arguments.check)
     plots = tables.RECORDS_DIR.with_name("plots")
     figures.update_figures(documents, tables.RECORDS_DIR, plots, write=not arguments.check)
     return 0

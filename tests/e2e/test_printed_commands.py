@@ -40,8 +40,8 @@ STAND_INS = {
 GPU_COMMENT = re.compile(rf"# ((?:\d+x)?(?:{'|'.join(map(re.escape, GPUS))}))\b")
 TEXTS = ("notes.txt", "mine.txt")
 CHATS = ("chats.jsonl", "held-out.jsonl")
-# A deliberate mistake, and commands that test_students_path and test_doctor type
-OTHER_COMMANDS = re.compile(r"batch_sise|\.py (doctor|report|generate|export|eval)\b|<run>")
+# Commands that test_students_path and test_doctor type
+OTHER_COMMANDS = re.compile(r"\.py (doctor|report|generate|export|eval)\b|<run>")
 
 # Options of SLURM, torchrun, deepspeed and accelerate
 OTHER_OPTIONS = {
@@ -176,6 +176,10 @@ def test_recipes_need_the_memory_that_they_name(tmp_path):
     guide = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
     recipes = re.findall(r"^ +# ([^ :]+).*, ([\d.]+) GiB.*\n +(python .*)", guide, re.MULTILINE)
     assert len(recipes) >= 8
+    for preset in ROOT.glob("configs/presets/*.json"):
+        predicted = re.findall(r"predicted ([\d.]+) GiB on an? ([\w-]+\w)", preset.read_text())
+        command = f"python real_model_example.py --preset {preset.stem} --dataset chats.jsonl"
+        recipes += [(gpu, gib, command) for gib, gpu in predicted]
     for gpu, gib, command in recipes:
         printed = " ".join(dry_run(typed(f"{command} --cluster {gpu}"), tmp_path).split())
         needed = float(re.search(r"[:,] ([\d.]+) of [\d.]+ GiB", printed)[1])

@@ -9,6 +9,7 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import list_strategies
 from results.lab.documents import main
 from results.lab.pages import tables
+from results.lab.pages.sentences import fill
 from results.lab.pages.tables import published_table
 from tests.support import record_values, refused
 
@@ -46,6 +47,16 @@ def test_readme_names_every_strategy():
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
 
 
+def test_a_figure_without_a_value_is_refused_and_an_outdated_one_is_filled_in():
+    at = 'at("text.json", "num_cpus")'
+    text = f"On 24 GB, it took 7 s.\n\n<!-- figures: ..., {at} -->\n\n    10 GB of code\n"
+    with refused("2 figures (24 GB, 7 s) have 0 values"):
+        fill(text)
+    held = text.replace("s.\n\n", "s.\n")
+    assert fill(held) == held.replace("7 s", "8 s")
+
+
+VERSIONS = {"torch": "2.14.1+cpu"}
 BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!-- [[[end]]] -->\n"
 IMPORTS = f"<!-- [[[cog\nfrom results.lab.pages.tables import *\n]]] -->\n{END}"
 
@@ -53,7 +64,7 @@ IMPORTS = f"<!-- [[[cog\nfrom results.lab.pages.tables import *\n]]] -->\n{END}"
 def test_tables_are_filled_in_and_outdated_tables_are_detected(tmp_path, monkeypatch):
     record = tmp_path / "h200-x4" / "a.json"
     record.parent.mkdir()
-    record.write_text(json.dumps(record_values()))
+    record.write_text(json.dumps(record_values(versions=VERSIONS)))
     monkeypatch.setattr(tables, "RECORDS_DIR", tmp_path)
     document = tmp_path / "RESULTS.md"
     empty = f"# Results\n{IMPORTS}\nText before.\n\n{BEGIN}{END}\nText after.\n"
@@ -65,6 +76,6 @@ def test_tables_are_filled_in_and_outdated_tables_are_detected(tmp_path, monkeyp
     assert text == empty.replace(BEGIN, BEGIN + published_table("h200-x4") + "\n")
     document.write_text(text.replace("Text after", "Other text"))
     assert main(["--check", str(document)]) == 0
-    record.write_text(json.dumps(record_values(performance__tokens_per_s=1.0)))
+    record.write_text(json.dumps(record_values(versions=VERSIONS, performance__tokens_per_s=1)))
     with refused(str(document)):
         main(["--check", str(document)])

@@ -1,4 +1,4 @@
-"""Generate the CONFIG reference in REAL_MODELS_GUIDE.md."""
+"""Generate the list of keys in configs/README.md."""
 
 import itertools
 from operator import attrgetter
@@ -12,7 +12,7 @@ def config_reference() -> str:
     the keys that must match if runs are to be compared or resumed."""
     lines = []
     for title, keys in itertools.groupby(KEYS.values(), attrgetter("group")):
-        lines.append(f"### {title}\n")
+        lines.append(f"## {title}\n")
         for key in keys:
             star = r"\*" if key.work else ""
             has_choices = any(str(choice) not in key.help for choice in key.choices)

@@ -2,6 +2,7 @@
 blank line, which Markdown needs."""
 
 import re
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ def published_table(
             if not selected or (not must_match and len(selected) == len(records)):
                 raise UserError(f"{name}: {key}={value!r} selects nothing", fix="correct the value")
             records = selected
-    return f"\n{table(records, column_names)}\n"  # Markdown needs the blank lines
+    versions = [(r.model_extra or {})["versions"] for r in records]
+    return f"\n{table(records, column_names)}\n{_name_torch(versions)}"
 
 
 def published_json(*files: str, key: str, columns: str, rows: str = "") -> str:
@@ -65,8 +67,10 @@ def published_json(*files: str, key: str, columns: str, rows: str = "") -> str:
     `columns`. Raises UserError if a file lacks the entry or a column."""
     column_names = columns.split(", ")
     cells = []
+    versions = []
     for file in files:
         entries = load_json(RECORDS_DIR / file, "record")
+        versions.append(entries["versions"])
         known = [name for name, entry in entries.items() if isinstance(entry, dict)]
         _check_names(file, "key", [key], known)
         for row, value in entries[key].items():
@@ -75,7 +79,45 @@ def published_json(*files: str, key: str, columns: str, rows: str = "") -> str:
             values = value if isinstance(value, dict) else dict.fromkeys(column_names[:1], value)
             _check_names(f"{file}, {row}", "column", column_names, values)
             cells.append([row, *(_format_number(values[name]) for name in column_names)])
-    return markdown_table(cells, ["", *(HEADINGS.get(name, name) for name in column_names)])
+    headers = ["", *(HEADINGS.get(name, name) for name in column_names)]
+    return markdown_table(cells, headers) + _name_torch(versions)
+
+
+def _name_torch(versions: Iterable[Mapping[str, str]]) -> str:
+    """Return the line below a table that names the versions of torch."""
+    releases = sorted({version["torch"].partition("+")[0] for version in versions})
+    return f"\n*torch {', '.join(releases)}*\n"
+
+
+def unsloth_calls(pattern: str) -> list[dict[str, float]]:
+    """Return the recorded comparisons with Unsloth whose file and row contain the pattern."""
+    calls = {}
+    for file in ("h100-unsloth/rows.json", "h200-unsloth/rows.json"):
+        for row, values in load_json(RECORDS_DIR / file, "record")["rows"].items():
+            if values["ours / Unsloth"]:
+                calls[f"{file}: {row}"] = values
+    for file in ("h200-torch-2.14/unsloth-8b.json", "h200-torch-2.14/unsloth-4b-nf4.json"):
+        for turn in load_json(RECORDS_DIR / file, "record")["turns"]:
+            peaks = {"GiB": turn["ours"]["GiB"], "Unsloth GiB": turn["Unsloth"]["GiB"]}
+            calls[file] = {**peaks, "ours / Unsloth": turn["ratio"]}
+    return [call for name, call in calls.items() if re.search(pattern, name)]
+
+
+def against_unsloth(patterns: Mapping[str, str]) -> str:
+    """Return a table that summarizes the `unsloth_calls` of each pattern below its label."""
+    table_rows = []
+    for label, pattern in patterns.items():
+        calls = unsloth_calls(pattern)
+        ratios = [call["ours / Unsloth"] for call in calls]
+        speeds = (statistics.median(ratios), min(ratios), max(ratios))
+        peaks = [
+            statistics.median(call[peak] for call in calls if call[peak])
+            for peak in ("GiB", "Unsloth GiB")
+        ]
+        cells = [f"{ratio:.2f}" for ratio in speeds] + [f"{peak:.1f}" for peak in peaks]
+        table_rows.append([label, str(len(calls)), *cells])
+    headers = ["", "comparisons", "speed (median)", "lowest", "highest", "GiB", "Unsloth's GiB"]
+    return markdown_table(table_rows, headers)
 
 
 def _format_number(value: float | None) -> str:

@@ -1,0 +1,107 @@
+"""Fill in the figures in the sentences, lists and tables that people write.
+
+A figure is a number with a unit of time, memory or speed, or a percentage. A comment below the
+paragraph has one value per figure, in the order of the text. `...` stands for a number that was
+chosen and not measured, such as the size of a card:
+
+    On cards with 24 GB, `fsdp` reaches 99% of `dp`'s speed.
+    <!-- figures: ..., speed("h200-x4/fsdp") / speed("h200-x4/dp") -->
+"""
+
+import functools
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from types import EllipsisType
+from typing import Any
+
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.machine import GIB
+from results.lab.pages import tables, validate
+from results.lab.planner_page.ask import ask
+
+UNITS = "[KMGT]i?B|TFLOP/s|tokens/s|tokens per second|times|words|[mµ]?s|seconds?|minutes?|hours?"
+FIGURE = re.compile(rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)((?:\s+|-)(?:{UNITS})\b|%)")
+# Parts of a page that are not sentences
+FENCED = r"^```.*?^```"
+INDENTED = r"(?<=\n\n) {4}.*?(?=\n\n|\Z)"
+GENERATED = r"^<!-- ?\[\[\[cog.*?\[\[\[end\]\]\] ?-->"
+OTHER = re.compile(f"({FENCED}|{INDENTED}|{GENERATED})", re.M | re.S)
+MARK = "<!-- figures:"
+
+
+def printed(arguments: str) -> str:
+    """Return what real_model_example.py prints with these arguments."""
+    command = [sys.executable, "real_model_example.py", *shlex.split(arguments)]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def plan(options: str) -> dict[str, Any]:
+    """Return the first layout of the planner's answer."""
+    layout: dict[str, Any] = json.loads(ask(*shlex.split(options)))["layouts"][0]
+    return layout
+
+
+def at(file: str, *keys: str) -> Any:
+    """Return a value of a published JSON file: the entry of its first key, of which the entry of
+    the second, and so on."""
+    return functools.reduce(
+        lambda entry, key: entry[key], keys, load_json(ROOT / "results" / file, "record")
+    )
+
+
+def speed(run: str) -> float:
+    """Return the tokens per second of a run's record."""
+    return float(at(f"records/{run}.json", "performance", "tokens_per_s"))
+
+
+def reserved(run: str) -> float:
+    """Return the reserved GiB on the fullest GPU, from a run's record."""
+    return float(at(f"records/{run}.json", "memory", "peak_reserved_bytes")) / GIB
+
+
+# Names that comments may use
+NAMES = {
+    "GIB": GIB,
+    "at": at,
+    "plan": plan,
+    "reserved": reserved,
+    "speed": speed,
+    "statistics": statistics,
+    "unsloth_calls": tables.unsloth_calls,
+    "validate": validate,
+}
+
+
+def fill(text: str) -> str:
+    """Return a page with the figures that records and `plan` give today. Raises UserError if a
+    figure has no value."""
+    parts = OTHER.split(text)
+    parts[::2] = ["\n\n".join(map(_fill_paragraph, part.split("\n\n"))) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _fill_paragraph(paragraph: str) -> str:
+    sentences, mark, comment = paragraph.partition(MARK)
+    values: list[float | EllipsisType] = eval(f"[{comment.partition('-->')[0]}]", dict(NAMES))
+    found = FIGURE.findall(sentences)
+    if len(values) != len(found):
+        figures = ", ".join(number + unit for number, unit in found)
+        what = f"{len(found)} figures ({figures}) have {len(values)} values: {sentences.strip()}"
+        raise UserError(what, fix=f"add a comment: {MARK} VALUE, ... -->")
+    rest = iter(values)
+
+    def current(figure: re.Match[str]) -> str:
+        number, unit = figure.groups()
+        value = next(rest)
+        if isinstance(value, EllipsisType):
+            return figure[0]
+        scale = 100 if unit == "%" else 1
+        decimals = len(number.partition(".")[2])
+        return f"{scale * value:,.{decimals}f}{unit}"
+
+    return FIGURE.sub(current, sentences) + mark + comment
