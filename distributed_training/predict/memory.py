@@ -71,6 +71,8 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
     state = states[fullest.index]
     fitted_bytes = FITTED.process_bytes
     host_bytes = state["host"] + (fitted_bytes.cuda if plan.machine.num_gpus else fitted_bytes.cpu)
+    if plan.machine.torch_has_cuda and not plan.machine.num_gpus:
+        host_bytes += fitted_bytes.cuda_libraries
     host_bytes += max(map(bytes_on_host, ranks))
     host_bytes += 2 * plan.strategy.swap_buffer_values  # two bytes per value, even in fp32 runs
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:

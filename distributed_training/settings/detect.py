@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ def detect_machine() -> Machine:
         num_cpus=available_cpus(),
         disk_bytes=shutil.disk_usage(".").free,
         cpu_has_bf16=has_bf16(_CPU_INFO),
+        torch_has_cuda=torch_has_cuda(),
     )
 
 
@@ -41,6 +43,15 @@ def has_bf16(info: Path) -> bool:
     return (
         re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None
     )
+
+
+def torch_has_cuda() -> bool:
+    """Return whether the installed torch is a build for CUDA, without importing torch."""
+    torch = find_spec("torch")
+    if torch is None:
+        return False
+    library = Path(str(torch.origin)).parent / "lib" / "libtorch_cuda.so"
+    return library.exists()
 
 
 def threads_per_process(processes_here: int) -> int:

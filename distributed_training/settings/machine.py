@@ -50,6 +50,7 @@ class Machine:
     disk_bytes: int = sys.maxsize  # free space in the current folder
     power_w: float | None = None  # lowest power limit of the visible GPUs; None if unknown
     cpu_has_bf16: bool = False  # whether the CPU has instructions for bf16 matrix multiplications
+    torch_has_cuda: bool = False  # whether torch loads CUDA's libraries, even without a GPU
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):

@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from distributed_training.models import find_model
 from distributed_training.models.gpt2 import SIZES
@@ -14,6 +15,7 @@ from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.predict.rates import FITTED
+from distributed_training.settings.detect import torch_has_cuda
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, small_text
@@ -133,6 +135,16 @@ def test_tokenizing_adds_ram_only_without_a_cache_on_one_process(tmp_path, monke
     saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
     assert saved == FITTED.process_bytes.tokenizing
     assert two.prediction["host_bytes"] < first.prediction["host_bytes"]
+
+
+def test_torch_for_cuda_needs_more_ram_even_without_a_gpu(tmp_path):
+    needed = []
+    for is_built_for_cuda in (False, True):
+        machine = dataclasses.replace(CPU_MACHINE, torch_has_cuda=is_built_for_cuda)
+        plan = plan_for(tmp_path, machine, 1, model="gpt2", strategy="dp", checked=False)
+        needed.append(estimate_memory(plan).host_bytes)
+    assert needed[1] - needed[0] == FITTED.process_bytes.cuda_libraries
+    assert torch_has_cuda() == torch.backends.cuda.is_built()
 
 
 def test_a_save_copies_the_state_to_ram_if_it_fits(tmp_path):
