@@ -172,20 +172,6 @@ def test_a_printed_command_is_accepted(command, tmp_path):
     assert words.get(name, "global") in dry_run(command, tmp_path)
 
 
-def test_recipes_need_the_memory_that_they_name(tmp_path):
-    guide = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
-    recipes = re.findall(r"^ +# ([^ :]+).*, ([\d.]+) GiB.*\n +(python .*)", guide, re.MULTILINE)
-    assert len(recipes) >= 8
-    for preset in ROOT.glob("configs/presets/*.json"):
-        predicted = re.findall(r"predicted ([\d.]+) GiB on an? ([\w-]+\w)", preset.read_text())
-        command = f"python real_model_example.py --preset {preset.stem} --dataset chats.jsonl"
-        recipes += [(gpu, gib, command) for gib, gpu in predicted]
-    for gpu, gib, command in recipes:
-        printed = " ".join(dry_run(typed(f"{command} --cluster {gpu}"), tmp_path).split())
-        needed = float(re.search(r"[:,] ([\d.]+) of [\d.]+ GiB", printed)[1])
-        assert needed == pytest.approx(float(gib), abs=0.06), command
-
-
 @pytest.mark.parametrize("document", [*DOCUMENTS, "results/PREDICTIONS.md", "strategies/LAWS.md"])
 def test_options_and_programs_in_sentences_exist(document):
     """Check what no other test types: options in sentences, and programs of the lab."""
