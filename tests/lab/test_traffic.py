@@ -66,6 +66,7 @@ def test_counted_bytes_equal_the_formulas():
     cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
     cases = {"cp": cp, "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL}}
     cases["dp, cp"] = {**cp, "strategy": "dp", "cp": 2}
+    cases["fsdp"] = {**BASE, "strategy": "fsdp", **micro_batches(2)}  # gathers each block twice
     found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:
