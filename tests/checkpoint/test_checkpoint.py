@@ -344,7 +344,12 @@ def test_epochs_without_effect_are_named(tmp_path):
     with refused("epochs=4", "max_steps=20 decides", "-1"):
         resume.find_checkpoint(plan, [])
     plan.work["max_steps"] = plan.num_steps = 40
-    assert resume.find_checkpoint(plan, []).parents[1] == run_dir
+    notes = []
+    assert resume.find_checkpoint(plan, notes).parents[1] == run_dir
+    assert "max_steps was 20 and is now 40" in " ".join(notes)
+    plan.work["max_steps"] = plan.num_steps = 5
+    with refused("max_steps was 20 and is now 5"):
+        resume.find_checkpoint(plan, [])
 
 
 def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(tmp_path):

@@ -209,25 +209,3 @@ def test_exported_adapters_are_continued_and_merged_without_a_checkpoint(run_dir
     texts = [command("generate", folder, *options) for folder in (copied_dir, lora_run_dir)]
     assert_ok(texts[0])
     assert texts[0].stdout == texts[1].stdout
-
-
-def test_a_finished_run_can_be_extended(run_dir, tmp_path):
-    """With adapters and a constant learning rate, an extended run gives the same losses as a run
-    that had the larger max_steps from the start."""
-    base = run_dir / "hf"
-    values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.01}
-    values |= {"lr_schedule": "constant", "warmup_steps": 0}
-    curves = []
-    for name, steps in (("long", 4), ("short", 2)):
-        output_dir = tmp_path / name
-        assert_ok(train({**values, "max_steps": steps, "output_dir": str(output_dir)}))
-        curves.append(only_record(output_dir)["loss_curve"])
-    resume = ["--resume", only_record(output_dir)["run_dir"], "--output_dir", output_dir]
-    result = heavy_pool().script([*resume, "--max_steps", 4])
-    assert_ok(result)
-    assert "max_steps was 2 and is now 4" in " ".join(result.stdout.split())
-    curves.append(only_record(output_dir)["loss_curve"])
-    assert curves[0][:2] == curves[1]
-    assert curves[0] == curves[2]
-    extension = heavy_pool().script([*resume, "--max_steps", 3])
-    assert_refused(extension, "max_steps", "4", "3")
