@@ -89,12 +89,9 @@ def begin(run_dir, engine, step, **plan):
     return saver
 
 
-def find_checkpoint(
-    given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True, notes=None
-):
+def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, notes=None):
     """Return the checkpoint that a single process finds, or a list of notes if there is none."""
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
-    plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
     notes = [] if notes is None else notes
     return resume.find_checkpoint(plan, notes) or notes

@@ -92,21 +92,20 @@ def on_two_nodes(folder):
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
-    steps_by_case = heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
-    return folder, steps_by_case
+    return heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
 
 
 def test_the_first_node_publishes_a_checkpoint_last(two_nodes):
     """The first node is the last to publish a checkpoint. Only then do other nodes delete old
     checkpoints."""
-    first, second = two_nodes[1]
+    first, second = two_nodes
     assert first["saved"] == second["saved"] == [2]
     assert (first["one failed"], second["one failed"]) == ([2], [2, 3])
     assert first["saved again"] == second["saved again"] == [4]
 
 
 def test_errors_on_one_node_are_reported_to_every_rank(two_nodes):
-    first, second = two_nodes[1]
+    first, second = two_nodes
     assert first["nothing"] is None
     for case, words in {
         "one folder": "with another node",
