@@ -50,14 +50,6 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     find_model(model).check_weights(folder)
 
 
-@pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
-def test_a_block_that_creates_tensors_is_traced(kind, tmp_path):
-    """ALiBi constants, and tensors that a block's forward pass creates from Python numbers, become
-    inputs to the traced graphs."""
-    folder = make_folder(kind, tmp_path)
-    assert find_model(f"{HUB_PREFIX}{folder}").size.kinds[0].attention_width == 32
-
-
 def test_attention_to_an_encoder_is_refused(tmp_path):
     config = {"model_type": "trocr", "d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
