@@ -50,13 +50,6 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     find_model(model).check_weights(folder)
 
 
-def test_attention_to_an_encoder_is_refused(tmp_path):
-    config = {"model_type": "trocr", "d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    with refused(str(tmp_path), "encoder_attn"):
-        find_model(str(tmp_path))
-
-
 def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tmp_path):
     folder = make_folder("qwen3_5_text", tmp_path)
     config = {"model": str(folder), "lora_rank": 4, "lora_targets": "q_proj,v_proj"}
