@@ -40,10 +40,6 @@ def test_every_key_is_an_option(name):
         assert overrides(*argv) == {name: str(value)}
 
 
-def test_options_may_have_dashes():
-    assert parse(["--num-gpus", "2", "--dataset", "a-b"]).num_gpus == "2"
-
-
 def test_the_last_of_several_options_counts():
     argv = ("--strategy", "dp", "--strategy=tp", "--seed=1", "--seed", "3")
     assert overrides(*argv) == {"strategy": "tp", "seed": "3"}

@@ -13,8 +13,8 @@ FOLDER = Path(__file__).resolve().parent.parent
 SCRIPT = [sys.executable, "pipedream_runtime.py", "--device", "cpu"]
 FAST = ["--forward_ms", "0", "--backward_ms", "0", "--check_weights", "False"]
 # Environment variable that all processes inherit
-MARKER_VARIABLE = ("RUNTIME_TEST", str(os.getpid()))
-ENVIRONMENT = os.environ | dict([MARKER_VARIABLE]) | {"PYTHONPATH": str(FOLDER)}
+MARKER = {"RUNTIME_TEST": str(os.getpid())}
+ENVIRONMENT = os.environ | MARKER | {"PYTHONPATH": str(FOLDER)}
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def no_process_is_left():
     started = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # the process is not ours, or has just ended
-            if process.environ().get(MARKER_VARIABLE[0]) == MARKER_VARIABLE[1]:
+            if MARKER.items() <= process.environ().items():
                 started.append(process)
     _, alive = psutil.wait_procs(started, timeout=10)
     for process in alive:

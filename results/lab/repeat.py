@@ -87,11 +87,11 @@ def dry_run_command(document: dict[str, Any]) -> str:
         words.append("--dry-run")
     path = program if is_module else str(ROOT / program)
     run = runpy.run_module if is_module else runpy.run_path
-    with mock.patch.object(sys, "argv", [path, *words]):
-        if program == SCRIPT:
-            return capture_error(lambda: run(path, run_name="__main__"))
-        with mock.patch.dict(os.environ, {"WORLD_SIZE": count}):
-            return capture_error(lambda: run(path, run_name="__main__"))
+    with (
+        mock.patch.object(sys, "argv", [path, *words]),
+        mock.patch.dict(os.environ, {"WORLD_SIZE": count}),
+    ):
+        return capture_error(lambda: run(path, run_name="__main__"))
 
 
 def capture_error(act: Callable[[], object]) -> str:

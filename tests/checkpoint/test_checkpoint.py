@@ -89,12 +89,9 @@ def begin(run_dir, engine, step, **plan):
     return saver
 
 
-def find_checkpoint(
-    given, output_dir, work=WORK, strategy="zero2", *, shared_disk=True, notes=None
-):
+def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, notes=None):
     """Return the checkpoint that a single process finds, or a list of notes if there is none."""
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
-    plan.has_node_local_files = not shared_disk
     plan.config.resume, plan.output_dir = given, output_dir
     notes = [] if notes is None else notes
     return resume.find_checkpoint(plan, notes) or notes
@@ -344,7 +341,12 @@ def test_epochs_without_effect_are_named(tmp_path):
     with refused("epochs=4", "max_steps=20 decides", "-1"):
         resume.find_checkpoint(plan, [])
     plan.work["max_steps"] = plan.num_steps = 40
-    assert resume.find_checkpoint(plan, []).parents[1] == run_dir
+    notes = []
+    assert resume.find_checkpoint(plan, notes).parents[1] == run_dir
+    assert "max_steps was 20 and is now 40" in " ".join(notes)
+    plan.work["max_steps"] = plan.num_steps = 5
+    with refused("max_steps was 20 and is now 5"):
+        resume.find_checkpoint(plan, [])
 
 
 def test_resume_auto_follows_links_to_runs_and_stops_at_what_it_must_not_write(tmp_path):

@@ -1,14 +1,12 @@
 """Test checkpointing on two nodes without a shared disk. Two processes with separate run folders
 simulate the nodes."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from distributed_training.checkpoint import saver
-from distributed_training.checkpoint.resume import FilesOnOtherNodesError
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.records.folder import list_checkpoints
@@ -16,9 +14,9 @@ from distributed_training.records.record import OWNER_FILE, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.start import rendezvous
 from distributed_training.supervise.process import Process
-from tests.checkpoint.test_checkpoint import FakeEngine, find_checkpoint, plan_of
+from tests.checkpoint.test_checkpoint import FakeEngine, plan_of
 from tests.conftest import heavy_pool
-from tests.support import save_now, start_test_record
+from tests.support import save_now
 
 FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
@@ -94,21 +92,20 @@ def on_two_nodes(folder):
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
-    steps_by_case = heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
-    return folder, steps_by_case
+    return heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
 
 
 def test_the_first_node_publishes_a_checkpoint_last(two_nodes):
     """The first node is the last to publish a checkpoint. Only then do other nodes delete old
     checkpoints."""
-    first, second = two_nodes[1]
+    first, second = two_nodes
     assert first["saved"] == second["saved"] == [2]
     assert (first["one failed"], second["one failed"]) == ([2], [2, 3])
     assert first["saved again"] == second["saved again"] == [4]
 
 
 def test_errors_on_one_node_are_reported_to_every_rank(two_nodes):
-    first, second = two_nodes[1]
+    first, second = two_nodes
     assert first["nothing"] is None
     for case, words in {
         "one folder": "with another node",
@@ -116,14 +113,3 @@ def test_errors_on_one_node_are_reported_to_every_rank(two_nodes):
         "damaged": "is damaged. rank-00001.safetensors has changed",
     }.items():
         assert words in first[case] == second[case]
-
-
-def test_resume_auto_does_not_start_over_without_the_first_node(two_nodes, tmp_path):
-    folder, _ = two_nodes
-    run_dir = tmp_path / "20260101-a"
-    shutil.copytree(folder / "node0", run_dir)
-    start_test_record(run_dir).update(status="interrupted")
-    for resume in ("auto", str(run_dir)):
-        assert find_checkpoint(resume, tmp_path, shared_disk=False).parents[1] == run_dir
-        with pytest.raises(FilesOnOtherNodesError, match="is not complete"):
-            find_checkpoint(resume, tmp_path)

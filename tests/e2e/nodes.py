@@ -5,7 +5,7 @@ outside refers to them."""
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,16 +32,6 @@ class Node:
     pid: int  # id of the process that keeps the node's namespaces alive
     switch: int  # id of the process that keeps the switch's namespace alive
     private_folder: Path
-
-    def command(self, command: Sequence[object]) -> list[str]:
-        """Return `command` wrapped so that it runs on this node."""
-        environment = [f"TMPDIR={self.private_folder}", f"HOME={self.private_folder}"]
-        return [
-            *_inside(self.pid, "--net", "--mount", "--uts"),
-            "env",
-            *environment,
-            *map(str, command),
-        ]
 
     def outside(self, path: Path) -> Path:
         """Return the path at which processes outside this node see the node's `path`."""

@@ -1,14 +1,12 @@
 """Test runs in which a rank hangs, fails or is killed, the launcher is killed, or the disk is full.
 Such a run must soon end, leave no processes behind, and record the reason."""
 
-import ipaddress
 import json
 import platform
 import re
 import signal
 import subprocess
 
-import psutil
 import pytest
 
 from distributed_training.records.record import LOST_PEER
@@ -80,14 +78,6 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
         second = script(values, "--num_gpus", "2")
         assert_refused(second, str(run_folders(output_dir)[0]), platform.node())
         assert len(run_folders(output_dir)) == 1
-        listening = [
-            end.laddr.ip
-            for found in processes_with(log)
-            for end in found.net_connections("inet")
-            if end.status == psutil.CONN_LISTEN
-        ]
-        assert listening, "gloo connects the ranks"
-        assert all(ipaddress.ip_address(ip).is_loopback for ip in listening)
         process.kill()  # a zombie process counts as dead
         assert remaining_processes(str(output_dir)) == []
         (run_dir,) = run_folders(output_dir)

@@ -3,13 +3,9 @@
 import io
 import re
 import sys
-from pathlib import Path
-
-import transformers
 
 import real_model_example
 from tests.conftest import ROOT, SCRIPT, assert_ok, only_record, train
-from tests.data.test_records import CHAT
 
 GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
 VALIDATION_SHARE = 12
@@ -40,12 +36,3 @@ def test_a_model_trained_on_chats_answers(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert real_model_example.main() == 0
     assert capsys.readouterr().out == 2 * "assistant: Rome.\n"
-    # The exported template gives the text that the run trained on.
-    theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
-    turns = CHAT["messages"][:3]
-    expected = "system: Be brief.\nuser: 2 + 2?\nassistant: 4<|endoftext|>"
-    assert theirs.apply_chat_template(turns, tokenize=False) == expected
-    asks = theirs.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
-    assert expected.startswith(asks)
-    assert "system: One word!\nuser: 2" in theirs.apply_chat_template(turns[1:2], tokenize=False)
-    assert asks.endswith("assistant:")

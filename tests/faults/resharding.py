@@ -1,17 +1,13 @@
 """Save runs under one layout and resume them under another.
 
-python -m tests.faults.resharding                    all pairs; writes results/resharding.json
-python -m tests.faults.resharding --ring --seed 7    each layout saved once and resumed once
-python -m tests.faults.resharding --work lora --ring --out /tmp/lora.json
+python -m tests.faults.resharding    all pairs; writes results/resharding.json
 
-The models are wider than the models in the tests, so that infinity keeps Adam moments in files.
-`--work` is gpt2, llama, or lora (adapters on a Llama model with frozen weights).
+The model is wider than the models in the tests, so that infinity keeps Adam moments in files.
 """
 
 import argparse
 import itertools
 import json
-import random
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,16 +16,16 @@ from typing import Any
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
-from tests.parity.families import GPT2
-from tests.parity.families import LLAMA as QWEN
+from tests.parity.families import GPT2, LLAMA
 from tests.parity.support import DEEP, mesh, micro_batches, reference, run_cases, small_infinity
 
 # This model is deep enough for two stages on each of four processes, and its embedding has padding.
 EIGHT_LAYERS = {**DEEP, "model": f"{GPT2}:eight-layers-2050"}
 WIDE = {**DEEP, "model": f"{GPT2}:eight-wide-layers-2050"}
-LLAMA = {**DEEP, "model": f"{QWEN}:eight-wide-layers-2050"}
-LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
-WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
+LORA = {
+    **DEEP, "model": f"{LLAMA}:eight-wide-layers-2050", "lora_rank": 4, "lora_alpha": 8.0,
+    "learning_rate": 1e-2,
+}  # fmt: skip
 NUM_STEPS = 6  # each run is saved after half of these steps
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
@@ -67,19 +63,8 @@ LOCAL = {
 Pair = tuple[str, str]
 
 
-def all_pairs() -> list[Pair]:
-    return [*itertools.permutations(LAYOUTS, 2), *itertools.permutations(LOCAL, 2)]
-
-
 def processes_of(layout: str) -> int:
     return int(layout.rpartition(" ")[2])
-
-
-def draw_ring(seed: int) -> list[Pair]:
-    """Return pairs that form a random ring, so that each layout is saved once and resumed once."""
-    names = list(LAYOUTS)
-    random.Random(seed).shuffle(names)
-    return list(itertools.pairwise([*names, names[0]]))
 
 
 def reshard(
@@ -149,29 +134,26 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ring", action="store_true", help="use each layout twice")
-    parser.add_argument("--work", choices=WORKS, default="gpt2")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
     parser.add_argument("--dry-run", action="store_true", help="only check the command")
     a = parser.parse_args()
     if a.dry_run:
         return
-    values = WORKS[a.work]
     record = {
-        "model": values["model"].rpartition(":")[2],
+        "model": WIDE["model"].rpartition(":")[2],
         "num_steps": NUM_STEPS,
         "versions": versions(),
     }
     # Pairs with the same saved layout share its run.
-    by_saved = itertools.groupby(all_pairs(), lambda pair: pair[0])
-    groups = [draw_ring(a.seed)] if a.ring else [list(pairs) for _, pairs in by_saved]
+    every = [*itertools.permutations(LAYOUTS, 2), *itertools.permutations(LOCAL, 2)]
+    by_saved = itertools.groupby(every, lambda pair: pair[0])
+    groups = [list(pairs) for _, pairs in by_saved]
     rows = list[dict[str, Any]]()
     for pairs in groups:
         with tempfile.TemporaryDirectory() as folder:
             rows += [
                 {"saved": saved, "resumed": resumed, **differences}
-                for (saved, resumed), differences in reshard(pairs, Path(folder), values).items()
+                for (saved, resumed), differences in reshard(pairs, Path(folder), WIDE).items()
             ]
         a.out.write_text(json.dumps({**record, "pairs": rows}, indent=1) + "\n")
         print(f"{len(rows)} of {sum(map(len, groups))} pairs", flush=True)

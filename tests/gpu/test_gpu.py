@@ -114,11 +114,9 @@ REPLAYED = {
     2: {
         "fsdp": {"strategy": "fsdp", **micro_batches(2), **DROPPING},
         "fsdp fp16": {"strategy": "fsdp", **micro_batches(2), "precision": "fp16"},
-        "fsdp chunked": {"strategy": "fsdp", **micro_batches(1), "loss_chunk_tokens": 100},
         "tp2": {**mesh(tp=2), **micro_batches(2)},
         "pp2-zb-v": {**mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-v"},
         "pp2-zb-auto": {**mesh(pp=2), **micro_batches(8), "pipeline_schedule": "zb-auto"},
-        "fsdp records": {"strategy": "fsdp", **micro_batches(2), **PACKED},
         "pp2-zb-v records": {
             **mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-v", **PACKED,
         },

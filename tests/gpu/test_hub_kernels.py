@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from distributed_training.models.attention import describe_documents
-from distributed_training.models.decoder import EXPERT_ENDS
 from distributed_training.models.hub.attention import attention
-from distributed_training.models.hub.experts import StackAdapter, experts
+from distributed_training.models.hub.experts import experts
 from distributed_training.models.hub.packing import separate_recurrences
-from tests.models.test_experts import GptOssAttention
+from tests.models.test_experts import HIDDEN, GptOssAttention, compute_separately, make_layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 LENGTHS = (70, 5, 181)
@@ -91,44 +90,17 @@ def test_packed_linear_attention_equals_separate_records():
     assert (packed - separate).norm() < 0.01 * separate.norm()
 
 
-def reference_experts(module, x, chosen, weights):
-    y = torch.zeros_like(x)
-    for expert in range(module.num_experts):
-        for column in range(chosen.shape[1]):
-            rows = (chosen[:, column] == expert).nonzero()[:, 0]
-            first = module.gate_up_proj[expert]
-            second = module.down_proj[expert]
-            for name, matrix in (("gate_up_proj", first), ("down_proj", second)):
-                adapter = getattr(module, f"{name}_adapter")
-                matrix = matrix + adapter.scale * adapter.b[expert] @ adapter.a[expert]
-                first, second = (matrix, second) if name == "gate_up_proj" else (first, matrix)
-            hidden = module._apply_gate(x[rows] @ first.T) @ second.T
-            y = y.index_add(0, rows, hidden * weights[rows, column, None])
-    return y
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_experts_equal_separate_products(compiled):
     """Experts 1 and 2 have no tokens, and expert 5 has most of them."""
     torch.manual_seed(0)
-    module = torch.nn.Module()
-    vars(module).update(
-        num_experts=6, has_gate=True, has_bias=False, is_transposed=False,
-        has_post_expert_norm=False,
-        _apply_gate=lambda x: torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-    )  # fmt: skip
-    module.register_buffer(EXPERT_ENDS, torch.zeros(6, dtype=torch.int32))
-    module.gate_up_proj = torch.nn.Parameter(torch.randn(6, 128, 64) / 8)
-    module.down_proj = torch.nn.Parameter(torch.randn(6, 64, 64) / 8)
-    for name, rows in (("gate_up_proj", 128), ("down_proj", 64)):
-        a, b = torch.randn(6, 4, 64) / 8, torch.randn(6, rows, 4) / 2
-        module.add_module(f"{name}_adapter", StackAdapter(a, b, 2.0))
-    x, weights = torch.randn(300, 64), torch.rand(300, 2)
+    module = make_layer(lora=True).requires_grad_(True)
+    x, weights = torch.randn(300, HIDDEN), torch.rand(300, 2)
     chosen = torch.where(torch.rand(300, 2) < 0.8, torch.tensor([5, 4]), torch.tensor([0, 3]))
-    g = torch.randn(300, 64)
+    g = torch.randn(300, HIDDEN)
     found = []
     for device, dtype, compute in (
-        ("cpu", torch.float32, reference_experts),
+        ("cpu", torch.float32, compute_separately),
         ("cuda", torch.bfloat16, torch.compile(experts) if compiled else experts),
     ):
         module.to(device, dtype)

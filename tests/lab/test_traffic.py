@@ -21,11 +21,6 @@ from tests.support import CPU_MACHINE, cpu_topology
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
 
 
-def place_of(config, processes, rank):
-    plan = draft_plan(config, local_cluster(CPU_MACHINE, processes, processes))
-    return PipelineRank(plan, cpu_topology(plan, rank).pp_rank)
-
-
 def with_recorded_loss(total, place):
     """Return the bytes of the version that made the record. Its loss under tp summed 12 bytes per
     token instead of gathering 8 from each rank."""
@@ -54,9 +49,11 @@ def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
         (tmp_path / "own.json").write_text(json.dumps(document))
         values["deepspeed_config"] = str(tmp_path / "own.json")
     config = build_config(values)
-    assert len(case["ranks"]) == case["processes"]
+    count = case["processes"]
+    assert len(case["ranks"]) == count
+    plan = draft_plan(config, local_cluster(CPU_MACHINE, count, count))
     for rank in case["ranks"]:
-        place = place_of(config, case["processes"], rank["rank"])
+        place = PipelineRank(plan, cpu_topology(plan, rank["rank"]).pp_rank)
         total = with_recorded_loss(dict(tensor_bytes(place)), place)
         expected = {" ".join(key): bytes_ for key, bytes_ in total.items() if bytes_}
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
@@ -66,6 +63,7 @@ def test_counted_bytes_equal_the_formulas():
     cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
     cases = {"cp": cp, "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL}}
     cases["dp, cp"] = {**cp, "strategy": "dp", "cp": 2}
+    cases["fsdp"] = {**BASE, "strategy": "fsdp", **micro_batches(2)}  # gathers each block twice
     found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:

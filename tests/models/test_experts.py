@@ -30,7 +30,7 @@ from tests.models.hub_folders import make_folder
 from tests.pool import SCRIPT
 from tests.support import assert_near, read_model
 
-NUM_EXPERTS, HIDDEN, INNER, TOKENS, RANK = 6, 32, 16, 40, 4
+NUM_EXPERTS, HIDDEN, INNER, TOKENS, RANK = 6, 64, 32, 40, 4
 CPU = torch.device("cpu")
 
 

@@ -50,21 +50,6 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     find_model(model).check_weights(folder)
 
 
-@pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
-def test_a_block_that_creates_tensors_is_traced(kind, tmp_path):
-    """ALiBi constants, and tensors that a block's forward pass creates from Python numbers, become
-    inputs to the traced graphs."""
-    folder = make_folder(kind, tmp_path)
-    assert find_model(f"{HUB_PREFIX}{folder}").size.kinds[0].attention_width == 32
-
-
-def test_attention_to_an_encoder_is_refused(tmp_path):
-    config = {"model_type": "trocr", "d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    with refused(str(tmp_path), "encoder_attn"):
-        find_model(str(tmp_path))
-
-
 def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tmp_path):
     folder = make_folder("qwen3_5_text", tmp_path)
     config = {"model": str(folder), "lora_rank": 4, "lora_targets": "q_proj,v_proj"}

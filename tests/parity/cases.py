@@ -302,21 +302,6 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     return all_cases(arguments, step)
 
 
-def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, and also return the names of FSDP's profiler events in an additional
-    step, in order."""
-
-    def use(run: Run) -> dict[str, Any]:
-        results = _train(run, arguments["steps"])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            run.engine.train_step(run.batch(arguments["steps"]))
-        events = sorted(profiler.events() or [], key=lambda event: event.time_range.start)
-        names = [event.name for event in events]
-        return {**results, "names": [name for name in names if name.startswith("FSDP::")]}
-
-    return all_cases(arguments, use)
-
-
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:
     """Return the gradient of one matrix after the compressed exchange of each step. The result has
     shape [steps, rows, columns]. The argument "gradients" contains the gradients before the

@@ -53,36 +53,14 @@ def test_a_resumed_run_is_bitwise_equal():
     assert_resumes(TO_RESUME, 2)
 
 
-BLOCKS = 6
 MOVED = {
     "dp": {**DEEP, "strategy": "dp", **micro_batches(1)},
     "small buckets": {**DEEP, "strategy": "dp", **micro_batches(1), "bucket_cap_mb": 0.05},
-    "fsdp": {**DEEP, "strategy": "fsdp", **micro_batches(2)},
 }
 
 
-def gathered_while(names):
-    """Return a dictionary from (pass, block) to the block that was running when the all-gather for
-    `block` began."""
-    found, current = {}, ""
-    for name in names:
-        what, _, block = name.removesuffix(")").partition(" (blocks.")
-        if what in ("FSDP::pre_forward", "FSDP::pre_backward") and block:
-            current = (what.removeprefix("FSDP::pre_"), int(block))
-        elif what == "FSDP::all_gather" and block and current:
-            found.setdefault((current[0], int(block)), current[1])
-    return found
-
-
-def test_buckets_and_prefetch_reschedule_exchanges():
-    """Buckets keep the results bitwise. Use two processes, because the sum of two values does not
-    depend on their position in a bucket. The predicted memory of FSDP contains two gathered
-    blocks."""
-    found = run_cases(MOVED, 2, steps=3, function="train_and_trace")
+def test_smaller_buckets_change_no_bits():
+    """Use two processes, because the sum of two values does not depend on their position in a
+    bucket."""
+    found = run_cases(MOVED, 2, steps=3)
     assert_same_bits(found["small buckets"], found["dp"])
-    gathered = gathered_while(found["fsdp"]["names"])
-    for block in range(BLOCKS - 1):
-        # In the forward pass, FSDP does not prefetch explicitly, because nothing blocks the
-        # all-gather stream.
-        assert gathered["forward", block] == block
-        assert gathered["backward", block] == block + 1

@@ -14,7 +14,7 @@ from distributed_training.settings.config import Config
 from distributed_training.start import launched
 from tests.parity import cases
 from tests.parity.families import LLAMA
-from tests.parity.support import BASE, assert_resumes, mesh, micro_batches, run_cases
+from tests.parity.support import BASE, mesh, micro_batches, run_cases
 from tests.planner.helpers import gpu, plan_for
 from tests.support import CPU_MACHINE, refused
 
@@ -43,11 +43,6 @@ def train(arguments: dict[str, Any]) -> Any:
 def train_traced(arguments: dict[str, Any]) -> Any:
     allow_fp8()
     return cases.train_without_inductor(arguments)
-
-
-def resume(arguments: dict[str, Any]) -> Any:
-    allow_fp8()
-    return cases.resume(arguments)
 
 
 def train_dequantized(arguments: dict[str, Any]) -> Any:
@@ -143,10 +138,6 @@ def test_layouts_equal_one_process(model):
             assert found[what][0] == pytest.approx(one[what][0], rel=1e-6), (name, what)
         loss, norm, weights = relative(found, one)
         assert (loss < 1e-4, norm < 5e-3, weights < 0.05) == (True, True, True), name
-
-
-def test_a_resumed_run_is_bitwise_equal():
-    assert_resumes({"fsdp": {**FP8, **LAYOUTS["fsdp"]}}, 2, module=MODULE)
 
 
 def test_only_gpus_with_fp8_are_accepted(tmp_path):

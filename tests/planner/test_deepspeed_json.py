@@ -143,7 +143,6 @@ def test_other_loss_scale_settings_count_only_with_fp16(tmp_path):
     [
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "offload"),
         ({"stage": 3, "offload_param": {"device": "cpu"}}, "offload"),
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "offload"),
         ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}, "infinity"),
         ({"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
     ],

@@ -67,6 +67,7 @@ def test_bytes_of_optimizer_state_and_checkpoint():
     for values, optimizer, copied in (
         ({"strategy": "dp"}, 8, 12 / 4),
         ({"strategy": "dp", "cp": 2}, 8, 12 / 4),
+        ({"strategy": "dp", "optimizer": "adamw-bf16"}, 4, 8 / 4),
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),
         ({"strategy": "local_sgd", "outer_lr": 0.7}, 12, 12 / 4 + 16),
         ({"strategy": "local_sgd", "outer_lr": 0.7, "outer_momentum": 0.9}, 16, 12 / 4 + 20),

@@ -1,7 +1,6 @@
 """Test which runs are grouped as comparable, and what comparison tables contain."""
 
 import platform
-import re
 
 import pytest
 
@@ -99,4 +98,3 @@ def test_an_overfitted_run_is_reported():
     evaluations = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
     (note,) = compare_runs([made_record(evaluations=evaluations)]).notes
     assert "overfitted" in note
-    assert re.findall(r"[\d.]*\d", note)[-3:] == ["3.000", "20", "3.200"]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from distributed_training.settings.errors import run_and_report_errors
-from distributed_training.settings.launchers import LAUNCHERS, find_launcher
+from distributed_training.settings.launchers import find_launcher
 from distributed_training.start.launch import launched_process
 from distributed_training.start.ranks import current_process
 from distributed_training.supervise.process import Process
@@ -32,10 +32,6 @@ def environment(monkeypatch):
         monkeypatch.setattr(os, "environ", dict(values))
 
     return replace
-
-
-def test_every_launcher_has_a_test_case():
-    assert set(CASES) == {source.name for source in LAUNCHERS}
 
 
 @pytest.mark.parametrize("launcher", CASES)

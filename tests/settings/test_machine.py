@@ -176,6 +176,7 @@ def test_other_gpus_are_refused_in_one_line(typed, message):
         ("NVIDIA GeForce RTX 4060 Ti", "RTX-4060-Ti-16GB"),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX-PRO-6000-Max-Q"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA GeForce GTX 1080 Ti", None),
+        ("NVIDIA A100X", None), ("NVIDIA H100 PCIe", "H100-PCIe"),
     ],
 )  # fmt: skip
 def test_devices_have_the_entry_of_their_form(device, name):

@@ -41,6 +41,7 @@ def ranks(tmp_path):
 
 def test_ranks_share_a_file_without_a_name(ranks, tmp_path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    names += ["GLOO_SOCKET_IFNAME"]
     outcome = ranks(
         f"launcher, store, *_ = map(int, os.environ[{LAUNCHER_VARIABLE!r}].split())\n"
         "assert launcher == os.getppid()\n"
@@ -50,8 +51,8 @@ def test_ranks_share_a_file_without_a_name(ranks, tmp_path):
         f"file.write_text(' '.join(map(os.environ.get, {names})))"
     )
     assert outcome.exit_code == 0
-    assert (tmp_path / "told-0").read_text() == "0 0 2 2 127.0.0.1"
-    assert (tmp_path / "told-1").read_text() == "1 1 2 2 127.0.0.1"
+    assert (tmp_path / "told-0").read_text() == "0 0 2 2 127.0.0.1 lo"
+    assert (tmp_path / "told-1").read_text() == "1 1 2 2 127.0.0.1 lo"
 
 
 class FakeMonitor:
