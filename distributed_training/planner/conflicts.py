@@ -5,8 +5,6 @@ A setting that has no effect causes a note, because several strategies may share
 a command line."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from distributed_training.plan.plan import Draft
@@ -23,24 +21,11 @@ def check_settings(plan: Draft, notes: list[str]) -> None:
         check(plan)
     options = plan.strategy.options(plan.engine_options)
     options.check(plan.config.precision, plan.size.hidden_size)
-    reasons = options.idle()
-    for condition in CONDITIONS:
-        if not condition.is_met(plan):
-            reasons |= dict.fromkeys(condition.keys, condition.otherwise)
     request = plan.requested
-    for key, why in reasons.items():
+    for key, why in {**options.idle(), **_find_idle(plan)}.items():
         if request.is_set(key):
-            values = request.to_key_values()
-            notes.append(f"{key}={values[key]!r} has no effect, because {why}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Condition:
-    """Condition under which settings have an effect."""
-
-    keys: tuple[str, ...]
-    is_met: Callable[[Draft], bool]
-    otherwise: str  # the reason why the settings have no effect if the condition is not met
+            value = request.to_key_values()[key]
+            notes.append(f"{key}={value!r} has no effect, because {why}")
 
 
 def _uses_ddp(plan: Draft) -> bool:
@@ -48,33 +33,22 @@ def _uses_ddp(plan: Draft) -> bool:
     return plan.uses_ddp and plan.strategy.traits.averages_with_torch
 
 
-CONDITIONS = (
-    Condition(
-        keys=("bucket_cap_mb", "gradient_compression"),
-        is_met=_uses_ddp,
-        otherwise="PyTorch's DDP does not average the gradients",
-    ),
-    Condition(
-        keys=("pipeline_schedule",),
-        is_met=lambda plan: plan.mesh["pp"] > 1,
-        otherwise="there is no pipeline with pp=1",
-    ),
-    Condition(
-        keys=("checkpointed_blocks",),
-        is_met=lambda plan: plan.config.activation_checkpointing != "none",
-        otherwise="no blocks recompute activations",
-    ),
-    Condition(
-        keys=("offload_dir",),
-        is_met=lambda plan: plan.strategy.swaps_to_disk,
-        otherwise="the strategy keeps no state on disk",
-    ),
-    Condition(
-        keys=("lora_alpha", "lora_dropout", "lora_targets"),
-        is_met=lambda plan: plan.config.lora_rank > 0,
-        otherwise="without LoRA, there are no adapters",
-    ),
-)
+def _find_idle(plan: Draft) -> dict[str, str]:
+    """Return the keys that have no effect with the layout, each with the reason."""
+    reasons = {}
+    if not _uses_ddp(plan):
+        reasons["bucket_cap_mb"] = "PyTorch's DDP does not average the gradients"
+        reasons["gradient_compression"] = reasons["bucket_cap_mb"]
+    if plan.mesh["pp"] == 1:
+        reasons["pipeline_schedule"] = "there is no pipeline with pp=1"
+    if plan.config.activation_checkpointing == "none":
+        reasons["checkpointed_blocks"] = "no blocks recompute activations"
+    if not plan.strategy.swaps_to_disk:
+        reasons["offload_dir"] = "the strategy keeps no state on disk"
+    if plan.config.lora_rank == 0:
+        for key in ("lora_alpha", "lora_dropout", "lora_targets"):
+            reasons[key] = "without LoRA, there are no adapters"
+    return reasons
 
 
 def _setting(plan: Draft, key: str) -> str:

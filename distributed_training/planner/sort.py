@@ -53,7 +53,12 @@ def choose_candidate(
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
-    return _candidate(first.plan)
+    return Candidate(
+        request=first.plan.requested,
+        strategy=first.plan.strategy,
+        model=model,
+        mesh=first.plan.mesh,
+    )
 
 
 def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
@@ -64,12 +69,6 @@ def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
         strategy=strategy,
         model=model,
         mesh=strategy.mesh,
-    )
-
-
-def _candidate(plan: Draft) -> Candidate:
-    return Candidate(
-        request=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
     )
 
 

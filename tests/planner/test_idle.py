@@ -2,7 +2,6 @@
 
 import pytest
 
-from distributed_training.planner.conflicts import CONDITIONS
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.predict import local_cluster
 from tests.planner.helpers import merged
@@ -42,8 +41,3 @@ def test_a_key_has_an_effect_or_gives_a_note(override, used, idle):
 def test_compression_and_buckets_have_no_effect_in_one_process():
     config = {"strategy": "fsdp", "gradient_compression": "bf16", "bucket_cap_mb": 25.0}
     assert {*notes_of(config, num_processes=1)} == {"gradient_compression", "bucket_cap_mb"}
-
-
-def test_every_key_is_tested():
-    tested = {override.partition("=")[0] for override, _, _ in CASES}
-    assert {key for condition in CONDITIONS for key in condition.keys} <= tested
