@@ -11,10 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.rates import Rates, tiled_multiplications
 
 # Collective -> number of times that its data travels around the ring of ranks. "send" uses no ring.
@@ -47,6 +46,43 @@ def page_locked_bytes(num_bytes: float) -> int:
     """Return the size of a page-locked buffer on the host, which torch rounds up to a power of
     two."""
     return 2 ** math.ceil(math.log2(num_bytes))
+
+
+@dataclass(slots=True)
+class Cost:
+    """Cost of an operation: seconds of arithmetic, memory traffic and network traffic."""
+
+    arithmetic_s: float = 0.0
+    memory_s: float = 0.0
+    network_s: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.arithmetic_s + other.arithmetic_s,
+            self.memory_s + other.memory_s,
+            self.network_s + other.network_s,
+        )
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> "Cost":
+        return Cost(factor * self.arithmetic_s, factor * self.memory_s, factor * self.network_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.arithmetic_s + self.memory_s + self.network_s
+
+
+NO_COST = Cost()
+
+
+class PassCosts(NamedTuple):
+    """Costs of the forward pass, of the gradients of inputs and of the gradients of weights."""
+
+    forward: Cost = NO_COST
+    inputs: Cost = NO_COST
+    weights: Cost = NO_COST
 
 
 AnySizes = TypeVar("AnySizes", bound="Sizes")

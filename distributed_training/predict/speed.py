@@ -19,12 +19,18 @@ from typing import NamedTuple
 
 from distributed_training.plan.orders import Operation, Step, find_orders
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.cost import NO_COST, Cost, PassCosts, add_costs
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.pp import embedding_gradient_bytes, message_s
 from distributed_training.predict.costs.zero import offload_s
-from distributed_training.predict.mechanism import PipelineRank, Timing, pipeline_ranks
+from distributed_training.predict.mechanism import (
+    NO_COST,
+    Cost,
+    PassCosts,
+    PipelineRank,
+    Timing,
+    pipeline_ranks,
+)
 from distributed_training.predict.rates import FITTED, Rates
 from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 
@@ -47,7 +53,7 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     busy_s = [_busy_s(order, durations) for order in orders]
     # If several ranks are equally busy, the rank with the most parameters is the slowest.
     slowest = max(ranks, key=lambda rank: (busy_s[rank.index], rank.trained_parameters))
-    computing = add_costs(costs[kind, stage] for kind, stage, _ in orders[slowest.index])
+    computing = sum((costs[kind, stage] for kind, stage, _ in orders[slowest.index]), NO_COST)
     consumers = map_consumers(plan.stages.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
@@ -129,7 +135,7 @@ class StepCosts(Timing):
     def costs_of_kind(self) -> PassCosts:
         """Return the costs of a block of one kind for one micro-batch."""
         costs = [mechanism.block_costs(self) for mechanism in self.mechanisms]
-        forward, inputs, weights = map(add_costs, zip(*costs, strict=True))
+        forward, inputs, weights = (sum(parts, NO_COST) for parts in zip(*costs, strict=True))
         # Bytes read and written per micro-batch for the block's gradients and rounded weights
         split_parameters = self.kind.split_parameters
         num_parameters = self.kind.parameters - split_parameters + split_parameters / self.tp

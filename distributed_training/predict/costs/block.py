@@ -3,10 +3,12 @@ element-wise operations and attention follow the code in models/, with fitted co
 
 import math
 
-from distributed_training.predict.cost import NO_COST, Cost, PassCosts
 from distributed_training.predict.mechanism import (
     GRADIENT_SUM_BYTES,
+    NO_COST,
+    Cost,
     Mechanism,
+    PassCosts,
     PipelineRank,
     Sizes,
     StepPoint,

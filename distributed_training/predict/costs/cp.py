@@ -5,8 +5,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from distributed_training.predict.cost import Cost, PassCosts
-from distributed_training.predict.mechanism import Mechanism, PipelineRank, Sizes, Timing, Traffic
+from distributed_training.predict.mechanism import (
+    Cost,
+    Mechanism,
+    PassCosts,
+    PipelineRank,
+    Sizes,
+    Timing,
+    Traffic,
+)
 
 
 def exchanged_values(sizes: Sizes) -> tuple[float, float]:

@@ -3,10 +3,11 @@ This module does not import torch."""
 
 from collections import Counter
 
-from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.mechanism import (
     ComponentBytes,
+    Cost,
     Mechanism,
+    PassCosts,
     PipelineRank,
     StepPoint,
     Timing,
