@@ -153,8 +153,10 @@ def answer(
         request = as_typed(request, **changes | {"strategy": AUTO})
         layouts = find_layouts(request)
     if cluster.machine.num_gpus and request.batch_size != AUTO and not request.is_set("batch_size"):
-        note = f"batch_size is {request.batch_size}, from CONFIG; to let the planner choose it, "
-        notes.append(f"{note}add --batch_size auto")
+        notes.append(
+            f"batch_size is {request.batch_size}, from CONFIG; to let the planner choose it, "
+            "add --batch_size auto"
+        )
     found = Answer(
         asked=asked,
         changes=changes,

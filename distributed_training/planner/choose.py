@@ -83,8 +83,10 @@ def choose_model(
     folder = Path(request.weights)
     names_folder = request.weights not in (AUTO, "pretrained", "random")
     if names_folder and not folder.is_dir():
-        what = f"weights={request.weights!r} is not a folder"
-        raise UserError(what, fix="set weights to a folder, or to auto")
+        raise UserError(
+            f"weights={request.weights!r} is not a folder",
+            fix="set weights to a folder, or to auto",
+        )
     continues_adapters = names_folder and is_adapter(folder)
     settings: Settings = {}
     name = request.model
@@ -99,8 +101,9 @@ def choose_model(
             settings = _choose_for_cpu(request, notes)
         elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
             name = "gpt2"
-            note = "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
-            notes.append(note)
+            notes.append(
+                "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
+            )
     model = find_model(name)
     max_length = settings.get("max_length", request.max_length)
     if max_length > model.size.num_positions and not request.is_set("max_length"):
@@ -113,8 +116,10 @@ def choose_model(
         targets = request.lora_targets
         adapted = [len(kind.layers) for kind in size.kinds if kind.adapted_parts(targets)]
         if sum(adapted) < size.num_layers:
-            note = f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
-            notes.append(f"{note}blocks. The others have matrices with other names")
+            notes.append(
+                f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
+                "blocks. The others have matrices with other names"
+            )
         notes += note_experts(size, request.lora_rank, targets)
     if size.has_linear_attention and machine.num_gpus and not importlib.util.find_spec("fla"):
         notes.append("the model's linear attention needs: pip install flash-linear-attention")
@@ -326,8 +331,9 @@ def _decide_switch(
             notes.append(f"{key} is off, because it cannot be used with {obstacle}")
         return is_supported and not obstacle
     if value and obstacle:
-        what = f"{key}={value!r} cannot be used with {obstacle}"
-        raise UserError(what, fix=f"set {key} to auto or False")
+        raise UserError(
+            f"{key}={value!r} cannot be used with {obstacle}", fix=f"set {key} to auto or False"
+        )
     return value
 
 
@@ -398,8 +404,10 @@ def note_experts(
     notes = []
     if not any(kind.adapted_stacks(targets) for kind in size.kinds):
         count = size.num_trained_parameters(rank, ",".join(names))
-        note = f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
-        notes.append(f"{note}lora_targets) have {count / 1e6:,.0f}M parameters")
+        notes.append(
+            f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
+            f"lora_targets) have {count / 1e6:,.0f}M parameters"
+        )
     elif not size.config["separate_experts"]:
         notes.append(
             "vLLM reads adapters of all experts in one tensor only for some models, such as "

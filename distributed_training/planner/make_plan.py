@@ -213,8 +213,10 @@ def inherit_settings(
     kept = {key for key in new if request.is_set(key) and new[key] != old.get(key)}
     folder = earlier.model.weights_dir
     if "model" not in kept and folder is not None and not folder.is_dir():
-        what = f"the model of the resumed run, {folder}, is not a folder"
-        raise UserError(what, fix="if it was moved, add --model with its new path")
+        raise UserError(
+            f"the model of the resumed run, {folder}, is not a folder",
+            fix="if it was moved, add --model with its new path",
+        )
     is_batch_new = not kept.isdisjoint(BATCH_KEYS)
     kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
     lost = set[str]()
@@ -257,12 +259,12 @@ def keep_global_batch(
     size = earlier.batch.global_batch_size
     per_process, remainder = divmod(size, num_processes)
     if remainder:
-        what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        why = (
+        raise UserError(
+            f"{num_processes} processes cannot share the global batch of {size} evenly",
             f"the run in {earlier.run_dir} trained with this "
-            f"batch on {earlier.num_processes} processes"
+            f"batch on {earlier.num_processes} processes",
+            f"use a number of processes that divides {size}",
         )
-        raise UserError(what, why, f"use a number of processes that divides {size}")
     max_batch_size = earlier.config.batch_size
     if max_batch_size * request.grad_accum_steps == per_process:
         return request

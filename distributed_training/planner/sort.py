@@ -190,8 +190,10 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
         name = "3d" if is_split else "dp"
     candidate = choose_candidate(with_values(request, strategy=name), cluster, [])
     lay_out(candidate, cluster)
-    what = f"no strategy can train {candidate.request.model} with this CONFIG"
-    return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
+    return UserError(
+        f"no strategy can train {candidate.request.model} with this CONFIG",
+        fix="to see the resolved CONFIG, set a strategy and use --dry-run",
+    )
 
 
 def _may_recompute(plan: Draft, cluster: Cluster) -> bool:
