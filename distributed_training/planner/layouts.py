@@ -45,12 +45,6 @@ class Candidate:
     mesh: Mapping[str, int]
 
     @property
-    def batch_size(self) -> int:
-        """CONFIG's batch size, which has been chosen."""
-        assert isinstance(self.request.batch_size, int)
-        return self.request.batch_size
-
-    @property
     def only_copies(self) -> bool:
         """Return whether each process holds the whole model. Strategies that do not name dp_shard,
         such as dp, replicate the state along cp."""
@@ -264,8 +258,8 @@ def split_batch(candidate: Candidate) -> Batch:
     config = candidate.request
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
-    per_process = candidate.batch_size * config.grad_accum_steps
-    global_batch_size = per_process * math.prod(candidate.mesh.values())
+    batch_size = int(config.batch_size)
+    global_batch_size = batch_size * config.grad_accum_steps * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # exact, because num_replicas divides the batch
     possible_counts = candidate.schedule.accepted_counts(pp, sequences)
     counts = [
@@ -289,7 +283,7 @@ def split_batch(candidate: Candidate) -> Batch:
         size = sequences // count
         kept_sequences = size * candidate.schedule.kept_micro_batches(pp, count) / (pp * tp)
         # The loss is computed for one micro-batch at a time, with logits that are sharded over tp.
-        return max(kept_sequences, size / tp) <= candidate.batch_size
+        return max(kept_sequences, size / tp) <= batch_size
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
     min_count = 1 if pp == 1 else 2 * pp

@@ -139,7 +139,7 @@ def _resolve_rest(
     draft = prediction.plan
     values = dict(draft.config)
     if values["keep_best"] == AUTO:
-        values["keep_best"] = _keeps_best(draft, amount, prediction, notes)
+        values["keep_best"] = _keeps_best(prediction, amount, notes)
     if values["pack"] == AUTO:  # the data has not been read
         values["pack"] = draft.size.packs
     return RunConfig(**values)
@@ -157,10 +157,9 @@ def _suggest_lighter_settings(prediction: Prediction, cluster: Cluster) -> str:
     return suggest_settings(prediction.plan, replace(cluster, machine=machine), SIMPLE)
 
 
-def _keeps_best(
-    draft: Draft, amount: Amount | None, prediction: Prediction, notes: list[str]
-) -> bool:
+def _keeps_best(prediction: Prediction, amount: Amount | None, notes: list[str]) -> bool:
     """Return whether a run keeps its best weights if `keep_best` is "auto"."""
+    draft = prediction.plan
     config = draft.config
     if amount is None or not config.export:
         return False

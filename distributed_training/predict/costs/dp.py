@@ -10,7 +10,6 @@ from distributed_training.predict.mechanism import (
     StepPoint,
     Traffic,
 )
-from distributed_training.settings.keys import Options
 
 
 def gradient_traffic(rank: PipelineRank) -> Traffic:
@@ -20,8 +19,7 @@ def gradient_traffic(rank: PipelineRank) -> Traffic:
     if rank.config.gradient_compression == "none" and not rank.config.has_bf16_weights:
         # Adapters are as small as compressed matrices.
         matrices = _matrix_shapes(rank) if rank.trained_share else []
-        values = rank.plan.engine_options
-        options = rank.strategy.options(values) if values else Options()
+        options = rank.strategy.options(rank.plan.engine_options)
         bytes_by_operation = options.sent_bytes(
             rank.trained_parameters, matrices, rank.mesh["dp_replicate"]
         )
