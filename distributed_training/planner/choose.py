@@ -2,7 +2,6 @@
 
 This module does not import torch."""
 
-import importlib.util
 import os
 import time
 import uuid
@@ -29,7 +28,7 @@ from distributed_training.planner.layouts import (
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
-from distributed_training.predict.rates import gpu_rates
+from distributed_training.predict.rates import Rates, gpu_rates
 from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
@@ -121,8 +120,6 @@ def choose_model(
                 "blocks. The others have matrices with other names"
             )
         notes += note_experts(size, request.lora_rank, targets)
-    if size.has_linear_attention and machine.num_gpus and not importlib.util.find_spec("fla"):
-        notes.append("the model's linear attention needs: pip install flash-linear-attention")
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
@@ -228,20 +225,20 @@ def lay_out(
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    return _complete(draft, cluster, notes)
+    return _complete(draft, cluster.rates, notes)
 
 
-def with_checkpointing(draft: Draft, cluster: Cluster, **settings: Any) -> Draft:
+def with_checkpointing(draft: Draft, rates: Rates | None, **settings: Any) -> Draft:
     """Return a draft with other settings for activation checkpointing, on which neither the mesh
     nor the batch depends. Raises UserError if settings are incompatible."""
     requested = draft.requested.model_copy(update=settings)
     draft = replace(draft, requested=requested)
-    return _complete(draft.with_config(**settings), cluster, [])
+    return _complete(draft.with_config(**settings), rates, [])
 
 
 def _complete(
     draft: Draft,
-    cluster: Cluster,
+    rates: Rates | None,
     notes: list[str],
 ) -> Draft:
     """Return a draft with the switches and orders that follow from its other fields, after checking
@@ -257,7 +254,7 @@ def _complete(
         )
     check_settings(draft, notes)
     if draft.schedule.v_shaped:
-        draft = replace(draft, orders=_find_timed_orders(draft, cluster))
+        draft = replace(draft, orders=_find_timed_orders(draft, rates))
     return draft
 
 
@@ -296,7 +293,11 @@ def _choose_switches(
     capability = plan.machine.compute_capability
     on_gpu = plan.machine.num_gpus > 0
     can_compile = on_gpu and capability >= (7, 0)
-    compiled = _decide_switch(request, "compile", can_compile, _compile_obstacle(plan), notes)
+    obstacle = ""
+    if plan.strategy.fetches_parameters:
+        name = plan.config.strategy
+        obstacle = f"strategy={name!r}, which fetches parameters while a block runs"
+    compiled = _decide_switch(request, "compile", can_compile, obstacle, notes)
     obstacle = _async_tp_obstacle(plan, compiled)
     async_tp = _decide_switch(
         request,
@@ -337,15 +338,6 @@ def _decide_switch(
     return value
 
 
-def _compile_obstacle(plan: Draft) -> str:
-    """Return the reason why compiled blocks would fail or give wrong results, or "" if there is no
-    such reason."""
-    if plan.strategy.fetches_parameters:
-        name = plan.config.strategy
-        return f"strategy={name!r}, which fetches parameters while a block runs"
-    return ""
-
-
 def _async_tp_obstacle(plan: Draft, compiled: Any) -> str:
     tp = plan.mesh["tp"]
     num_gpus = plan.machine.num_gpus
@@ -375,12 +367,12 @@ def _graph_obstacle(plan: Draft) -> str:
     return "a CPU" if plan.machine.num_gpus == 0 else ""
 
 
-def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
+def _find_timed_orders(plan: Draft, rates: Rates | None) -> TimedOrders:
     """Return the orders of operations of a V-shaped pipeline, with the predicted durations by which
-    ranks sort their messages. If the cluster's rates are unknown, the durations are predicted with
-    the rates of an H200. The plan stores the orders, because ranks with different orders would
+    ranks sort their messages. If the rates are unknown, the durations are predicted with those of
+    an H200. The plan stores the orders, because ranks with different orders would
     deadlock."""
-    step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
+    step = StepCosts(plan, rates or gpu_rates(parse_gpu("H200")))
     costs = step.operation_costs()
     blocks = plan.stages.blocks_per_stage
     seconds = tuple(
