@@ -76,9 +76,8 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     machine = plan.machine
     if prediction.gpu_memory_fit == "no" and not plan.requested.force:
         needed = memory.needed_bytes
-        needs = f"{needed / GIB:.1f} GiB per GPU"
         raise UserError(
-            f"{plan.config.model} under {plan.strategy.name} needs {needs}",
+            f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB per GPU",
             f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB",
             f"{suggest_settings(plan, cluster)}, or add --force to try anyway",
         )

@@ -119,7 +119,7 @@ def choose_model(
                 f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
                 "blocks. The others have matrices with other names"
             )
-        notes += note_experts(size, request.lora_rank, targets)
+        note_experts(size, request.lora_rank, targets, notes)
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
@@ -388,12 +388,12 @@ def note_experts(
     size: ModelSize,
     rank: int,
     targets: str | None,
-) -> list[str]:
-    """Return what is special about LoRA on a mixture of experts."""
+    notes: list[str],
+) -> None:
+    """Add notes about what is special about LoRA on a mixture of experts."""
     names = size.stack_names()
     if not names:
-        return []
-    notes = []
+        return
     if not any(kind.adapted_stacks(targets) for kind in size.kinds):
         count = size.num_trained_parameters(rank, ",".join(names))
         notes.append(
@@ -410,4 +410,3 @@ def note_experts(
         notes.append(
             "PEFT and vLLM take adapters of dense MLPs for those of experts: serve merged/"
         )
-    return notes

@@ -81,14 +81,12 @@ def fill_deepspeed_json(plan: Draft) -> JsonObject:
         for name in sections:
             section = section.setdefault(name, {})
         if section.get(name_in_section, AUTO) not in (AUTO, value):
-            what = f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives {key}="
-            what += repr(
-                {
-                    **dict(config),
-                    **dict(batch),
-                }[key]
+            given = (dict(config) | dict(batch))[key]
+            raise UserError(
+                f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives "
+                f"{key}={given!r}",
+                fix=f'write "auto" in the JSON or change {key}',
             )
-            raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[name_in_section] = value
     # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():

@@ -137,11 +137,6 @@ def build_stages(candidate: Candidate) -> Stages:
     head_cost = size.padded_vocab_size * size.hidden_size
     counts = balanced_cut(size.num_layers, block_cost, head_cost, ranks)
     if config.pipeline_cut is not None:
-        if pp == 1:
-            raise UserError(
-                "pipeline_cut is set, but there is no pipeline with pp=1",
-                fix="set pipeline_cut to None",
-            )
         example = ",".join(map(str, counts))
         words = config.pipeline_cut.split(",")
         are_numbers = all(word.strip().isdecimal() for word in words)

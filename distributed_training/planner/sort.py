@@ -80,11 +80,7 @@ class Fit(NamedTuple):
     memory_fit: int  # index in MEMORY_FITS
 
 
-BEST_FIT = Fit(
-    is_unlikely=False,
-    offloads=False,
-    memory_fit=MEMORY_FITS.index("yes"),
-)
+BEST_FIT = Fit(is_unlikely=False, offloads=False, memory_fit=MEMORY_FITS.index("yes"))
 
 
 class Preference(NamedTuple):
@@ -110,16 +106,14 @@ def sort_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
 def find_first(layouts: Sequence[Prediction]) -> Prediction:
     """Return the layout that `sort_layouts` puts first. Activation checkpointing never shortens a
     step, so it is not tried with layouts that are slower without it than the best layout."""
-    least_costs = list(map(_least_cost, layouts))
-    by_least_cost = sorted(range(len(layouts)), key=least_costs.__getitem__)
-    tried: list[tuple[Preference, int, Prediction]] = []
-    for index in by_least_cost:
-        least = Preference(BEST_FIT, least_costs[index], is_complex=False, num_settings=0)
-        if tried and min(tried)[0] < least:
+    by_least_cost = sorted(layouts, key=_least_cost)
+    best = _with_checkpointing(by_least_cost[0])
+    for choice in by_least_cost[1:]:
+        least = Preference(BEST_FIT, _least_cost(choice), is_complex=False, num_settings=0)
+        if preference(best) < least:
             break
-        choice = _with_checkpointing(layouts[index])
-        tried.append((preference(choice), index, choice))
-    return _with_some_blocks(min(tried)[2])
+        best = min(best, _with_checkpointing(choice), key=preference)
+    return _with_some_blocks(best)
 
 
 def _least_cost(choice: Prediction) -> float:
