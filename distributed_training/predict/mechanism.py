@@ -8,7 +8,6 @@ The size of an all-reduce, all-gather or reduce-scatter is the size of the whole
 import copy
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
@@ -25,7 +24,7 @@ RING_TURNS = {
     "all_to_all": 1,
     "send": 0,
 }
-Traffic = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
+Traffic = dict[tuple[str, str], float]  # (axis, kind of operation) -> bytes
 # Points in a step at which memory may peak: the forward and backward passes, the backward pass of
 # the first block (which runs last), and the optimizer step
 StepPoint = Literal["passes", "first block", "update"]
@@ -259,7 +258,6 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
 
 
 PlanValue = Callable[[Sizes], float]
-RankValue = Callable[[PipelineRank], float]
 BlockValue = Callable[[PipelineRank, float], float]
 
 
@@ -282,8 +280,8 @@ class Mechanism:
     backward_bytes: BlockValue = lambda _, recomputed: 0
     # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
     # stages, and for data parallelism
-    layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
-    data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
+    layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: {}
+    data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: {}
     # Costs of a block for one micro-batch, and costs of its forward pass that the backward pass
     # repeats
     block_costs: Callable[[Timing], PassCosts] = lambda _: PassCosts()
@@ -291,7 +289,7 @@ class Mechanism:
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
     moved_bytes: PlanValue = lambda _: 0
     # Bytes that clipping and the optimizer step read and write in a process
-    update_bytes: RankValue = lambda _: 0
+    update_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Number of collectives per block that the host launches
     num_launches: PlanValue = lambda _: 0
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits

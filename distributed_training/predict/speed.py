@@ -14,10 +14,9 @@ Here and in the other modules of predict/, floats are added with `math.fsum`, be
 differently since Python 3.12."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from distributed_training.plan.orders import Operation, Step, find_orders
+from distributed_training.plan.orders import Step, find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
@@ -50,7 +49,9 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     orders = find_orders(plan)
     costs = step.operation_costs()
     durations = {key: cost.total_s for key, cost in costs.items()}
-    busy_s = [_busy_s(order, durations) for order in orders]
+    # These sums are exact, so that ranks whose operations differ only in their order are equally
+    # busy in every version of Python.
+    busy_s = [math.fsum(durations[kind, stage] for kind, stage, _ in order) for order in orders]
     # If several ranks are equally busy, the rank with the most parameters is the slowest.
     slowest = max(ranks, key=lambda rank: (busy_s[rank.index], rank.trained_parameters))
     computing = sum((costs[kind, stage] for kind, stage, _ in orders[slowest.index]), NO_COST)
@@ -86,15 +87,6 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         total_s,
         max(bottlenecks, key=lambda name: bottlenecks[name]),
     )
-
-
-def _busy_s(
-    order: Sequence[Operation],
-    durations: Mapping[Step, float],
-) -> float:
-    """Return the total duration of a rank's operations. The sum is exact, so that ranks whose
-    operations differ only in their order are equally busy in every version of Python."""
-    return math.fsum(durations[kind, stage] for kind, stage, _ in order)
 
 
 class StepCosts(Timing):

@@ -1,8 +1,6 @@
 """Estimate the cost of data parallelism with full replicas, whose gradients are averaged by
 PyTorch's DDP or by a strategy's own engine. This module does not import torch."""
 
-from collections import Counter
-
 from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
@@ -24,12 +22,10 @@ def gradient_traffic(rank: PipelineRank) -> Traffic:
             rank.trained_parameters, matrices, rank.mesh["dp_replicate"]
         )
     steps = rank.plan.steps_between_exchanges or 1
-    return Counter(
-        {
-            ("dp_replicate", operation): num_bytes // steps
-            for operation, num_bytes in bytes_by_operation.items()
-        }
-    )
+    return {
+        ("dp_replicate", operation): num_bytes // steps
+        for operation, num_bytes in bytes_by_operation.items()
+    }
 
 
 def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:
