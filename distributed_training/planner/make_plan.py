@@ -9,7 +9,6 @@ from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
 from distributed_training.data.samples import Data
 from distributed_training.plan.layout import Amount
-from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.answer import describe_total, describe_verdict
 from distributed_training.planner.checks import check_run
@@ -24,7 +23,7 @@ from distributed_training.planner.sort import (
     suggest_settings,
 )
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.predict.simulate import ideal_bubble, predict_spans
+from distributed_training.predict.simulate import ideal_bubble, predict_ends
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -72,7 +71,7 @@ def make_plan(
         **vars(draft),
         **folders,
         "config": _resolve_rest(prediction, amount, notes),
-        "operation_ends": _predict_ends(draft),
+        "operation_ends": predict_ends(draft),
         **_deepspeed_fields(draft, notes),
         **_statements(prediction, cluster, amount),
     }
@@ -120,14 +119,6 @@ def _statements(
         ),
         "lighter_settings": _suggest_lighter_settings(prediction, cluster),
     }
-
-
-def _predict_ends(draft: Draft) -> tuple[tuple[float, ...], ...]:
-    """Return the predicted end of each operation of a V-shaped pipeline."""
-    if draft.orders is None:
-        return ()
-    spans = predict_spans(draft)
-    return tuple(tuple(spans[operation][1] for operation in order) for order in find_orders(draft))
 
 
 def _resolve_rest(
