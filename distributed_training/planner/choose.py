@@ -27,7 +27,7 @@ from distributed_training.planner.layouts import (
 )
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
-from distributed_training.predict.predict import Cluster
+from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.predict.rates import Rates, gpu_rates
 from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
@@ -228,12 +228,12 @@ def lay_out(
     return _complete(draft, cluster.rates, notes)
 
 
-def with_checkpointing(draft: Draft, rates: Rates | None, **settings: Any) -> Draft:
-    """Return a draft with other settings for activation checkpointing, on which neither the mesh
+def with_checkpointing(choice: Prediction, **settings: Any) -> Prediction:
+    """Return a layout with other settings for activation checkpointing, on which neither the mesh
     nor the batch depends. Raises UserError if settings are incompatible."""
-    requested = draft.requested.model_copy(update=settings)
-    draft = replace(draft, requested=requested)
-    return _complete(draft.with_config(**settings), rates, [])
+    draft = choice.plan.with_config(**settings)
+    draft = replace(draft, requested=draft.requested.model_copy(update=settings))
+    return Prediction(_complete(draft, choice.rates, []), choice.rates)
 
 
 def _complete(
@@ -295,8 +295,7 @@ def _choose_switches(
     can_compile = on_gpu and capability >= (7, 0)
     obstacle = ""
     if plan.strategy.fetches_parameters:
-        name = plan.config.strategy
-        obstacle = f"strategy={name!r}, which fetches parameters while a block runs"
+        obstacle = f"strategy={plan.config.strategy!r}, which fetches parameters while a block runs"
     compiled = _decide_switch(request, "compile", can_compile, obstacle, notes)
     obstacle = _async_tp_obstacle(plan, compiled)
     async_tp = _decide_switch(

@@ -201,11 +201,9 @@ def _with_checkpointing(choice: Prediction) -> Prediction:
         if choice.memory_fit == "yes" or plan.schedule.splits_backward:
             break
         with contextlib.suppress(UserError):
-            draft = with_checkpointing(plan, choice.rates, activation_checkpointing=mode)
-            recomputed = Prediction(draft, choice.rates)
             choice = min(
                 choice,
-                recomputed,
+                with_checkpointing(choice, activation_checkpointing=mode),
                 key=lambda each: MEMORY_FITS.index(each.memory_fit),
             )
     return choice
@@ -221,8 +219,7 @@ def _with_some_blocks(choice: Prediction) -> Prediction:
         return choice
 
     def predict_with(count: int) -> Prediction:
-        draft = with_checkpointing(plan, choice.rates, checkpointed_blocks=count)
-        return Prediction(draft, choice.rates)
+        return with_checkpointing(choice, checkpointed_blocks=count)
 
     counts = range(1, plan.size.num_layers + 1)
     index = bisect.bisect_left(
