@@ -104,8 +104,13 @@ def check_precision(plan: Draft) -> None:
     if precision == "fp16" and not on_gpu:
         _refuse(plan, "precision", _gpu(plan), "fp16 needs a GPU", "set precision to fp32")
     if precision == "bf16" and on_gpu and plan.machine.compute_capability < (8, 0):
-        why = "bf16 needs compute capability 8.0"
-        _refuse(plan, "precision", _gpu(plan), why, "set precision to fp16")
+        _refuse(
+            plan,
+            "precision",
+            _gpu(plan),
+            "bf16 needs compute capability 8.0",
+            "set precision to fp16",
+        )
 
 
 def check_swapping_on_cpu(plan: Draft) -> None:
@@ -174,11 +179,21 @@ def check_activation_checkpointing(plan: Draft) -> None:
         return
     fix = f"set {key} to offload"
     if not config.compile and plan.machine.num_gpus > 0:
-        why = "without torch.compile, only inputs leave the GPU"
-        _refuse(plan, key, "compile=False", why, fix)
+        _refuse(
+            plan,
+            key,
+            "compile=False",
+            "without torch.compile, only inputs leave the GPU",
+            fix,
+        )
     if "mlp_in" not in plan.size.kinds[0].hf_matrices:
-        why = "this suite does not know which of its matrices form the MLP"
-        _refuse(plan, key, _setting(plan, "model"), why, fix)
+        _refuse(
+            plan,
+            key,
+            _setting(plan, "model"),
+            "this suite does not know which of its matrices form the MLP",
+            fix,
+        )
 
 
 def check_optimizer(plan: Draft) -> None:
@@ -197,14 +212,29 @@ def check_optimizer(plan: Draft) -> None:
         return
     fix = "set optimizer to adamw-bf16"
     if plan.mesh["cp"] * plan.mesh["pp"] > 1 or not traits.averages_with_torch:
-        why = "only dp, fsdp and tp train weights that have no fp32 copy"
-        _refuse(plan, "optimizer", strategy, why, fix)
+        _refuse(
+            plan,
+            "optimizer",
+            strategy,
+            "only dp, fsdp and tp train weights that have no fp32 copy",
+            fix,
+        )
     if config.lora_rank > 0:
-        why = "the adapters' fp32 copy is small"
-        _refuse(plan, "optimizer", _setting(plan, "lora_rank"), why, fix)
+        _refuse(
+            plan,
+            "optimizer",
+            _setting(plan, "lora_rank"),
+            "the adapters' fp32 copy is small",
+            fix,
+        )
     if config.precision != "bf16":
-        why = "the weights are in bf16"
-        _refuse(plan, "optimizer", _setting(plan, "precision"), why, "set precision to bf16")
+        _refuse(
+            plan,
+            "optimizer",
+            _setting(plan, "precision"),
+            "the weights are in bf16",
+            "set precision to bf16",
+        )
 
 
 def check_gradient_compression(plan: Draft) -> None:
@@ -243,8 +273,13 @@ def check_base_dtype(plan: Draft) -> None:
             "set lora_rank to 16, or base_dtype to None",
         )
     if dtype == "bf16" and plan.config.precision != "bf16":
-        why = f"frozen weights then have the dtype {plan.config.precision}"
-        _refuse(plan, "base_dtype", _setting(plan, "precision"), why, "set base_dtype to None")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "precision"),
+            f"frozen weights then have the dtype {plan.config.precision}",
+            "set base_dtype to None",
+        )
     if dtype == "fp8":
         check_fp8(plan)
     if dtype == "nf4":
@@ -253,23 +288,43 @@ def check_base_dtype(plan: Draft) -> None:
 
 def check_fp8(plan: Draft) -> None:
     if plan.machine.compute_capability < (8, 9):
-        why = "fp8 needs a GPU with compute capability 8.9"
-        _refuse(plan, "base_dtype", _gpu(plan), why, "set base_dtype to None or nf4")
+        _refuse(
+            plan,
+            "base_dtype",
+            _gpu(plan),
+            "fp8 needs a GPU with compute capability 8.9",
+            "set base_dtype to None or nf4",
+        )
     if plan.mesh["tp"] > 1 or not plan.strategy.traits.builds_on_device:
-        why = "fp8 needs whole matrices, and an engine that multiplies them"
-        _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "strategy"),
+            "fp8 needs whole matrices, and an engine that multiplies them",
+            "set strategy to dp or fsdp",
+        )
     sizes = {size for shape in plan.size.matrix_shapes for size in shape}
     odd_sizes = sorted(size for size in sizes if size % 16)
     if odd_sizes:
-        why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
-        _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "model"),
+            f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}",
+            "set base_dtype to None",
+        )
 
 
 def check_nf4(plan: Draft) -> None:
     is_split = plan.mesh["pp"] * plan.mesh["tp"] > 1
     if is_split or not plan.strategy.traits.builds_on_device:
-        why = "quantized layers must stay whole or be sharded by FSDP"
-        _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "strategy"),
+            "quantized layers must stay whole or be sharded by FSDP",
+            "set strategy to dp or fsdp",
+        )
     odd_columns = sorted({columns for _, columns in plan.size.matrix_shapes if columns % 64})
     if odd_columns:
         why = (
