@@ -50,6 +50,8 @@ class Answer:
     """Answer to a request."""
 
     asked: Prediction  # the best layout with the settings that were asked for
+    # Layouts that fit or, if none does, all layouts, best first
+    fitting: Sequence[Prediction]
     changes: Settings  # settings that were changed because `asked` does not fit without offload
     layouts: Sequence[Prediction]  # all layouts with these changes, best first
     # Settings that would fit if `asked` does not, best first
@@ -57,12 +59,6 @@ class Answer:
     amount: Amount | str  # work of the run, or the reason why it is unknown
     price: Price | None
     notes: tuple[str, ...]
-
-    @property
-    def fitting(self) -> Sequence[Prediction]:
-        """Layouts that fit or, if none does, all layouts."""
-        fitting = [choice for choice in self.layouts if choice.memory_fit in ("yes", "tight")]
-        return fitting or self.layouts
 
     @property
     def first(self) -> Prediction:
@@ -117,13 +113,20 @@ class Answer:
         }
 
 
+def count_typed_steps(draft: Draft, notes: list[str]) -> Amount | str:
+    """Return the number of steps that the user set, or the advice to set it."""
+    if draft.requested.is_set("max_steps"):
+        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=draft.config.max_steps)
+    return "the number of steps is unknown; add --dataset or --tokens"
+
+
 def answer(
     request: Request,
     cluster: Cluster,
     *,
     num_tokens: float | None = None,
     price: Price | None = None,
-    count_work: Callable[[Draft, list[str]], Amount | str] | None = None,
+    count_work: Callable[[Draft, list[str]], Amount | str] = count_typed_steps,
 ) -> Answer:
     """Return the answer to a request.
 
@@ -153,26 +156,22 @@ def answer(
         request = as_typed(request, **changes | {"strategy": AUTO})
         layouts = find_layouts(request)
     if cluster.machine.num_gpus and request.batch_size != AUTO and not request.is_set("batch_size"):
-        note = f"batch_size is {request.batch_size}, from CONFIG; to let the planner choose it, "
-        notes.append(f"{note}add --batch_size auto")
-    found = Answer(
+        notes.append(
+            f"batch_size is {request.batch_size}, from CONFIG; to let the planner choose it, "
+            "add --batch_size auto"
+        )
+    fitting = [choice for choice in layouts if choice.memory_fit in ("yes", "tight")] or layouts
+    amount = count_work(fitting[0].plan, notes)
+    return Answer(
         asked=asked,
+        fitting=fitting,
         changes=changes,
         layouts=layouts,
         suggestions=suggestions,
-        amount="",
+        amount=amount,
         price=price,
-        notes=(),
+        notes=tuple(dict.fromkeys(notes)),
     )
-    amount = (count_work or count_typed_steps)(found.first.plan, notes)
-    return replace(found, amount=amount, notes=tuple(dict.fromkeys(notes)))
-
-
-def count_typed_steps(draft: Draft, notes: list[str]) -> Amount | str:
-    """Return the number of steps that the user set, or the advice to set it."""
-    if draft.requested.is_set("max_steps"):
-        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=draft.config.max_steps)
-    return "the number of steps is unknown; add --dataset or --tokens"
 
 
 def describe_verdict(asked: Prediction, first: Prediction, changes: Settings) -> str:

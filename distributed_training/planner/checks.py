@@ -51,16 +51,21 @@ def check_packages(plan: Draft) -> None:
         requirements["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
     for package, (reason, source) in requirements.items():
         if package is not None and importlib.util.find_spec(package) is None:
-            what = f"{reason} needs the package {package}, which is not installed"
-            raise UserError(what, fix=f"run: pip install {source}")
+            raise UserError(
+                f"{reason} needs the package {package}, which is not installed",
+                fix=f"run: pip install {source}",
+            )
 
 
 def check_gpus(plan: Draft) -> None:
     """Raise UserError if this machine has GPUs, but fewer GPUs than processes."""
     num_gpus = plan.machine.num_gpus
     if num_gpus and plan.processes_here > num_gpus:
-        what = f"{plan.processes_here} processes need as many GPUs, but this machine has {num_gpus}"
-        raise UserError(what, "every process needs its own GPU", f"use --num_gpus {num_gpus}")
+        raise UserError(
+            f"{plan.processes_here} processes need as many GPUs, but this machine has {num_gpus}",
+            "every process needs its own GPU",
+            f"use --num_gpus {num_gpus}",
+        )
 
 
 def check_memory(prediction: Prediction, cluster: Cluster) -> None:
@@ -71,22 +76,26 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     machine = plan.machine
     if prediction.gpu_memory_fit == "no" and not plan.requested.force:
         needed = memory.needed_bytes
-        needs = f"{needed / GIB:.1f} GiB per GPU"
-        what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
-        why = f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        fix = f"{suggest_settings(plan, cluster)}, or add --force to try anyway"
-        raise UserError(what, why, fix)
+        raise UserError(
+            f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB per GPU",
+            f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB",
+            f"{suggest_settings(plan, cluster)}, or add --force to try anyway",
+        )
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes and (cluster.is_local or not plan.requested.force):
-        what = f"the run needs about {needed / GIB:.1f} GiB of RAM for "
-        what += plural(plan.processes_here, "process")
-        why = cluster.assumption or f"only {machine.ram_bytes / GIB:.1f} GiB is available"
-        raise UserError(what, why, suggest_settings(plan, cluster))
+        raise UserError(
+            f"the run needs about {needed / GIB:.1f} GiB of RAM for "
+            f"{plural(plan.processes_here, 'process')}",
+            cluster.assumption or f"only {machine.ram_bytes / GIB:.1f} GiB is available",
+            suggest_settings(plan, cluster),
+        )
     if plan.requested.strategy == AUTO and plan.strategy.offloads:
         _, best = suggest(plan, cluster)[0]
         if not best.plan.strategy.offloads:
-            what = f"with these settings, {plan.config.model} fits only with {plan.strategy.name}"
-            raise UserError(what, fix=suggest_settings(plan, cluster))
+            raise UserError(
+                f"with these settings, {plan.config.model} fits only with {plan.strategy.name}",
+                fix=suggest_settings(plan, cluster),
+            )
 
 
 def check_disk(plan: Draft, notes: list[str]) -> None:
@@ -121,12 +130,16 @@ def check_extensions(plan: Draft) -> None:
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
-        what = f"{strategy} compiles a C++ extension, but {compiler} was not found"
-        raise UserError(what, fix="set strategy to dp or fsdp, or run: apt-get install g++")
+        raise UserError(
+            f"{strategy} compiles a C++ extension, but {compiler} was not found",
+            fix="set strategy to dp or fsdp, or run: apt-get install g++",
+        )
     if "async_io" in extensions and not has_libaio():
-        fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
-        fix += "apt-get install libaio-dev"
-        raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
+        raise UserError(
+            f"{strategy} needs libaio, but the compiler does not find it",
+            fix="without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
+            "apt-get install libaio-dev",
+        )
 
 
 def has_libaio() -> bool:

@@ -2,7 +2,6 @@
 
 This module does not import torch."""
 
-import importlib.util
 import os
 import time
 import uuid
@@ -28,8 +27,8 @@ from distributed_training.planner.layouts import (
 )
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
-from distributed_training.predict.predict import Cluster
-from distributed_training.predict.rates import gpu_rates
+from distributed_training.predict.predict import Cluster, Prediction
+from distributed_training.predict.rates import Rates, gpu_rates
 from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
@@ -83,8 +82,10 @@ def choose_model(
     folder = Path(request.weights)
     names_folder = request.weights not in (AUTO, "pretrained", "random")
     if names_folder and not folder.is_dir():
-        what = f"weights={request.weights!r} is not a folder"
-        raise UserError(what, fix="set weights to a folder, or to auto")
+        raise UserError(
+            f"weights={request.weights!r} is not a folder",
+            fix="set weights to a folder, or to auto",
+        )
     continues_adapters = names_folder and is_adapter(folder)
     settings: Settings = {}
     name = request.model
@@ -99,8 +100,9 @@ def choose_model(
             settings = _choose_for_cpu(request, notes)
         elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
             name = "gpt2"
-            note = "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
-            notes.append(note)
+            notes.append(
+                "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
+            )
     model = find_model(name)
     max_length = settings.get("max_length", request.max_length)
     if max_length > model.size.num_positions and not request.is_set("max_length"):
@@ -113,11 +115,11 @@ def choose_model(
         targets = request.lora_targets
         adapted = [len(kind.layers) for kind in size.kinds if kind.adapted_parts(targets)]
         if sum(adapted) < size.num_layers:
-            note = f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
-            notes.append(f"{note}blocks. The others have matrices with other names")
-        notes += note_experts(size, request.lora_rank, targets)
-    if size.has_linear_attention and machine.num_gpus and not importlib.util.find_spec("fla"):
-        notes.append("the model's linear attention needs: pip install flash-linear-attention")
+            notes.append(
+                f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
+                "blocks. The others have matrices with other names"
+            )
+        note_experts(size, request.lora_rank, targets, notes)
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
@@ -223,20 +225,20 @@ def lay_out(
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    return _complete(draft, cluster, notes)
+    return _complete(draft, cluster.rates, notes)
 
 
-def with_checkpointing(draft: Draft, cluster: Cluster, **settings: Any) -> Draft:
-    """Return a draft with other settings for activation checkpointing, on which neither the mesh
+def with_checkpointing(choice: Prediction, **settings: Any) -> Prediction:
+    """Return a layout with other settings for activation checkpointing, on which neither the mesh
     nor the batch depends. Raises UserError if settings are incompatible."""
-    requested = draft.requested.model_copy(update=settings)
-    draft = replace(draft, requested=requested)
-    return _complete(draft.with_config(**settings), cluster, [])
+    draft = choice.plan.with_config(**settings)
+    draft = replace(draft, requested=draft.requested.model_copy(update=settings))
+    return Prediction(_complete(draft, choice.rates, []), choice.rates)
 
 
 def _complete(
     draft: Draft,
-    cluster: Cluster,
+    rates: Rates | None,
     notes: list[str],
 ) -> Draft:
     """Return a draft with the switches and orders that follow from its other fields, after checking
@@ -252,7 +254,7 @@ def _complete(
         )
     check_settings(draft, notes)
     if draft.schedule.v_shaped:
-        draft = replace(draft, orders=_find_timed_orders(draft, cluster))
+        draft = replace(draft, orders=_find_timed_orders(draft, rates))
     return draft
 
 
@@ -291,7 +293,10 @@ def _choose_switches(
     capability = plan.machine.compute_capability
     on_gpu = plan.machine.num_gpus > 0
     can_compile = on_gpu and capability >= (7, 0)
-    compiled = _decide_switch(request, "compile", can_compile, _compile_obstacle(plan), notes)
+    obstacle = ""
+    if plan.strategy.fetches_parameters:
+        obstacle = f"strategy={plan.config.strategy!r}, which fetches parameters while a block runs"
+    compiled = _decide_switch(request, "compile", can_compile, obstacle, notes)
     obstacle = _async_tp_obstacle(plan, compiled)
     async_tp = _decide_switch(
         request,
@@ -326,18 +331,10 @@ def _decide_switch(
             notes.append(f"{key} is off, because it cannot be used with {obstacle}")
         return is_supported and not obstacle
     if value and obstacle:
-        what = f"{key}={value!r} cannot be used with {obstacle}"
-        raise UserError(what, fix=f"set {key} to auto or False")
+        raise UserError(
+            f"{key}={value!r} cannot be used with {obstacle}", fix=f"set {key} to auto or False"
+        )
     return value
-
-
-def _compile_obstacle(plan: Draft) -> str:
-    """Return the reason why compiled blocks would fail or give wrong results, or "" if there is no
-    such reason."""
-    if plan.strategy.fetches_parameters:
-        name = plan.config.strategy
-        return f"strategy={name!r}, which fetches parameters while a block runs"
-    return ""
 
 
 def _async_tp_obstacle(plan: Draft, compiled: Any) -> str:
@@ -369,12 +366,12 @@ def _graph_obstacle(plan: Draft) -> str:
     return "a CPU" if plan.machine.num_gpus == 0 else ""
 
 
-def _find_timed_orders(plan: Draft, cluster: Cluster) -> TimedOrders:
+def _find_timed_orders(plan: Draft, rates: Rates | None) -> TimedOrders:
     """Return the orders of operations of a V-shaped pipeline, with the predicted durations by which
-    ranks sort their messages. If the cluster's rates are unknown, the durations are predicted with
-    the rates of an H200. The plan stores the orders, because ranks with different orders would
+    ranks sort their messages. If the rates are unknown, the durations are predicted with those of
+    an H200. The plan stores the orders, because ranks with different orders would
     deadlock."""
-    step = StepCosts(plan, cluster.rates or gpu_rates(parse_gpu("H200")))
+    step = StepCosts(plan, rates or gpu_rates(parse_gpu("H200")))
     costs = step.operation_costs()
     blocks = plan.stages.blocks_per_stage
     seconds = tuple(
@@ -390,16 +387,18 @@ def note_experts(
     size: ModelSize,
     rank: int,
     targets: str | None,
-) -> list[str]:
-    """Return what is special about LoRA on a mixture of experts."""
+    notes: list[str],
+) -> None:
+    """Add notes about what is special about LoRA on a mixture of experts."""
     names = size.stack_names()
     if not names:
-        return []
-    notes = []
+        return
     if not any(kind.adapted_stacks(targets) for kind in size.kinds):
         count = size.num_trained_parameters(rank, ",".join(names))
-        note = f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
-        notes.append(f"{note}lora_targets) have {count / 1e6:,.0f}M parameters")
+        notes.append(
+            f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
+            f"lora_targets) have {count / 1e6:,.0f}M parameters"
+        )
     elif not size.config["separate_experts"]:
         notes.append(
             "vLLM reads adapters of all experts in one tensor only for some models, such as "
@@ -410,4 +409,3 @@ def note_experts(
         notes.append(
             "PEFT and vLLM take adapters of dense MLPs for those of experts: serve merged/"
         )
-    return notes

@@ -4,9 +4,6 @@ This module does not import torch.
 A setting that has no effect causes a note, because several strategies may share CONFIG, a preset or
 a command line."""
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from distributed_training.plan.plan import Draft
@@ -23,24 +20,11 @@ def check_settings(plan: Draft, notes: list[str]) -> None:
         check(plan)
     options = plan.strategy.options(plan.engine_options)
     options.check(plan.config.precision, plan.size.hidden_size)
-    reasons = options.idle()
-    for condition in CONDITIONS:
-        if not condition.is_met(plan):
-            reasons |= dict.fromkeys(condition.keys, condition.otherwise)
     request = plan.requested
-    for key, why in reasons.items():
+    for key, why in {**options.idle(), **_find_idle(plan)}.items():
         if request.is_set(key):
-            values = request.to_key_values()
-            notes.append(f"{key}={values[key]!r} has no effect, because {why}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Condition:
-    """Condition under which settings have an effect."""
-
-    keys: tuple[str, ...]
-    is_met: Callable[[Draft], bool]
-    otherwise: str  # the reason why the settings have no effect if the condition is not met
+            value = request.to_key_values()[key]
+            notes.append(f"{key}={value!r} has no effect, because {why}")
 
 
 def _uses_ddp(plan: Draft) -> bool:
@@ -48,33 +32,22 @@ def _uses_ddp(plan: Draft) -> bool:
     return plan.uses_ddp and plan.strategy.traits.averages_with_torch
 
 
-CONDITIONS = (
-    Condition(
-        keys=("bucket_cap_mb", "gradient_compression"),
-        is_met=_uses_ddp,
-        otherwise="PyTorch's DDP does not average the gradients",
-    ),
-    Condition(
-        keys=("pipeline_schedule",),
-        is_met=lambda plan: plan.mesh["pp"] > 1,
-        otherwise="there is no pipeline with pp=1",
-    ),
-    Condition(
-        keys=("checkpointed_blocks",),
-        is_met=lambda plan: plan.config.activation_checkpointing != "none",
-        otherwise="no blocks recompute activations",
-    ),
-    Condition(
-        keys=("offload_dir",),
-        is_met=lambda plan: plan.strategy.swaps_to_disk,
-        otherwise="the strategy keeps no state on disk",
-    ),
-    Condition(
-        keys=("lora_alpha", "lora_dropout", "lora_targets"),
-        is_met=lambda plan: plan.config.lora_rank > 0,
-        otherwise="without LoRA, there are no adapters",
-    ),
-)
+def _find_idle(plan: Draft) -> dict[str, str]:
+    """Return the keys that have no effect with the layout, each with the reason."""
+    reasons = {}
+    if not _uses_ddp(plan):
+        reasons["bucket_cap_mb"] = "PyTorch's DDP does not average the gradients"
+        reasons["gradient_compression"] = reasons["bucket_cap_mb"]
+    if plan.mesh["pp"] == 1:
+        reasons["pipeline_schedule"] = "there is no pipeline with pp=1"
+    if plan.config.activation_checkpointing == "none":
+        reasons["checkpointed_blocks"] = "no blocks recompute activations"
+    if not plan.strategy.swaps_to_disk:
+        reasons["offload_dir"] = "the strategy keeps no state on disk"
+    if plan.config.lora_rank == 0:
+        for key in ("lora_alpha", "lora_dropout", "lora_targets"):
+            reasons[key] = "without LoRA, there are no adapters"
+    return reasons
 
 
 def _setting(plan: Draft, key: str) -> str:
@@ -99,9 +72,13 @@ def _refuse(
 def check_positions(plan: Draft) -> None:
     positions = plan.size.num_positions
     if plan.config.max_length > positions:
-        why = f"the model has {positions} positions"
-        fix = f"set max_length to {positions} or less"
-        _refuse(plan, "max_length", _setting(plan, "model"), why, fix)
+        _refuse(
+            plan,
+            "max_length",
+            _setting(plan, "model"),
+            f"the model has {positions} positions",
+            f"set max_length to {positions} or less",
+        )
 
 
 def check_sequence_parallel(plan: Draft) -> None:
@@ -111,11 +88,14 @@ def check_sequence_parallel(plan: Draft) -> None:
     tp = plan.mesh["tp"]
     _, token_parts = plan.tp_parts
     if length % token_parts:
-        samples = plan.batch.micro_batch_size
-        why = f"{tp=} divides neither max_length nor the {samples} samples of a micro-batch, "
-        why += "and sequence_parallel gives every rank the same number of them"
-        fix = f"set max_length to {length // tp * tp or tp}"
-        _refuse(plan, "max_length", f"{tp=}", why, fix)
+        _refuse(
+            plan,
+            "max_length",
+            f"{tp=}",
+            f"{tp=} divides neither max_length nor the {plan.batch.micro_batch_size} samples of a "
+            "micro-batch, and sequence_parallel gives every rank the same number of them",
+            f"set max_length to {length // tp * tp or tp}",
+        )
 
 
 def check_precision(plan: Draft) -> None:
@@ -124,8 +104,13 @@ def check_precision(plan: Draft) -> None:
     if precision == "fp16" and not on_gpu:
         _refuse(plan, "precision", _gpu(plan), "fp16 needs a GPU", "set precision to fp32")
     if precision == "bf16" and on_gpu and plan.machine.compute_capability < (8, 0):
-        why = "bf16 needs compute capability 8.0"
-        _refuse(plan, "precision", _gpu(plan), why, "set precision to fp16")
+        _refuse(
+            plan,
+            "precision",
+            _gpu(plan),
+            "bf16 needs compute capability 8.0",
+            "set precision to fp16",
+        )
 
 
 def check_swapping_on_cpu(plan: Draft) -> None:
@@ -136,25 +121,37 @@ def check_swapping_on_cpu(plan: Draft) -> None:
     sizes = (rows * columns for rows, columns in plan.size.matrix_shapes)
     shard_bytes = max(plan.size.embedding_parameters, *sizes) * 4 / plan.num_processes
     if shard_bytes >= MIN_SWAPPED_BYTES:
-        other = f"{_setting(plan, 'strategy')} on a CPU"
-        why = "without a GPU, DeepSpeed overwrites parameters that are in use"
-        _refuse(plan, "model", other, why, "set model to gpt2-tiny for a smoke test")
+        _refuse(
+            plan,
+            "model",
+            f"{_setting(plan, 'strategy')} on a CPU",
+            "without a GPU, DeepSpeed overwrites parameters that are in use",
+            "set model to gpt2-tiny for a smoke test",
+        )
 
 
 def check_frozen_weights_on_disk(plan: Draft) -> None:
     config = plan.config
     if config.lora_rank > 0 and plan.strategy.swaps_to_disk and config.precision == "fp32":
-        other = f"{_setting(plan, 'strategy')} and {_setting(plan, 'precision')}"
-        why = "DeepSpeed rounds the frozen weights that it stores in files to 16 bits"
-        _refuse(plan, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
+        _refuse(
+            plan,
+            "lora_rank",
+            f"{_setting(plan, 'strategy')} and {_setting(plan, 'precision')}",
+            "DeepSpeed rounds the frozen weights that it stores in files to 16 bits",
+            "set precision to bf16, or strategy to offload",
+        )
 
 
 def check_pipeline_schedule(plan: Draft) -> None:
     schedules = plan.strategy.traits.schedules
     if plan.mesh["pp"] > 1 and plan.config.pipeline_schedule not in schedules:
-        why = f"the strategy's engine supports only {', '.join(schedules)}"
-        fix = f"set pipeline_schedule to {schedules[0]}, or strategy to pp or 3d"
-        _refuse(plan, "pipeline_schedule", _setting(plan, "strategy"), why, fix)
+        _refuse(
+            plan,
+            "pipeline_schedule",
+            _setting(plan, "strategy"),
+            f"the strategy's engine supports only {', '.join(schedules)}",
+            f"set pipeline_schedule to {schedules[0]}, or strategy to pp or 3d",
+        )
 
 
 def check_activation_checkpointing(plan: Draft) -> None:
@@ -163,60 +160,104 @@ def check_activation_checkpointing(plan: Draft) -> None:
     if config.activation_checkpointing == "none":
         return
     if plan.schedule.splits_backward:
-        why = "the schedule keeps the activations for the second half of each backward pass"
-        fix = f"set {key} to none, or pipeline_schedule to 1f1b"
-        _refuse(plan, key, _setting(plan, "pipeline_schedule"), why, fix)
+        _refuse(
+            plan,
+            key,
+            _setting(plan, "pipeline_schedule"),
+            "the schedule keeps the activations for the second half of each backward pass",
+            f"set {key} to none, or pipeline_schedule to 1f1b",
+        )
     if config.checkpointed_blocks is not None and plan.mesh["pp"] > 1:
-        why = "its ranks need memory for different numbers of micro-batches"
-        fix = "set checkpointed_blocks to None"
-        _refuse(plan, "checkpointed_blocks", _setting(plan, "strategy"), why, fix)
+        _refuse(
+            plan,
+            "checkpointed_blocks",
+            _setting(plan, "strategy"),
+            "its ranks need memory for different numbers of micro-batches",
+            "set checkpointed_blocks to None",
+        )
     if config.activation_checkpointing != "offload-attention":
         return
     fix = f"set {key} to offload"
     if not config.compile and plan.machine.num_gpus > 0:
-        why = "without torch.compile, only inputs leave the GPU"
-        _refuse(plan, key, "compile=False", why, fix)
+        _refuse(
+            plan,
+            key,
+            "compile=False",
+            "without torch.compile, only inputs leave the GPU",
+            fix,
+        )
     if "mlp_in" not in plan.size.kinds[0].hf_matrices:
-        why = "this suite does not know which of its matrices form the MLP"
-        _refuse(plan, key, _setting(plan, "model"), why, fix)
+        _refuse(
+            plan,
+            key,
+            _setting(plan, "model"),
+            "this suite does not know which of its matrices form the MLP",
+            fix,
+        )
 
 
 def check_optimizer(plan: Draft) -> None:
     config = plan.config
-    mesh = plan.mesh
     traits = plan.strategy.traits
     strategy = _setting(plan, "strategy")
     if config.optimizer != "adamw" and not traits.builds_on_device:
-        why = "the strategy's engine keeps the optimizer state in fp32"
-        fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
-        _refuse(plan, "optimizer", strategy, why, fix)
+        _refuse(
+            plan,
+            "optimizer",
+            strategy,
+            "the strategy's engine keeps the optimizer state in fp32",
+            "set optimizer to adamw, or strategy to dp, fsdp, tp or pp",
+        )
     if not config.has_bf16_weights:
         return
     fix = "set optimizer to adamw-bf16"
-    if mesh["cp"] * mesh["pp"] > 1 or not traits.averages_with_torch:
-        why = "only dp, fsdp and tp train weights that have no fp32 copy"
-        _refuse(plan, "optimizer", strategy, why, fix)
+    if plan.mesh["cp"] * plan.mesh["pp"] > 1 or not traits.averages_with_torch:
+        _refuse(
+            plan,
+            "optimizer",
+            strategy,
+            "only dp, fsdp and tp train weights that have no fp32 copy",
+            fix,
+        )
     if config.lora_rank > 0:
-        why = "the adapters' fp32 copy is small"
-        _refuse(plan, "optimizer", _setting(plan, "lora_rank"), why, fix)
+        _refuse(
+            plan,
+            "optimizer",
+            _setting(plan, "lora_rank"),
+            "the adapters' fp32 copy is small",
+            fix,
+        )
     if config.precision != "bf16":
-        why = "the weights are in bf16"
-        _refuse(plan, "optimizer", _setting(plan, "precision"), why, "set precision to bf16")
+        _refuse(
+            plan,
+            "optimizer",
+            _setting(plan, "precision"),
+            "the weights are in bf16",
+            "set precision to bf16",
+        )
 
 
 def check_gradient_compression(plan: Draft) -> None:
     is_on = plan.config.gradient_compression != "none" and plan.num_processes > 1
     if is_on and not _uses_ddp(plan):
-        why = "this layout does not use PyTorch's DDP, whose communication hook the key selects"
-        fix = "set strategy to dp, or gradient_compression to none"
-        _refuse(plan, "gradient_compression", _setting(plan, "strategy"), why, fix)
+        _refuse(
+            plan,
+            "gradient_compression",
+            _setting(plan, "strategy"),
+            "this layout does not use PyTorch's DDP, whose communication hook the key selects",
+            "set strategy to dp, or gradient_compression to none",
+        )
 
 
 def check_on_nonfinite(plan: Draft) -> None:
     if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.averages_with_torch:
-        why = "the strategy's engine updates the weights before it reports the gradient norm"
-        fix = "set on_nonfinite to stop"
-        _refuse(plan, "on_nonfinite", _setting(plan, "strategy"), why, fix)
+        _refuse(
+            plan,
+            "on_nonfinite",
+            _setting(plan, "strategy"),
+            "the strategy's engine updates the weights before it reports the gradient norm",
+            "set on_nonfinite to stop",
+        )
 
 
 def check_base_dtype(plan: Draft) -> None:
@@ -224,12 +265,21 @@ def check_base_dtype(plan: Draft) -> None:
     if dtype is None:
         return
     if plan.config.lora_rank == 0:
-        why = "without LoRA, no weights are frozen"
-        fix = "set lora_rank to 16, or base_dtype to None"
-        _refuse(plan, "base_dtype", "lora_rank=0", why, fix)
+        _refuse(
+            plan,
+            "base_dtype",
+            "lora_rank=0",
+            "without LoRA, no weights are frozen",
+            "set lora_rank to 16, or base_dtype to None",
+        )
     if dtype == "bf16" and plan.config.precision != "bf16":
-        why = f"frozen weights then have the dtype {plan.config.precision}"
-        _refuse(plan, "base_dtype", _setting(plan, "precision"), why, "set base_dtype to None")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "precision"),
+            f"frozen weights then have the dtype {plan.config.precision}",
+            "set base_dtype to None",
+        )
     if dtype == "fp8":
         check_fp8(plan)
     if dtype == "nf4":
@@ -238,27 +288,48 @@ def check_base_dtype(plan: Draft) -> None:
 
 def check_fp8(plan: Draft) -> None:
     if plan.machine.compute_capability < (8, 9):
-        why = "fp8 needs a GPU with compute capability 8.9"
-        _refuse(plan, "base_dtype", _gpu(plan), why, "set base_dtype to None or nf4")
+        _refuse(
+            plan,
+            "base_dtype",
+            _gpu(plan),
+            "fp8 needs a GPU with compute capability 8.9",
+            "set base_dtype to None or nf4",
+        )
     if plan.mesh["tp"] > 1 or not plan.strategy.traits.builds_on_device:
-        why = "fp8 needs whole matrices, and an engine that multiplies them"
-        _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
-    sizes = itertools.chain.from_iterable(plan.size.matrix_shapes)
-    odd_sizes = sorted({size for size in sizes if size % 16})
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "strategy"),
+            "fp8 needs whole matrices, and an engine that multiplies them",
+            "set strategy to dp or fsdp",
+        )
+    sizes = {size for shape in plan.size.matrix_shapes for size in shape}
+    odd_sizes = sorted(size for size in sizes if size % 16)
     if odd_sizes:
-        why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
-        _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "model"),
+            f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}",
+            "set base_dtype to None",
+        )
 
 
 def check_nf4(plan: Draft) -> None:
     is_split = plan.mesh["pp"] * plan.mesh["tp"] > 1
     if is_split or not plan.strategy.traits.builds_on_device:
-        why = "quantized layers must stay whole or be sharded by FSDP"
-        _refuse(plan, "base_dtype", _setting(plan, "strategy"), why, "set strategy to dp or fsdp")
+        _refuse(
+            plan,
+            "base_dtype",
+            _setting(plan, "strategy"),
+            "quantized layers must stay whole or be sharded by FSDP",
+            "set strategy to dp or fsdp",
+        )
     odd_columns = sorted({columns for _, columns in plan.size.matrix_shapes if columns % 64})
     if odd_columns:
-        why = "each group of 64 values shares a scale, but 64 does not divide "
-        why += f"{odd_columns} columns"
+        why = (
+            f"each group of 64 values shares a scale, but 64 does not divide {odd_columns} columns"
+        )
         _refuse(plan, "base_dtype", _setting(plan, "model"), why, "set base_dtype to None")
 
 

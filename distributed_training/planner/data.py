@@ -67,8 +67,10 @@ def find_sources(
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(weights_dir, spec)
     if config.lora_rank and source == "random":
-        note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
-        notes.append(f"{note}weights")
+        notes.append(
+            "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train all "
+            "weights"
+        )
     dataset = choose_dataset(config.dataset, notes, strict=request.strict)
     learning_rate = config.learning_rate
     if learning_rate == AUTO:
@@ -203,9 +205,11 @@ def resolve_data_values(
     batch_key = "batch_size" if config.grad_accum_steps == 1 else "grad_accum_steps"
     if num_sequences < batch_size:
         unit = "sample" if train.firsts is None else "block"
-        note = "each step trains on the whole dataset, because the batch of "
-        note += f"{plural(batch_size, unit)} is larger than the dataset "
-        notes.append(f"{note}({plural(num_sequences, unit)}). Consider a smaller {batch_key}")
+        notes.append(
+            "each step trains on the whole dataset, because the batch of "
+            f"{plural(batch_size, unit)} is larger than the dataset "
+            f"({plural(num_sequences, unit)}). Consider a smaller {batch_key}"
+        )
     steps_per_epoch = math.ceil(num_sequences / batch_size)
     steps_in_epochs = config.epochs * steps_per_epoch
     num_steps = steps_in_epochs
@@ -263,8 +267,10 @@ def choose_dataset(
         hub.fetch_wikitext()
         return WIKITEXT
     except OSError as error:
-        note = f"WikiText-2 is not available ({error}), so the run uses the embedded corpus: the "
-        notes.append(f"{note}source code and help topics of this Python installation")
+        notes.append(
+            f"WikiText-2 is not available ({error}), so the run uses the embedded corpus: the "
+            "source code and help topics of this Python installation"
+        )
         return EMBEDDED
 
 
@@ -289,8 +295,11 @@ def _choose_weights(
             and model_folder is not None
             and model_folder.resolve() != folder
         ):
-            what = f"weights={weights_key!r} is a folder of adapters for the model in {folder}"
-            raise UserError(what, f"model is set to {model_folder}", "set model to auto")
+            raise UserError(
+                f"weights={weights_key!r} is a folder of adapters for the model in {folder}",
+                f"model is set to {model_folder}",
+                "set model to auto",
+            )
         return weights_key, folder
     if spec.weights_dir is not None:
         weights.require_weights(spec.weights_dir)
@@ -298,17 +307,20 @@ def _choose_weights(
     scratch_advice = "set weights to random to train from scratch"
     if hub_id is None:
         if weights_key == "pretrained":
-            what = f"weights='pretrained' cannot be used with {model=}, which is not published"
-            raise UserError(what, fix=scratch_advice)
+            raise UserError(
+                f"weights='pretrained' cannot be used with {model=}, which is not published",
+                fix=scratch_advice,
+            )
         notes.append(f"{model} has no published weights, so training starts from random weights")
         return "random", None
     is_required = weights_key == "pretrained" or request.is_set("model") or request.strict
     if config.tokenizer == EMBEDDED:
         why = f"the published weights of {model} need their own tokenizer"
         if is_required:
-            fix = f"set tokenizer to auto, or {scratch_advice}"
             raise UserError(
-                f"tokenizer={EMBEDDED!r} cannot be used with weights={weights_key!r}", why, fix
+                f"tokenizer={EMBEDDED!r} cannot be used with weights={weights_key!r}",
+                why,
+                f"set tokenizer to auto, or {scratch_advice}",
             )
         notes.append(f"training starts from random weights, because {why}")
         return "random", None
@@ -319,8 +331,10 @@ def _choose_weights(
             missing = f"the published weights of {model} are"
             command = f"hf download {hub_id}"
             raise hub.fetch_error(missing, error, command, scratch_advice) from None
-        note = f"pretrained weights are not available ({error}), so training starts from random "
-        notes.append(f"{note}weights")
+        notes.append(
+            f"pretrained weights are not available ({error}), so training starts from random "
+            "weights"
+        )
         return "random", None
 
 
@@ -339,10 +353,12 @@ def choose_tokenizer(
             if Tokenizer(folder).files:
                 return str(folder), folder
         if folders and source != "random" and weights.weight_files(folders[-1]):
-            what = f"the folder {folders[-1]} has weights but no tokenizer"
-            fix = "copy the tokenizer files there, or set tokenizer to another folder or to a "
-            why = "with another tokenizer, the weights produce nonsense"
-            raise UserError(what, why, f"{fix}name on the Hub")
+            raise UserError(
+                f"the folder {folders[-1]} has weights but no tokenizer",
+                "with another tokenizer, the weights produce nonsense",
+                "copy the tokenizer files there, or set tokenizer to another folder or to a "
+                "name on the Hub",
+            )
     if tokenizer == EMBEDDED or (tokenizer == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
     folder = Path(tokenizer)
@@ -357,11 +373,11 @@ def choose_tokenizer(
         fetch = partial(hub.fetch_tokenizer, repo_id)
         command = f"hf download {repo_id} --include '*token*'"
     else:
-        fix = (
-            'use "auto", "gpt2", "embedded", the name of a model on the Hub, or a folder that has '
+        raise UserError(
+            f"tokenizer={tokenizer!r} is not a folder",
+            fix='use "auto", "gpt2", "embedded", the name of a model on the Hub, or a folder that '
+            "has tokenizer.json or both vocab.json and merges.txt",
         )
-        fix += "tokenizer.json or both vocab.json and merges.txt"
-        raise UserError(f"tokenizer={tokenizer!r} is not a folder", fix=fix)
     try:
         return repo_id, fetch()
     except OSError as error:
@@ -369,9 +385,9 @@ def choose_tokenizer(
         if tokenizer != AUTO or is_needed or request.strict:
             raise hub.fetch_error(f"tokenizer={repo_id!r} is", error, command) from None
         owner = "GPT-2" if repo_id == "gpt2" else repo_id
-        note = f"{owner}'s tokenizer is not available ({error}), so the run uses the embedded "
         notes.append(
-            f"{note}tokenizer. Compare its perplexity only with runs that use this tokenizer"
+            f"{owner}'s tokenizer is not available ({error}), so the run uses the embedded "
+            "tokenizer. Compare its perplexity only with runs that use this tokenizer"
         )
         return EMBEDDED, EMBEDDED_DIR
 
@@ -384,7 +400,8 @@ def _check_embedded(weights_dir: Path, spec: ModelSpec) -> None:
     else:
         is_same_tokenizer = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS
     if not is_same_tokenizer:
-        what = f"tokenizer={EMBEDDED!r} cannot be used with the weights in {weights_dir}"
-        why = "the weights were trained with another tokenizer"
-        fix = "set tokenizer to auto, or set weights to random to train from scratch"
-        raise UserError(what, why, fix)
+        raise UserError(
+            f"tokenizer={EMBEDDED!r} cannot be used with the weights in {weights_dir}",
+            "the weights were trained with another tokenizer",
+            "set tokenizer to auto, or set weights to random to train from scratch",
+        )

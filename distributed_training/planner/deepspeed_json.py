@@ -81,27 +81,30 @@ def fill_deepspeed_json(plan: Draft) -> JsonObject:
         for name in sections:
             section = section.setdefault(name, {})
         if section.get(name_in_section, AUTO) not in (AUTO, value):
-            what = f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives {key}="
-            what += repr(
-                {
-                    **dict(config),
-                    **dict(batch),
-                }[key]
+            given = (dict(config) | dict(batch))[key]
+            raise UserError(
+                f"{source}: {path}={shown(section[name_in_section])}, but CONFIG gives "
+                f"{key}={given!r}",
+                fix=f'write "auto" in the JSON or change {key}',
             )
-            raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[name_in_section] = value
     # Every engine uses the same optimizer settings.
     for name, value in document.pop("optimizer")["params"].items():
         if name in ("lr", "weight_decay") or value in (AUTO, OPTIMIZER_VALUES.get(name)):
             continue
-        what = f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
-        raise UserError(what + "strategies use", fix='write "auto" or remove it')
+        raise UserError(
+            f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
+            "strategies use",
+            fix='write "auto" or remove it',
+        )
     if document.pop("scheduler", None):
         # Reject a scheduler even if all its values are "auto", because DeepSpeed's default warm-up
         # is logarithmic, but the warm-up of this suite is linear.
-        why = "CONFIG sets the schedule of every strategy"
-        fix = "remove it and set lr_schedule and warmup_steps"
-        raise UserError(f"{source}: scheduler is not accepted in the JSON", why, fix)
+        raise UserError(
+            f"{source}: scheduler is not accepted in the JSON",
+            "CONFIG sets the schedule of every strategy",
+            "remove it and set lr_schedule and warmup_steps",
+        )
     if config.precision == "fp16":
         document["fp16"] = {**FP16_LOSS_SCALING, **document["fp16"]}
     sizes = document.get("zero_optimization", {}).items()

@@ -45,12 +45,6 @@ class Candidate:
     mesh: Mapping[str, int]
 
     @property
-    def batch_size(self) -> int:
-        """CONFIG's batch size, which has been chosen."""
-        assert isinstance(self.request.batch_size, int)
-        return self.request.batch_size
-
-    @property
     def only_copies(self) -> bool:
         """Return whether each process holds the whole model. Strategies that do not name dp_shard,
         such as dp, replicate the state along cp."""
@@ -80,15 +74,19 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     fixed_sizes = [size for size in axes.values() if size != -1]
     fixed_size = math.prod(fixed_sizes)
     if len(open_axes) > 1 or min(fixed_sizes) < 1:
-        what = f"mesh {format_axes(axes)} is not accepted"
-        fix = "use whole numbers of 1 or more; at most one axis may be -1"
-        raise UserError(what, fix=fix)
+        raise UserError(
+            f"mesh {format_axes(axes)} is not accepted",
+            fix="use whole numbers of 1 or more; at most one axis may be -1",
+        )
     if open_axes and world_size % fixed_size == 0:
         axes[open_axes[0]] = world_size // fixed_size
     if math.prod(axes.values()) != world_size:
         number = f"a multiple of {fixed_size}" if open_axes else fixed_size
-        what = f"mesh {format_axes(axes)} of strategy {candidate.strategy.name} needs {number} "
-        raise UserError(f"{what}processes, but the run has {world_size}", fix=LAYOUT_ADVICE)
+        raise UserError(
+            f"mesh {format_axes(axes)} of strategy {candidate.strategy.name} needs {number} "
+            f"processes, but the run has {world_size}",
+            fix=LAYOUT_ADVICE,
+        )
     return axes
 
 
@@ -139,18 +137,17 @@ def build_stages(candidate: Candidate) -> Stages:
     head_cost = size.padded_vocab_size * size.hidden_size
     counts = balanced_cut(size.num_layers, block_cost, head_cost, ranks)
     if config.pipeline_cut is not None:
-        if pp == 1:
-            what = "pipeline_cut is set, but there is no pipeline with pp=1"
-            raise UserError(what, fix="set pipeline_cut to None")
         example = ",".join(map(str, counts))
         words = config.pipeline_cut.split(",")
         are_numbers = all(word.strip().isdecimal() for word in words)
         counts = list(map(int, words)) if are_numbers else [0]
         is_cut = sum(counts) == size.num_layers and min(counts) > 0
         if len(counts) != len(ranks) or not is_cut:
-            what = f"pipeline_cut={config.pipeline_cut!r} must be {len(ranks)} positive numbers "
-            what += f"that add up to the {size.num_layers} blocks of {config.model}"
-            raise UserError(what, fix=f"set pipeline_cut to {example}, for example, or to None")
+            raise UserError(
+                f"pipeline_cut={config.pipeline_cut!r} must be {len(ranks)} positive numbers "
+                f"that add up to the {size.num_layers} blocks of {config.model}",
+                fix=f"set pipeline_cut to {example}, for example, or to None",
+            )
     return Stages(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
@@ -175,27 +172,32 @@ def _check_divisible(candidate: Candidate) -> None:
         ("cp", max_length, f"max_length={max_length}", "each rank has the same number of tokens"),
     ):
         if (count or 0) % mesh[axis]:
-            what = f"{axis}={mesh[axis]} does not divide {description}"
-            raise UserError(what, why, LAYOUT_ADVICE)
+            raise UserError(
+                f"{axis}={mesh[axis]} does not divide {description}", why, LAYOUT_ADVICE
+            )
     for axis in ("pp", "tp"):
         if mesh["cp"] > 1 and mesh[axis] > 1:
-            what = f"cp={mesh['cp']} cannot be used with {axis}={mesh[axis]}"
-            raise UserError(what, fix=f"set {axis} to 1, or cp to 1")
+            raise UserError(
+                f"cp={mesh['cp']} cannot be used with {axis}={mesh[axis]}",
+                fix=f"set {axis} to 1, or cp to 1",
+            )
     traits = candidate.strategy.traits
     is_pipeline = traits.uses_zero and "pp" in traits.axes
     is_split = is_pipeline or max(pp, mesh["cp"], mesh["tp"]) > 1
     if is_split and not size.splits:
-        what = f"strategy={candidate.strategy.name!r} cannot split {label}"
-        why = "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "
-        raise UserError(what, f"{why}qwen2 or qwen3 model")
+        raise UserError(
+            f"strategy={candidate.strategy.name!r} cannot split {label}",
+            "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "
+            "qwen2 or qwen3 model",
+        )
     stages_per_rank = candidate.schedule.stages_per_rank
     if pp * stages_per_rank > size.num_layers:
-        what = (
-            f"pp={pp} needs {pp * stages_per_rank} stages, but {label} has {size.num_layers} blocks"
+        raise UserError(
+            f"pp={pp} needs {pp * stages_per_rank} stages, but {label} has "
+            f"{size.num_layers} blocks",
+            f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process",
+            f"use a model with more blocks (on a CPU, gpt2-tiny-4-blocks), or {LAYOUT_ADVICE}",
         )
-        why = f"the pipeline schedule has {plural(stages_per_rank, 'stage')} per process"
-        fix = f"use a model with more blocks (on a CPU, gpt2-tiny-4-blocks), or {LAYOUT_ADVICE}"
-        raise UserError(what, why, fix)
 
 
 @functools.cache
@@ -251,8 +253,8 @@ def split_batch(candidate: Candidate) -> Batch:
     config = candidate.request
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
-    per_process = candidate.batch_size * config.grad_accum_steps
-    global_batch_size = per_process * math.prod(candidate.mesh.values())
+    batch_size = int(config.batch_size)
+    global_batch_size = batch_size * config.grad_accum_steps * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # exact, because num_replicas divides the batch
     possible_counts = candidate.schedule.accepted_counts(pp, sequences)
     counts = [
@@ -262,19 +264,21 @@ def split_batch(candidate: Candidate) -> Batch:
         and config.num_microbatches in (AUTO, count)
     ]
     if not counts:
-        what = f"micro_batch_size={config.micro_batch_size} with num_microbatches="
-        what += f"{config.num_microbatches} does not fit: a replica has {sequences} sequences per "
         possible = ", ".join(map(str, possible_counts))
-        why = f"with {candidate.schedule_name} over {pp=}, num_microbatches must be one of "
-        why += f"{possible}, and micro_batch_size {sequences} divided by it"
-        raise UserError(f"{what}step", why, "set micro_batch_size and num_microbatches to auto")
+        raise UserError(
+            f"micro_batch_size={config.micro_batch_size} with num_microbatches="
+            f"{config.num_microbatches} does not fit: a replica has {sequences} sequences per step",
+            f"with {candidate.schedule_name} over {pp=}, num_microbatches must be one of "
+            f"{possible}, and micro_batch_size {sequences} divided by it",
+            "set micro_batch_size and num_microbatches to auto",
+        )
     tp = candidate.mesh["tp"]
 
     def fits(count: int) -> bool:
         size = sequences // count
         kept_sequences = size * candidate.schedule.kept_micro_batches(pp, count) / (pp * tp)
         # The loss is computed for one micro-batch at a time, with logits that are sharded over tp.
-        return max(kept_sequences, size / tp) <= candidate.batch_size
+        return max(kept_sequences, size / tp) <= batch_size
 
     counts = [count for count in counts if fits(count)] or counts[-1:]
     min_count = 1 if pp == 1 else 2 * pp

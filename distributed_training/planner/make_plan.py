@@ -9,7 +9,6 @@ from distributed_training.data.cache import token_cache_dir
 from distributed_training.data.corpus import check_dataset_path
 from distributed_training.data.samples import Data
 from distributed_training.plan.layout import Amount
-from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.answer import describe_total, describe_verdict
 from distributed_training.planner.checks import check_run
@@ -24,7 +23,7 @@ from distributed_training.planner.sort import (
     suggest_settings,
 )
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.predict.simulate import ideal_bubble, predict_spans
+from distributed_training.predict.simulate import ideal_bubble, predict_ends
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -72,7 +71,7 @@ def make_plan(
         **vars(draft),
         **folders,
         "config": _resolve_rest(prediction, amount, notes),
-        "operation_ends": _predict_ends(draft),
+        "operation_ends": predict_ends(draft),
         **_deepspeed_fields(draft, notes),
         **_statements(prediction, cluster, amount),
     }
@@ -122,14 +121,6 @@ def _statements(
     }
 
 
-def _predict_ends(draft: Draft) -> tuple[tuple[float, ...], ...]:
-    """Return the predicted end of each operation of a V-shaped pipeline."""
-    if draft.orders is None:
-        return ()
-    spans = predict_spans(draft)
-    return tuple(tuple(spans[operation][1] for operation in order) for order in find_orders(draft))
-
-
 def _resolve_rest(
     prediction: Prediction,
     amount: Amount | None,
@@ -139,7 +130,7 @@ def _resolve_rest(
     draft = prediction.plan
     values = dict(draft.config)
     if values["keep_best"] == AUTO:
-        values["keep_best"] = _keeps_best(draft, amount, prediction, notes)
+        values["keep_best"] = _keeps_best(prediction, amount, notes)
     if values["pack"] == AUTO:  # the data has not been read
         values["pack"] = draft.size.packs
     return RunConfig(**values)
@@ -157,10 +148,9 @@ def _suggest_lighter_settings(prediction: Prediction, cluster: Cluster) -> str:
     return suggest_settings(prediction.plan, replace(cluster, machine=machine), SIMPLE)
 
 
-def _keeps_best(
-    draft: Draft, amount: Amount | None, prediction: Prediction, notes: list[str]
-) -> bool:
+def _keeps_best(prediction: Prediction, amount: Amount | None, notes: list[str]) -> bool:
     """Return whether a run keeps its best weights if `keep_best` is "auto"."""
+    draft = prediction.plan
     config = draft.config
     if amount is None or not config.export:
         return False
@@ -213,8 +203,10 @@ def inherit_settings(
     kept = {key for key in new if request.is_set(key) and new[key] != old.get(key)}
     folder = earlier.model.weights_dir
     if "model" not in kept and folder is not None and not folder.is_dir():
-        what = f"the model of the resumed run, {folder}, is not a folder"
-        raise UserError(what, fix="if it was moved, add --model with its new path")
+        raise UserError(
+            f"the model of the resumed run, {folder}, is not a folder",
+            fix="if it was moved, add --model with its new path",
+        )
     is_batch_new = not kept.isdisjoint(BATCH_KEYS)
     kept |= {"output_dir", "resume", *(BATCH_KEYS if is_batch_new else ())}
     lost = set[str]()
@@ -257,12 +249,12 @@ def keep_global_batch(
     size = earlier.batch.global_batch_size
     per_process, remainder = divmod(size, num_processes)
     if remainder:
-        what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        why = (
+        raise UserError(
+            f"{num_processes} processes cannot share the global batch of {size} evenly",
             f"the run in {earlier.run_dir} trained with this "
-            f"batch on {earlier.num_processes} processes"
+            f"batch on {earlier.num_processes} processes",
+            f"use a number of processes that divides {size}",
         )
-        raise UserError(what, why, f"use a number of processes that divides {size}")
     max_batch_size = earlier.config.batch_size
     if max_batch_size * request.grad_accum_steps == per_process:
         return request

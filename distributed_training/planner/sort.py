@@ -49,11 +49,16 @@ def choose_candidate(
     request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
         return _name_candidate(request, model)
-    first = find_first(predict_all(request, cluster), cluster)
+    first = find_first(predict_all(request, cluster))
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
-    return _candidate(first.plan)
+    return Candidate(
+        request=first.plan.requested,
+        strategy=first.plan.strategy,
+        model=model,
+        mesh=first.plan.mesh,
+    )
 
 
 def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
@@ -67,12 +72,6 @@ def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
     )
 
 
-def _candidate(plan: Draft) -> Candidate:
-    return Candidate(
-        request=plan.requested, strategy=plan.strategy, model=plan.model, mesh=plan.mesh
-    )
-
-
 class Fit(NamedTuple):
     """How well a layout fits into memory. Smaller values are preferred, from the first field on."""
 
@@ -81,11 +80,7 @@ class Fit(NamedTuple):
     memory_fit: int  # index in MEMORY_FITS
 
 
-BEST_FIT = Fit(
-    is_unlikely=False,
-    offloads=False,
-    memory_fit=MEMORY_FITS.index("yes"),
-)
+BEST_FIT = Fit(is_unlikely=False, offloads=False, memory_fit=MEMORY_FITS.index("yes"))
 
 
 class Preference(NamedTuple):
@@ -102,25 +97,23 @@ def sort_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
     """Return predictions for all valid layouts in the order of `preference`, best first. If the
     user did not set activation_checkpointing, layouts that would not fit use as much of it as
     necessary. `request` must have a batch size. Raises UserError if no layout is valid."""
-    layouts = [_with_checkpointing(choice, cluster) for choice in predict_all(request, cluster)]
+    layouts = [_with_checkpointing(choice) for choice in predict_all(request, cluster)]
     layouts.sort(key=preference)
-    layouts[0] = _with_some_blocks(layouts[0], cluster)
+    layouts[0] = _with_some_blocks(layouts[0])
     return layouts
 
 
-def find_first(layouts: Sequence[Prediction], cluster: Cluster) -> Prediction:
+def find_first(layouts: Sequence[Prediction]) -> Prediction:
     """Return the layout that `sort_layouts` puts first. Activation checkpointing never shortens a
     step, so it is not tried with layouts that are slower without it than the best layout."""
-    least_costs = list(map(_least_cost, layouts))
-    by_least_cost = sorted(range(len(layouts)), key=least_costs.__getitem__)
-    tried: list[tuple[Preference, int, Prediction]] = []
-    for index in by_least_cost:
-        least = Preference(BEST_FIT, least_costs[index], is_complex=False, num_settings=0)
-        if tried and min(tried)[0] < least:
+    by_least_cost = sorted(layouts, key=_least_cost)
+    best = _with_checkpointing(by_least_cost[0])
+    for choice in by_least_cost[1:]:
+        least = Preference(BEST_FIT, _least_cost(choice), is_complex=False, num_settings=0)
+        if preference(best) < least:
             break
-        choice = _with_checkpointing(layouts[index], cluster)
-        tried.append((preference(choice), index, choice))
-    return _with_some_blocks(min(tried)[2], cluster)
+        best = min(best, _with_checkpointing(choice), key=preference)
+    return _with_some_blocks(best)
 
 
 def _least_cost(choice: Prediction) -> float:
@@ -183,54 +176,50 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     """Return the error for a CONFIG without a valid layout. If planning a single strategy raises a
     more specific error, raise that error."""
     name = request.strategy
-    if name == AUTO and request.deepspeed_config:
+    if name == AUTO:
         candidates = _useful_candidates(request, cluster, list_strategies())
-        name = next((each.strategy.name for each in candidates), "zero2")
-    elif name == AUTO:
-        is_split = request.tp not in (None, 1) or request.pp not in (None, 1)
-        name = "3d" if is_split else "dp"
+        name = next((each.strategy.name for each in candidates), "dp")
     candidate = choose_candidate(with_values(request, strategy=name), cluster, [])
     lay_out(candidate, cluster)
-    what = f"no strategy can train {candidate.request.model} with this CONFIG"
-    return UserError(what, fix="to see the resolved CONFIG, set a strategy and use --dry-run")
+    return UserError(
+        f"no strategy can train {candidate.request.model} with this CONFIG",
+        fix="to see the resolved CONFIG, set a strategy and use --dry-run",
+    )
 
 
-def _may_recompute(plan: Draft, cluster: Cluster) -> bool:
+def _may_recompute(plan: Draft) -> bool:
     """Return whether the planner chooses the activation checkpointing."""
-    return cluster.machine.num_gpus > 0 and not plan.requested.is_set("activation_checkpointing")
+    return plan.machine.num_gpus > 0 and not plan.requested.is_set("activation_checkpointing")
 
 
-def _with_checkpointing(choice: Prediction, cluster: Cluster) -> Prediction:
+def _with_checkpointing(choice: Prediction) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
-    if not (_may_recompute(plan, cluster) and choice.state_fits):
+    if not (_may_recompute(plan) and choice.state_fits):
         return choice
     for mode in MODES:
         if choice.memory_fit == "yes" or plan.schedule.splits_backward:
             break
         with contextlib.suppress(UserError):
-            draft = with_checkpointing(plan, cluster, activation_checkpointing=mode)
-            recomputed = Prediction(draft, cluster.rates)
             choice = min(
                 choice,
-                recomputed,
+                with_checkpointing(choice, activation_checkpointing=mode),
                 key=lambda each: MEMORY_FITS.index(each.memory_fit),
             )
     return choice
 
 
-def _with_some_blocks(choice: Prediction, cluster: Cluster) -> Prediction:
+def _with_some_blocks(choice: Prediction) -> Prediction:
     """Return the layout with activation checkpointing in as few blocks as necessary, if a step is
     then clearly shorter."""
     plan = choice.plan
     is_none = plan.config.activation_checkpointing == "none"
-    is_given = plan.requested.is_set("checkpointed_blocks") or not _may_recompute(plan, cluster)
+    is_given = plan.requested.is_set("checkpointed_blocks") or not _may_recompute(plan)
     if is_none or is_given or plan.mesh["pp"] > 1 or choice.step is None:
         return choice
 
     def predict_with(count: int) -> Prediction:
-        draft = with_checkpointing(plan, cluster, checkpointed_blocks=count)
-        return Prediction(draft, cluster.rates)
+        return with_checkpointing(choice, checkpointed_blocks=count)
 
     counts = range(1, plan.size.num_layers + 1)
     index = bisect.bisect_left(
@@ -460,7 +449,7 @@ def _speeds_by_batch_size(
         layouts = list(itertools.chain.from_iterable(varied))
         if not layouts:
             continue
-        first = find_first(layouts, cluster) if is_auto else layouts[0]
+        first = find_first(layouts) if is_auto else layouts[0]
         if first.memory_fit != "yes":
             break
         speeds[size] = first.tokens_per_s or size
@@ -498,7 +487,7 @@ def suggest(
     for alternative in _alternatives(request):
         try:
             sized = choose_batch_size(as_typed(request, **alternative), cluster, [])
-            first = find_first(predict_all(sized, cluster, strategies), cluster)
+            first = find_first(predict_all(sized, cluster, strategies))
         except UserError:
             continue
         if not first.fits:

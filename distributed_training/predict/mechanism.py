@@ -8,13 +8,11 @@ The size of an all-reduce, all-gather or reduce-scatter is the size of the whole
 import copy
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.rates import Rates, tiled_multiplications
 
 # Collective -> number of times that its data travels around the ring of ranks. "send" uses no ring.
@@ -26,7 +24,7 @@ RING_TURNS = {
     "all_to_all": 1,
     "send": 0,
 }
-Traffic = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
+Traffic = dict[tuple[str, str], float]  # (axis, kind of operation) -> bytes
 # Points in a step at which memory may peak: the forward and backward passes, the backward pass of
 # the first block (which runs last), and the optimizer step
 StepPoint = Literal["passes", "first block", "update"]
@@ -47,6 +45,43 @@ def page_locked_bytes(num_bytes: float) -> int:
     """Return the size of a page-locked buffer on the host, which torch rounds up to a power of
     two."""
     return 2 ** math.ceil(math.log2(num_bytes))
+
+
+@dataclass(slots=True)
+class Cost:
+    """Cost of an operation: seconds of arithmetic, memory traffic and network traffic."""
+
+    arithmetic_s: float = 0.0
+    memory_s: float = 0.0
+    network_s: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.arithmetic_s + other.arithmetic_s,
+            self.memory_s + other.memory_s,
+            self.network_s + other.network_s,
+        )
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> "Cost":
+        return Cost(factor * self.arithmetic_s, factor * self.memory_s, factor * self.network_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.arithmetic_s + self.memory_s + self.network_s
+
+
+NO_COST = Cost()
+
+
+class PassCosts(NamedTuple):
+    """Costs of the forward pass, of the gradients of inputs and of the gradients of weights."""
+
+    forward: Cost = NO_COST
+    inputs: Cost = NO_COST
+    weights: Cost = NO_COST
 
 
 AnySizes = TypeVar("AnySizes", bound="Sizes")
@@ -223,7 +258,6 @@ def pipeline_ranks(plan: Draft) -> list[PipelineRank]:
 
 
 PlanValue = Callable[[Sizes], float]
-RankValue = Callable[[PipelineRank], float]
 BlockValue = Callable[[PipelineRank, float], float]
 
 
@@ -246,8 +280,8 @@ class Mechanism:
     backward_bytes: BlockValue = lambda _, recomputed: 0
     # Sizes in bytes of the tensors that are communicated per step: inside blocks and between
     # stages, and for data parallelism
-    layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
-    data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: Counter()
+    layer_traffic: Callable[[PipelineRank], Traffic] = lambda _: {}
+    data_parallel_traffic: Callable[[PipelineRank], Traffic] = lambda _: {}
     # Costs of a block for one micro-batch, and costs of its forward pass that the backward pass
     # repeats
     block_costs: Callable[[Timing], PassCosts] = lambda _: PassCosts()
@@ -255,7 +289,7 @@ class Mechanism:
     # Bytes per block parameter that are moved per micro-batch for gradients and rounded weights
     moved_bytes: PlanValue = lambda _: 0
     # Bytes that clipping and the optimizer step read and write in a process
-    update_bytes: RankValue = lambda _: 0
+    update_bytes: Callable[[PipelineRank], float] = lambda _: 0
     # Number of collectives per block that the host launches
     num_launches: PlanValue = lambda _: 0
     # (number of times per step that Python code runs for each tensor, seconds that the GPU waits

@@ -5,7 +5,6 @@ import torch."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft
@@ -18,7 +17,6 @@ from distributed_training.predict.costs.precision import SAVED_BYTES
 from distributed_training.predict.costs.zero import bucket_bytes
 from distributed_training.predict.mechanism import (
     ComponentBytes,
-    Mechanism,
     PipelineRank,
     StepPoint,
     pipeline_ranks,
@@ -59,11 +57,10 @@ class MemoryEstimate:
 
 def estimate_memory(plan: Draft) -> MemoryEstimate:
     """Estimate the peak memory of a plan's processes by component."""
-    mechanisms = used_by(plan)
     ranks = pipeline_ranks(plan)
-    states = [_estimate_state(process, mechanisms) for process in ranks]
-    block_bytes = _block_bytes(ranks[0], mechanisms, ranks[0].recomputed_share)
-    by_rank = [_find_peak(process, mechanisms, states, block_bytes) for process in ranks]
+    states = list(map(_estimate_state, ranks))
+    block_bytes = _block_bytes(ranks[0], ranks[0].recomputed_share)
+    by_rank = [_find_peak(process, states[process.index], block_bytes) for process in ranks]
     peak = max(map(_sum_bytes, by_rank))
     context_bytes = _context_bytes(plan)
     likely_shares = vars(FITTED.likely_bytes)[ranks[0].compile_mode]
@@ -103,7 +100,7 @@ def state_fits(plan: Draft) -> bool:
     """Return whether the GPUs may hold the state. If not, the plan does not fit, whatever its
     activations need."""
     fullest = max(pipeline_ranks(plan), key=lambda process: process.parameters)
-    state = _estimate_state(fullest, used_by(plan))
+    state = _estimate_state(fullest)
     state_bytes = sum(state[component] for component in STATE)
     low_share, _ = vars(FITTED.likely_bytes)[fullest.compile_mode]
     least_bytes = low_share * state_bytes + _context_bytes(plan)
@@ -139,12 +136,9 @@ def _sum_bytes(parts: ComponentBytes) -> float:
     return math.fsum(parts.values())
 
 
-def _estimate_state(
-    rank: PipelineRank,
-    mechanisms: Sequence[Mechanism],
-) -> dict[str, int]:
+def _estimate_state(rank: PipelineRank) -> dict[str, int]:
     state = dict.fromkeys((*STATE, "host", "disk"), 0.0)
-    for mechanism in mechanisms:
+    for mechanism in used_by(rank.plan):
         for component, size in mechanism.state(rank).items():
             state[component] += size
     state["optimizer"] += rank.plan.engine_bytes_per_parameter
@@ -157,35 +151,32 @@ def _estimate_state(
 
 def _find_peak(
     rank: PipelineRank,
-    mechanisms: Sequence[Mechanism],
-    states: Sequence[Mapping[str, int]],
+    state: Mapping[str, int],
     block_bytes: tuple[float, float],
 ) -> dict[str, int]:
     """Return a process's memory by component, in bytes, at the point in a step where the process
-    uses the most memory. `states` are the results of `_estimate_state`, and `block_bytes` those of
+    uses the most memory. `state` is the result of `_estimate_state`, and `block_bytes` that of
     `_block_bytes`."""
-    bytes_at = partial(_bytes_at, rank, mechanisms, states[rank.index])
-    passes = bytes_at("passes")
+    passes = _bytes_at(rank, state, "passes")
     activation_bytes, logit_bytes = _peak_activations(rank, *block_bytes)
     passes["activations"] += activation_bytes
     passes["logits"] = logit_bytes
     passes["buffers"] += max(0, bucket_bytes(rank) - logit_bytes)
-    candidates = [passes, bytes_at("update")]
+    candidates = [passes, _bytes_at(rank, state, "update")]
     if rank.pp == 1:
-        first_block = bytes_at("first block")
+        first_block = _bytes_at(rank, state, "first block")
         # The first block recomputes its activations if any block does.
         recomputed = math.ceil(rank.recomputed_share)
-        first_block["activations"] = math.fsum(_block_bytes(rank, mechanisms, recomputed))
+        first_block["activations"] = math.fsum(_block_bytes(rank, recomputed))
         candidates.append(first_block)
     fullest = max(candidates, key=_sum_bytes)
     return {name: round(size) for name, size in fullest.items()}
 
 
-def _block_bytes(
-    rank: PipelineRank, mechanisms: Sequence[Mechanism], recomputed: float
-) -> tuple[float, float]:
+def _block_bytes(rank: PipelineRank, recomputed: float) -> tuple[float, float]:
     """Return (mean bytes that a block keeps for its backward pass, additional bytes that a backward
     pass needs at most) if the share `recomputed` of the blocks recomputes activations."""
+    mechanisms = used_by(rank.plan)
     kept = 0.0
     backward = 0.0
     for share, sizes in rank.by_kind():
@@ -196,10 +187,9 @@ def _block_bytes(
     return kept, backward
 
 
-def _bytes_at(
-    rank: PipelineRank, mechanisms: Sequence[Mechanism], state: Mapping[str, int], point: StepPoint
-) -> dict[str, float]:
+def _bytes_at(rank: PipelineRank, state: Mapping[str, int], point: StepPoint) -> dict[str, float]:
     """Return the sizes in bytes of state, gradients, copies and buffers at a point in a step."""
+    mechanisms = used_by(rank.plan)
     sizes: dict[str, float] = {component: state.get(component, 0) for component in COMPONENTS}
     for mechanism in mechanisms:
         for component, size in mechanism.additional_bytes(rank, point).items():

@@ -55,9 +55,11 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     numbers = [int(part) for part in match.groups()[:3] if part]
     name = match[4]
     if 0 in numbers or len(numbers) > 2 or bool(name) == (gpu is not None):
-        what = f"--cluster {shown(text)} is not accepted"
-        why = "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs"
-        raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
+        raise UserError(
+            f"--cluster {shown(text)} is not accepted",
+            "it must be NxMxGPU, MxGPU, or NxM with --gpu, for N nodes of M GPUs",
+            "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu",
+        )
     nodes, gpus_per_node = [1] * (2 - len(numbers)) + numbers
     gpu_spec = parse_gpu(gpu or name)
     machine = Machine(

@@ -35,7 +35,6 @@ class Rates:
     link_bytes_per_s: float  # bytes/s that a process sends in a collective inside a node
     network_bytes_per_s: float = NIC_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1 if matrix multiplications do not run in waves
-    kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # whether Python and the computation share the CPU

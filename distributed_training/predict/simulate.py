@@ -115,12 +115,14 @@ def ideal_bubble(schedule: str, p: int, m: int) -> float:
     return 1 - 3 * m * len(ranks) / (p * duration)
 
 
-def predict_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
-    """Return the expected (start, end) times of each operation in seconds, given the durations
-    that the plan stores."""
-    assert plan.orders is not None
+def predict_ends(plan: Draft) -> tuple[tuple[float, ...], ...]:
+    """Return the expected end of each operation of each rank in seconds, given the durations that
+    the plan stores, or () if it stores none."""
+    if plan.orders is None:
+        return ()
+    orders = find_orders(plan)
     durations = durations_by_step(plan.orders.stage_s)
-    spans = simulate(
-        find_orders(plan), durations, map_consumers(plan.stages.ranks, plan.orders.message_s)
+    spans = simulate(orders, durations, map_consumers(plan.stages.ranks, plan.orders.message_s))
+    return tuple(
+        tuple(spans[kind, stage][number][1] for kind, stage, number in order) for order in orders
     )
-    return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}

@@ -14,17 +14,22 @@ Here and in the other modules of predict/, floats are added with `math.fsum`, be
 differently since Python 3.12."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from distributed_training.plan.orders import Operation, Step, find_orders
+from distributed_training.plan.orders import Step, find_orders
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.cost import NO_COST, Cost, PassCosts, add_costs
 from distributed_training.predict.costs import used_by
 from distributed_training.predict.costs.loss import head_costs
 from distributed_training.predict.costs.pp import embedding_gradient_bytes, message_s
 from distributed_training.predict.costs.zero import offload_s
-from distributed_training.predict.mechanism import PipelineRank, Timing, pipeline_ranks
+from distributed_training.predict.mechanism import (
+    NO_COST,
+    Cost,
+    PassCosts,
+    PipelineRank,
+    Timing,
+    pipeline_ranks,
+)
 from distributed_training.predict.rates import FITTED, Rates
 from distributed_training.predict.simulate import map_consumers, simulate, total_duration
 
@@ -44,10 +49,12 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     orders = find_orders(plan)
     costs = step.operation_costs()
     durations = {key: cost.total_s for key, cost in costs.items()}
-    busy_s = [_busy_s(order, durations) for order in orders]
+    # These sums are exact, so that ranks whose operations differ only in their order are equally
+    # busy in every version of Python.
+    busy_s = [math.fsum(durations[kind, stage] for kind, stage, _ in order) for order in orders]
     # If several ranks are equally busy, the rank with the most parameters is the slowest.
     slowest = max(ranks, key=lambda rank: (busy_s[rank.index], rank.trained_parameters))
-    computing = add_costs(costs[kind, stage] for kind, stage, _ in orders[slowest.index])
+    computing = sum((costs[kind, stage] for kind, stage, _ in orders[slowest.index]), NO_COST)
     consumers = map_consumers(plan.stages.ranks, message_s(step))
     gpu_passes_s = total_duration(simulate(orders, durations, consumers))
     if rates.on_host:  # while a stage waits, other stages can use its CPU cores
@@ -80,15 +87,6 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
         total_s,
         max(bottlenecks, key=lambda name: bottlenecks[name]),
     )
-
-
-def _busy_s(
-    order: Sequence[Operation],
-    durations: Mapping[Step, float],
-) -> float:
-    """Return the total duration of a rank's operations. The sum is exact, so that ranks whose
-    operations differ only in their order are equally busy in every version of Python."""
-    return math.fsum(durations[kind, stage] for kind, stage, _ in order)
 
 
 class StepCosts(Timing):
@@ -129,7 +127,7 @@ class StepCosts(Timing):
     def costs_of_kind(self) -> PassCosts:
         """Return the costs of a block of one kind for one micro-batch."""
         costs = [mechanism.block_costs(self) for mechanism in self.mechanisms]
-        forward, inputs, weights = map(add_costs, zip(*costs, strict=True))
+        forward, inputs, weights = (sum(parts, NO_COST) for parts in zip(*costs, strict=True))
         # Bytes read and written per micro-batch for the block's gradients and rounded weights
         split_parameters = self.kind.split_parameters
         num_parameters = self.kind.parameters - split_parameters + split_parameters / self.tp

@@ -5,13 +5,13 @@ from collections import Counter, defaultdict
 
 from distributed_training.plan.plan import Draft
 from distributed_training.predict.costs import used_by
-from distributed_training.predict.mechanism import PipelineRank, Traffic, pipeline_ranks, sent_bytes
+from distributed_training.predict.mechanism import PipelineRank, pipeline_ranks, sent_bytes
 
 
-def tensor_bytes(rank: PipelineRank) -> Traffic:
+def tensor_bytes(rank: PipelineRank) -> Counter[tuple[str, str]]:
     """Return the total size in bytes of the tensors that a rank communicates per step, by axis and
     operation. Tensors of at most 8 bytes are omitted."""
-    total: Traffic = Counter()
+    total: Counter[tuple[str, str]] = Counter()
     for mechanism in used_by(rank.plan):
         total.update(mechanism.layer_traffic(rank))
         total.update(mechanism.data_parallel_traffic(rank))

@@ -44,7 +44,7 @@ def test_the_first_choice_is_one_that_a_practitioner_would_accept():
 def test_the_first_layout_is_found_without_predicting_all(gpus, values):
     request = build_config({"model": "Qwen/Qwen3-4B", **values})
     cluster = parse_cluster(gpus)
-    first = find_first(predict_all(request, cluster), cluster)
+    first = find_first(predict_all(request, cluster))
     assert describe_layout(first) == describe_layout(sort_layouts(request, cluster)[0])
 
 

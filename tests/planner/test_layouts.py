@@ -60,7 +60,7 @@ def test_pipeline_cut_sets_the_partition():
             f"pipeline_cut='{cut}'", "2 positive numbers", "24 blocks", "pipeline_cut to 14,10"
         ):
             layout_for(2, strategy="pp", pipeline_cut=cut)
-    with refused("pp=1"):
+    with refused("1 positive numbers"):
         layout_for(2, strategy="dp", pipeline_cut="12,12")
 
 

@@ -18,7 +18,6 @@ from distributed_training.predict.simulate import (
     durations_by_step,
     ideal_bubble,
     map_consumers,
-    predict_spans,
     simulate,
     total_duration,
 )
@@ -96,6 +95,14 @@ def test_equal_operations_idle_as_the_formula_says():
     seconds = ((1.0, 1.0, 1.0),) * 8
     found = order_length(search_order(seconds, (1,) * 8, 7, 0.0), seconds, 0.0)
     assert 1 - 6 * 7 / found == pytest.approx(ideal_bubble("zb-auto", 4, 7))
+
+
+def predict_spans(plan):
+    """Return the expected (start, end) of each operation."""
+    durations = durations_by_step(plan.orders.stage_s)
+    consumers = map_consumers(plan.stages.ranks, plan.orders.message_s)
+    spans = simulate(orders.find_orders(plan), durations, consumers)
+    return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}
 
 
 def test_a_search_uses_the_machines_rates_and_runs_only_once(tmp_path, monkeypatch):

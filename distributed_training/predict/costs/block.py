@@ -3,10 +3,12 @@ element-wise operations and attention follow the code in models/, with fitted co
 
 import math
 
-from distributed_training.predict.cost import NO_COST, Cost, PassCosts
 from distributed_training.predict.mechanism import (
     GRADIENT_SUM_BYTES,
+    NO_COST,
+    Cost,
     Mechanism,
+    PassCosts,
     PipelineRank,
     Sizes,
     StepPoint,
@@ -49,7 +51,7 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
     is assumed to cost twice as much as the forward pass."""
     fitted = FITTED.elementwise
     eager_factor = 1.0 if timing.config.compile else fitted.eager
-    start_s = fitted.starts * eager_factor * timing.rates.kernel_s
+    start_s = fitted.starts * eager_factor * FITTED.kernel_s
     relative_size = timing.split_values("compiled") / 12  # GPT-2's blocks were measured
     values = fitted.between * timing.hidden_share + fitted.split * relative_size / timing.tp
     moved_bytes = values * timing.hidden_bytes * eager_factor

@@ -4,9 +4,9 @@ pass recomputes the others. This module does not import torch."""
 import math
 from collections.abc import Sequence
 
-from distributed_training.predict.cost import Cost
 from distributed_training.predict.costs import block, lora, tp
 from distributed_training.predict.mechanism import (
+    Cost,
     Mechanism,
     PipelineRank,
     Sizes,

@@ -2,11 +2,17 @@
 of the cp axis. This module does not import torch."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
-from distributed_training.predict.cost import Cost, PassCosts
-from distributed_training.predict.mechanism import Mechanism, PipelineRank, Sizes, Timing, Traffic
+from distributed_training.predict.mechanism import (
+    Cost,
+    Mechanism,
+    PassCosts,
+    PipelineRank,
+    Sizes,
+    Timing,
+    Traffic,
+)
 
 
 def exchanged_values(sizes: Sizes) -> tuple[float, float]:
@@ -24,7 +30,7 @@ def cp_traffic(rank: PipelineRank) -> Traffic:
     and one after it."""
     num_passes = 2 + rank.recomputed_share
     values = num_passes * rank.num_microbatches * rank.num_blocks * sum(exchanged_values(rank))
-    return Counter({("cp", "all_to_all"): int(values * rank.value_bytes)})
+    return {("cp", "all_to_all"): int(values * rank.value_bytes)}
 
 
 def exchange_cost(timing: Timing) -> Cost:

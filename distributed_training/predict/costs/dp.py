@@ -1,8 +1,6 @@
 """Estimate the cost of data parallelism with full replicas, whose gradients are averaged by
 PyTorch's DDP or by a strategy's own engine. This module does not import torch."""
 
-from collections import Counter
-
 from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
@@ -10,7 +8,6 @@ from distributed_training.predict.mechanism import (
     StepPoint,
     Traffic,
 )
-from distributed_training.settings.keys import Options
 
 
 def gradient_traffic(rank: PipelineRank) -> Traffic:
@@ -20,18 +17,15 @@ def gradient_traffic(rank: PipelineRank) -> Traffic:
     if rank.config.gradient_compression == "none" and not rank.config.has_bf16_weights:
         # Adapters are as small as compressed matrices.
         matrices = _matrix_shapes(rank) if rank.trained_share else []
-        values = rank.plan.engine_options
-        options = rank.strategy.options(values) if values else Options()
+        options = rank.strategy.options(rank.plan.engine_options)
         bytes_by_operation = options.sent_bytes(
             rank.trained_parameters, matrices, rank.mesh["dp_replicate"]
         )
     steps = rank.plan.steps_between_exchanges or 1
-    return Counter(
-        {
-            ("dp_replicate", operation): num_bytes // steps
-            for operation, num_bytes in bytes_by_operation.items()
-        }
-    )
+    return {
+        ("dp_replicate", operation): num_bytes // steps
+        for operation, num_bytes in bytes_by_operation.items()
+    }
 
 
 def _matrix_shapes(rank: PipelineRank) -> list[tuple[int, int]]:

@@ -1,8 +1,6 @@
 """Estimate the cost of PyTorch's FSDP, which shards state over dp_shard and replicates the shards
 over dp_replicate. This module does not import torch."""
 
-from collections import Counter
-
 from distributed_training.predict.costs.lora import base_bytes
 from distributed_training.predict.mechanism import (
     ComponentBytes,
@@ -18,7 +16,7 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic for gathering each block before its forward and backward passes in every
     micro-batch, and for reduce-scattering its gradients. In a pipeline, these collectives run once
     per step, before and after the pipeline's passes."""
-    traffic: Traffic = Counter()
+    traffic: Traffic = {}
     if rank.shards > 1:
         outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
         block_bytes = base_bytes(rank) - outer_bytes + rank.dtype_bytes * rank.adapter_parameters

@@ -3,12 +3,13 @@ import torch."""
 
 import math
 
-from distributed_training.predict.cost import NO_COST, PassCosts
 from distributed_training.predict.costs.block import backward_bytes, matrix_shapes, mlp_values
 from distributed_training.predict.costs.zero import OFFLOADED
 from distributed_training.predict.mechanism import (
+    NO_COST,
     ComponentBytes,
     Mechanism,
+    PassCosts,
     PipelineRank,
     Sizes,
     Timing,

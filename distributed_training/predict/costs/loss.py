@@ -4,11 +4,12 @@ or in chunks. This module does not import torch."""
 import math
 from typing import NamedTuple
 
-from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.mechanism import (
     GRADIENT_SUM_BYTES,
     ComponentBytes,
+    Cost,
     Mechanism,
+    PassCosts,
     PipelineRank,
     Sizes,
     StepPoint,

@@ -1,8 +1,6 @@
 """Estimate the cost of pipeline parallelism, which partitions layers into stages over pp. The
 module predict/simulate.py computes how long stages wait. This module does not import torch."""
 
-from collections import Counter
-
 from distributed_training.plan.schedules import P2P_CHANNELS
 from distributed_training.predict.costs.checkpointing import boundary_bytes
 from distributed_training.predict.costs.lora import base_bytes
@@ -23,7 +21,7 @@ def stage_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic between stages in one step: activations, their gradients and, if the
     embedding is tied, the embedding's gradient."""
     values = rank.num_boundaries * rank.num_microbatches * rank.hidden_bytes
-    traffic = Counter({("pp", "send"): int(values * rank.hidden_share)})
+    traffic: Traffic = {("pp", "send"): int(values * rank.hidden_share)}
     if rank.has_first_stage != rank.has_last_stage and rank.size.tied and rank.trained_share:
         if rank.strategy.traits.has_master_weights:
             traffic["pp", "all_reduce"] = rank.dtype_bytes * rank.embedding_parameters

@@ -1,12 +1,11 @@
 """Estimate the cost of tensor parallelism, which shards each layer over the ranks of the tp axis.
 This module does not import torch."""
 
-from collections import Counter
-
-from distributed_training.predict.cost import Cost, PassCosts
 from distributed_training.predict.mechanism import (
     ComponentBytes,
+    Cost,
     Mechanism,
+    PassCosts,
     PipelineRank,
     StepPoint,
     Timing,
@@ -46,13 +45,11 @@ def tp_traffic(rank: PipelineRank) -> Traffic:
     # With "selective", the sum is kept, and compiled blocks do not repeat it.
     keeps_sum = rank.config.activation_checkpointing == "selective" and rank.config.compile
     recomputed_sum_bytes = 0 if keeps_sum else recomputed_bytes
-    return Counter(
-        {
-            ("tp", "all_reduce"): reduced_bytes,
-            ("tp", "all_gather"): exchanged_bytes + 2 * recomputed_bytes + gathered_bytes,
-            ("tp", "reduce_scatter"): exchanged_bytes + recomputed_sum_bytes,
-        }
-    )
+    return {
+        ("tp", "all_reduce"): reduced_bytes,
+        ("tp", "all_gather"): exchanged_bytes + 2 * recomputed_bytes + gathered_bytes,
+        ("tp", "reduce_scatter"): exchanged_bytes + recomputed_sum_bytes,
+    }
 
 
 def block_exchange_costs(timing: Timing) -> PassCosts:

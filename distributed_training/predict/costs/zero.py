@@ -1,8 +1,6 @@
 """Estimate the cost of DeepSpeed's ZeRO. The ZeRO stage determines which state is sharded. State
 may be offloaded to the CPU or to NVMe. This module does not import torch."""
 
-from collections import Counter
-
 from distributed_training.predict.costs.precision import MOMENT_BYTES
 from distributed_training.predict.mechanism import (
     ComponentBytes,
@@ -82,12 +80,10 @@ def zero_traffic(rank: PipelineRank) -> Traffic:
             gathered_bytes = rank.dtype_bytes * rank.parameters + gradient_bytes
         if not rank.zero.stage3_max_reuse_distance:
             gathered_bytes *= 2
-    return Counter(
-        {
-            ("dp_shard", "all_gather"): gathered_bytes,
-            ("dp_shard", operation): num_reductions * gradient_bytes,
-        }
-    )
+    return {
+        ("dp_shard", "all_gather"): gathered_bytes,
+        ("dp_shard", operation): num_reductions * gradient_bytes,
+    }
 
 
 def update_bytes(rank: PipelineRank) -> float:
