@@ -18,6 +18,19 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401
 MapTensor = Callable[[torch.Tensor], torch.Tensor]
 scaled_mm = torch._scaled_mm  # multiplies matrices in fp8
 grouped_mm = torch.ops.aten._grouped_mm  # multiplies rows by the matrices of their groups
+# Attention's kernels and their backward passes, which return and take logarithms of sums
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def varlen_attention() -> Any:
+    """Return the kernel on GPUs, which torch.nn.attention.varlen registers."""
+    return torch.ops.torch_attn._varlen_attn
+
+
+def varlen_attention_backward() -> Any:
+    """Return the backward pass of the kernel on GPUs."""
+    return torch.ops.torch_attn._varlen_attn_backward
 
 
 class MovedModule(nn.Module):

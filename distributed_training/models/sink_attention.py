@@ -10,8 +10,7 @@ The letters in shapes are those of attention.py."""
 
 import torch
 
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from distributed_training.models import private
 
 
 class SinkAttention(torch.autograd.Function):
@@ -34,7 +33,7 @@ class SinkAttention(torch.autograd.Function):
         batch, _, length, _ = q.shape
         if ends is None:
             ctx.options = {"is_causal": mask is None, "scale": scale}
-            y, log_sum = _CPU(
+            y, log_sum = private.cpu_attention(
                 q,
                 k,
                 v,
@@ -49,7 +48,7 @@ class SinkAttention(torch.autograd.Function):
                 "scale": scale,
                 "window_size": window_size(window),
             }
-            y, log_sum, _ = torch.ops.torch_attn._varlen_attn(
+            y, log_sum, _ = private.varlen_attention()(
                 *map(to_rows, (q, k, v)),
                 ends,
                 ends,
@@ -79,7 +78,7 @@ class SinkAttention(torch.autograd.Function):
         q, k, v, sinks, ends, mask, y, total = ctx.saved_tensors
         tensors = (dy, q, k, v, y)
         if ends is None:
-            gradients = _CPU_BACKWARD(
+            gradients = private.cpu_attention_backward(
                 *tensors,
                 total,
                 dropout_p=0.0,
@@ -88,7 +87,7 @@ class SinkAttention(torch.autograd.Function):
             )
         else:
             random_state = total.new_zeros(2, dtype=torch.uint64)  # unused
-            gradients = torch.ops.torch_attn._varlen_attn_backward(
+            gradients = private.varlen_attention_backward()(
                 *map(to_rows, tensors),
                 total.transpose(0, 1).flatten(1),
                 ends,

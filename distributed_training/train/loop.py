@@ -413,13 +413,13 @@ class Trainer:
 
     def _generate_sample(self, when: str) -> str | None:
         """Generate, print and return text that continues the prompts. Return None if there is no
-        prompt, if tp, cp or pp splits the model, if the chat template rejects a prompt, or if a
+        prompt, if the layout splits the model, if the chat template rejects a prompt, or if a
         signal arrives."""
         topology = self.topology
         if self.plan.config.generate is None:
             return None
-        if topology.tp * topology.cp * topology.pp > 1:
-            self.display.note("no sample is generated, because tp, cp or pp splits the model")
+        if topology.dp_size < topology.world_size:
+            self.display.note("no sample is generated, because the layout splits the model")
             return None
         tokenizer = self.data.tokenizer
         is_chat = self.data.is_chat

@@ -56,23 +56,27 @@ def test_ranks_share_a_file_without_a_name(ranks, tmp_path):
 
 
 class FakeMonitor:
-    def __init__(self, result):
+    def __init__(self, folder, result):
+        self.folder = folder
         self.result = result
 
     def check(self, ranks):
         assert sorted(ranks) == [0, 1]
+        while len(list(self.folder.glob("pid-*"))) < 2:
+            time.sleep(0.01)
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
 
 
-def test_a_hang_ends_the_ranks(ranks):
-    outcome = ranks(WAIT, monitor=FakeMonitor("rank 1 hangs"))
+def test_a_hang_ends_the_ranks(ranks, tmp_path):
+    outcome = ranks(WAIT, monitor=FakeMonitor(tmp_path, "rank 1 hangs"))
     assert (outcome.exit_code, outcome.reason) == (1, "rank 1 hangs")
 
 
-def test_a_monitor_that_fails_ends_no_run(ranks, capfd):
-    outcome = ranks("time.sleep(1.5)", monitor=FakeMonitor(ValueError("a fault made on purpose")))
+def test_a_monitor_that_fails_ends_no_run(ranks, tmp_path, capfd):
+    monitor = FakeMonitor(tmp_path, ValueError("a fault made on purpose"))
+    outcome = ranks("time.sleep(1.5)", monitor=monitor)
     assert outcome.exit_code == 0
     assert capfd.readouterr().err.count("a fault made on purpose") == 1
 
