@@ -2,6 +2,7 @@
 
 This module does not import torch."""
 
+import importlib.util
 import os
 import time
 import uuid
@@ -120,6 +121,8 @@ def choose_model(
                 "blocks. The others have matrices with other names"
             )
         note_experts(size, request.lora_rank, targets, notes)
+    if size.has_linear_attention and machine.num_gpus and not importlib.util.find_spec("fla"):
+        notes.append("the model's linear attention needs: pip install flash-linear-attention")
     if continues_adapters:
         from distributed_training.models.peft import keys_to_continue
 
