@@ -1,49 +1,73 @@
 """Take a small sample of a large text, to estimate how many training samples the text has. This
 module does not import torch."""
 
-import codecs
-import itertools
-from collections.abc import Iterator, Sequence
+import math
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distributed_training.data.corpus import Corpus, count_corpus_bytes
-from distributed_training.data.files import open_file
+import numpy as np
 
-SAMPLE_BYTES = 2**21
-ERROR = 0.05  # relative uncertainty of the number of samples, with a few thousand lines
-SUFFIXES = (".txt", ".md", ".jsonl")  # files with lines of text
+from distributed_training.data.corpus import Corpus, count_corpus_bytes
+
+NUM_CHUNKS = 64
+CHUNK_BYTES = 2**14
+MAX_LINE_BYTES = 2**24
+MIN_ERROR = 0.05  # smallest uncertainty that is stated
+SUFFIXES = (".txt", ".md", ".jsonl")  # files that can be read from any line
 
 
 def sample_corpus(
     corpus: Corpus,
     folder: Path,
-) -> tuple[Corpus, float] | None:
-    """Write evenly spaced lines of the training text to `folder`. Return (corpus of these lines,
-    size of the text relative to the lines). A validation split consists of the same lines. Return
-    None if the files do not consist of many lines."""
+) -> tuple[Corpus, float, float] | None:
+    """Write evenly spaced chunks of the training text to `folder`. Return (corpus of the chunks,
+    size of the text relative to the chunks, relative uncertainty of the number of samples). A
+    validation split consists of the same chunks. Return None if the files cannot be read from the
+    middle, or have no lines there."""
     train = corpus["train"]
-    num_bytes = count_corpus_bytes({"train": train})
-    step = num_bytes // SAMPLE_BYTES + 1
-    sources = []
-    for index, source in enumerate(train):
-        sample = replace(source, texts=source.texts[::step])
-        if source.files:
-            if any(file.suffix not in SUFFIXES for file in source.files):
-                return None
-            file = folder / f"{index}{source.files[0].suffix}"
-            lines = itertools.islice(_read_lines(source.files), 0, None, step)
-            file.write_bytes(b"\n".join(lines))
-            sample = replace(sample, files=[file])
-        sources.append(sample)
-    scale = num_bytes / count_corpus_bytes({"train": sources})
-    if scale < 2:  # most of the text is in a few long lines
+    files = [file for source in train for file in source.files]
+    if any(file.suffix not in SUFFIXES for file in files):
         return None
-    return dict.fromkeys(corpus, sources), scale
+    chunks = _write_chunks(files, folder) if files else []
+    if files and len(chunks) < 2:  # the text is one long line
+        return None
+    error = MIN_ERROR
+    lines = [chunk.read_bytes() for _, chunk in chunks if chunk.suffix == ".jsonl"]
+    if lines:
+        densities = [text.count(b"\n") / len(text) for text in lines]
+        spread = np.std(densities, ddof=1) / np.mean(densities)
+        error = max(error, float(2 * spread / math.sqrt(len(lines))))
+    sources = [
+        replace(
+            source,
+            files=[chunk for file, chunk in chunks if file in source.files],
+            texts=source.texts[:: len(source.texts) // 64 + 1],
+        )
+        for source in train
+    ]
+    sizes = [count_corpus_bytes({"train": part}) for part in (train, sources)]
+    return dict.fromkeys(corpus, sources), sizes[0] / sizes[1], error
 
 
-def _read_lines(files: Sequence[Path]) -> Iterator[bytes]:
-    for file in files:
-        with open_file(file) as lines:
-            for line in lines:
-                yield line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
+def _write_chunks(
+    files: Sequence[Path],
+    folder: Path,
+) -> list[tuple[Path, Path]]:
+    """Write whole lines from NUM_CHUNKS evenly spaced positions in the concatenated files to
+    `folder`. Return (file, file of the chunk) for each chunk."""
+    ends = np.cumsum([file.stat().st_size for file in files])
+    chunks = []
+    for number in range(NUM_CHUNKS):
+        position = (2 * number + 1) * ends[-1] // (2 * NUM_CHUNKS)
+        index = np.searchsorted(ends, position, "right")
+        with open(files[index], "rb") as file:
+            file.seek(position - ends[index], os.SEEK_END)
+            file.readline(MAX_LINE_BYTES)
+            text = file.read(CHUNK_BYTES) + file.readline(MAX_LINE_BYTES)
+        if text:
+            chunk = folder / f"{number}{files[index].suffix}"
+            chunk.write_bytes(text)
+            chunks.append((files[index], chunk))
+    return chunks

@@ -22,7 +22,7 @@ from distributed_training.data.corpus import (
     is_hub_name,
     split_weights,
 )
-from distributed_training.data.estimate import ERROR, sample_corpus
+from distributed_training.data.estimate import MIN_ERROR, sample_corpus
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
@@ -122,10 +122,10 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
                 return read_data(draft, tokenizer_dir)
         if (sampled := sample_corpus(corpus, Path(cache_dir))) is None:
             return None
-        part, scale = sampled
+        part, scale, error = sampled
         draft = draft.with_config(num_samples=-1)
         data = read_data(draft, tokenizer_dir, Path(cache_dir), part)
-        return replace(data, scale=scale, error=ERROR)
+        return replace(data, scale=scale, error=error)
 
 
 def read_data(
@@ -137,6 +137,7 @@ def read_data(
     """Return the samples of `corpus` or, by default, of a run's dataset, with their statistics.
     Tokenize the text if its tokens are not in `cache_dir` or, by default, in the token cache."""
     config = draft.config
+    is_sample = corpus is not None
     if corpus is None:
         corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
     cache_dir = cache_dir or token_cache_dir()
@@ -149,10 +150,8 @@ def read_data(
         embedding_rows=draft.size.vocab_size,
     )
     counts = report.summarize(cache_dir / data.cache, config, can_pack=draft.size.packs)
-    return replace(
-        data,
-        counts={**counts, "unread": find_unread(config.dataset, corpus)},
-    )
+    unread = [] if is_sample else find_unread(config.dataset, corpus)
+    return replace(data, counts={**counts, "unread": unread})
 
 
 def count_work(draft: Draft, notes: list[str]) -> Amount | str:
@@ -191,7 +190,7 @@ def resolve_data_values(
     if error and 0 < config.num_samples < num_samples:
         num_sequences = round(num_sequences * config.num_samples / num_samples)
         num_samples = config.num_samples
-        error = ERROR if data.packs else 0.0
+        error = MIN_ERROR if data.packs else 0.0
     if num_samples < config.num_samples and draft.requested.is_set("num_samples"):
         notes.append(f"the dataset has only {plural(num_samples, 'training sample')}")
     if not data.packs and config.pack == AUTO:

@@ -1,12 +1,13 @@
 """Test runs that train on several datasets with weights."""
 
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from distributed_training.data.corpus import find_corpus, split_weights
-from distributed_training.data.estimate import ERROR, sample_corpus
+from distributed_training.data.estimate import sample_corpus
 from distributed_training.data.report import summarize
 from distributed_training.settings.request import build_config
 from tests.data.test_folders import write
@@ -87,13 +88,24 @@ def test_running_text_and_records_are_not_mixed(tmp_path):
         find_corpus(f"{records} {tmp_path / 'b.txt'}")
 
 
-def test_the_size_of_a_mix_is_estimated_from_lines(tokenizer, tmp_path):
-    (tmp_path / "lines").mkdir()
+def test_the_size_of_a_mix_is_estimated_from_chunks(tokenizer, tmp_path):
+    (tmp_path / "chunks").mkdir()
     files = [
         write_records(tmp_path / f"{name}.jsonl", n) for name, n in (("a", 300_000), ("b", 100_000))
     ]
     config = {"dataset": [f"{files[0]}:2", files[1]], "pack": False}
     corpus = find_corpus(build_config(config).dataset)
-    lines, scale = sample_corpus(corpus, tmp_path / "lines")
-    data = prepare(tmp_path / "cache", tokenizer, lines, **config)
-    assert scale * len(data.train) == pytest.approx(700_000 * 0.95, rel=ERROR)
+    chunks, scale, error = sample_corpus(corpus, tmp_path / "chunks")
+    data = prepare(tmp_path / "cache", tokenizer, chunks, **config)
+    assert scale * len(data.train) == pytest.approx(700_000 * 0.95, rel=error)
+
+
+def test_lines_of_alternating_lengths_are_estimated(tokenizer, tmp_path):
+    (tmp_path / "chunks").mkdir()
+    file = tmp_path / "a.jsonl"
+    lines = (json.dumps({"text": "one two " * (1 + 60 * (n % 2))}) for n in range(20_000))
+    file.write_text("\n".join(lines))
+    config = {"dataset": str(file), "pack": False}
+    chunks, scale, error = sample_corpus(find_corpus(str(file)), tmp_path / "chunks")
+    data = prepare(tmp_path / "cache", tokenizer, chunks, **config)
+    assert scale * len(data.train) == pytest.approx(20_000 * 0.95, rel=error)
