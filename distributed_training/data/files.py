@@ -1,6 +1,7 @@
 """Read text files in blocks, and record files record by record, to save memory. Only .json files
 are read as a whole. This module does not import torch."""
 
+import codecs
 import contextlib
 import csv
 import hashlib
@@ -20,7 +21,7 @@ TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 BLOCK_SIZE = 2**20  # bytes or characters read at a time
-_BATCH_ROWS = 16  # rows of a table decoded at a time
+_BATCH_ROWS = 16  # rows of a Parquet table decoded at a time
 
 
 def sha256_of(stream: IO[bytes]) -> bytes:
@@ -43,15 +44,19 @@ def read_text(
         text = io.TextIOWrapper(file, "utf-8-sig")
         read = text.readline if by_line else partial(text.read, BLOCK_SIZE)
         try:
-            for block in iter(read, ""):
-                if "\0" in block:
-                    raise _not_utf8(path, "it contains zero bytes", "UTF-16")
-                yield block
+            first = read()
+            if "\0" in first[:4]:
+                encoding = "UTF-16BE" if first[0] == "\0" else "UTF-16LE"
+                raise _not_utf8(path, "its first bytes include zero bytes", encoding)
+            if first:
+                yield first
+            yield from iter(read, "")
         except UnicodeDecodeError as error:
             text_before = error.object[: error.start][-20:].decode("ascii", "replace")
             byte = f"0x{error.object[error.start]:02x}"
             why = f"the byte {byte} after {text_before!r} is not valid UTF-8"
-            encoding = "UTF-16" if byte == "0xff" else "LATIN1"  # 0xff begins a byte-order mark
+            has_mark = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            encoding = "UTF-16" if has_mark else "LATIN1"
             raise _not_utf8(path, why, encoding) from None
 
 
@@ -141,7 +146,11 @@ def _read_table(
                 table = pyarrow.parquet.ParquetFile(file)
                 unread = dict.fromkeys(table.schema_arrow.names, ...)
                 batches = table.iter_batches(_BATCH_ROWS, columns=[*columns])
+            elif file.read(6) == b"ARROW1":
+                what = f"{path} is an Arrow file, not a stream as written by the datasets library"
+                raise UserError(what, fix="convert it to Parquet")
             else:  # a stream, as written by the datasets library
+                file.seek(0)
                 table = pyarrow.ipc.open_stream(file)
                 unread = dict.fromkeys(table.schema.names, ...)
                 batches = iter(table)
