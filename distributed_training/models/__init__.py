@@ -18,7 +18,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -305,9 +305,11 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         (size,) = self.code.sizes(folder).values()
-        if size != self.size:
-            what = f"weights {folder} are of another model than {self.label}"
-            raise UserError(what, fix=f"set model to {shown(str(folder))}")
+        for field in fields(ModelSize):
+            stored, own = (getattr(part, field.name) for part in (size, self.size))
+            if field.compare and stored != own:
+                what = f"weights {folder} have {field.name}={stored}, but the model has {own}"
+                raise UserError(what, fix=f"set model to {shown(str(folder))}")
         self._match_tensors(self._named_tensors(), folder)
 
 
@@ -330,14 +332,7 @@ def find_model(name: str) -> ModelSpec:
     hub_id = None
     if "/" in name and is_repo_id(name) and not os.path.exists(name):
         hub_id = name
-        try:
-            folder = _fetch_config(hub_id)
-        except UserError:
-            size = _load(HUB).read_shipped_sizes().get(hub_id)
-            if size is None:
-                raise
-            label = hub_id.rpartition("/")[2]
-            return ModelSpec(label=label, family=HUB, size=size, hub_id=hub_id)
+        folder = _fetch_config(hub_id)
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():

@@ -7,7 +7,6 @@ package means the values of a config.json."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from dataclasses import replace
@@ -32,17 +31,11 @@ if TYPE_CHECKING:
 MODEL_TYPES = ()  # this family accepts every model_type that no other family claims
 SIZES_FILE = Path(__file__).parent / "sizes.json"  # measured sizes by names on the Hub
 
-
-@functools.cache
-def read_shipped_sizes() -> dict[str, ModelSize]:
-    """Return the sizes in SIZES_FILE, by the names of the models on the Hub."""
-    return TypeAdapter(dict[str, ModelSize]).validate_json(SIZES_FILE.read_text())
-
-
-# With torch, a model is measured from its own config.json, if this can be fetched.
-HUB_IDS: dict[str, str] = {}
+# With torch, a model is always measured from its own config.json.
+_MEASURED: dict[str, ModelSize] = {}
 if find_spec("torch") is None:
-    HUB_IDS = {name.rpartition("/")[2]: name for name in read_shipped_sizes()}
+    _MEASURED = TypeAdapter(dict[str, ModelSize]).validate_json(SIZES_FILE.read_text())
+HUB_IDS = {name.rpartition("/")[2]: name for name in _MEASURED}
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
 _VERSION = 14  # version of the format of cached sizes
@@ -54,8 +47,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     return the sizes in SIZES_FILE if torch is not installed, and otherwise none. Raises UserError
     if the model is not supported."""
     if folder is None:
-        shipped = read_shipped_sizes()
-        return {label: shipped[name] for label, name in HUB_IDS.items()}
+        return {label: _MEASURED[name] for label, name in HUB_IDS.items()}
     document = read_config(folder)
     file = folder / CONFIG_FILE
 
