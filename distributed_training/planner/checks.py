@@ -12,7 +12,6 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.sort import suggest, suggest_settings
 from distributed_training.predict.costs.precision import SAVED_BYTES
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.predict.rates import FITTED
 from distributed_training.records.display import format_bytes
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
@@ -82,9 +81,7 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
             f"{machine.gpu_name} has only {machine.gpu_memory_bytes / GIB:.1f} GiB",
             f"{suggest_settings(plan, cluster)}, or add --force to try anyway",
         )
-    needed = memory.host_bytes * plan.processes_here
-    if machine.torch_has_cuda and not machine.num_gpus:  # processes share the files of libraries
-        needed -= FITTED.process_bytes.cuda_libraries * (plan.processes_here - 1)
+    needed = prediction.ram_bytes
     if needed > machine.ram_bytes and (cluster.is_local or not plan.requested.force):
         raise UserError(
             f"the run needs about {needed / GIB:.1f} GiB of RAM for "

@@ -121,12 +121,21 @@ class Prediction:
         return state_fits(self.plan)
 
     @property
+    def ram_bytes(self) -> int:
+        """RAM that the processes of a node need together. They share the files of libraries."""
+        machine, processes_here = self.plan.machine, self.plan.processes_here
+        needed = self.memory.host_bytes * processes_here
+        if machine.torch_has_cuda and not machine.num_gpus:
+            needed -= FITTED.process_bytes.cuda_libraries * (processes_here - 1)
+        return needed
+
+    @property
     def memory_fit(self) -> MemoryFit:
         """Likelihood that the processes fit into GPU memory, host memory and the disk, as a value
         from MEMORY_FITS."""
         machine, processes_here = self.plan.machine, self.plan.processes_here
         fits_host = (
-            self.memory.host_bytes * processes_here <= machine.ram_bytes
+            self.ram_bytes <= machine.ram_bytes
             and self.memory.state["disk"] * processes_here <= machine.disk_bytes
         )
         return self.gpu_memory_fit if fits_host else "no"
