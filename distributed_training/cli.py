@@ -156,6 +156,8 @@ def read_options(
         if overrides is not None:
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
+            if not fix and not unknown[0].startswith("-"):
+                fix = "put a value of several words in quotes"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
     models = [getattr(arguments, "model", None)]
     if overrides is not None:

@@ -140,15 +140,16 @@ def build_stages(candidate: Candidate) -> Stages:
         example = ",".join(map(str, counts))
         words = config.pipeline_cut.split(",")
         are_numbers = all(word.strip().isdecimal() for word in words)
-        counts = list(map(int, words)) if are_numbers else [0]
+        counts = tuple(map(int, words)) if are_numbers else (0,)
         is_cut = sum(counts) == size.num_layers and min(counts) > 0
         if len(counts) != len(ranks) or not is_cut:
             raise UserError(
-                f"pipeline_cut={config.pipeline_cut!r} must be {len(ranks)} positive numbers "
-                f"that add up to the {size.num_layers} blocks of {config.model}",
+                f"pipeline_cut={config.pipeline_cut!r} must be "
+                f"{plural(len(ranks), 'positive number')} for all "
+                f"{size.num_layers} blocks of {config.model}",
                 fix=f"set pipeline_cut to {example}, for example, or to None",
             )
-    return Stages(blocks_per_stage=tuple(counts), ranks=ranks)
+    return Stages(blocks_per_stage=counts, ranks=ranks)
 
 
 def _check_divisible(candidate: Candidate) -> None:
@@ -188,7 +189,7 @@ def _check_divisible(candidate: Candidate) -> None:
         raise UserError(
             f"strategy={candidate.strategy.name!r} cannot split {label}",
             "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "
-            "qwen2 or qwen3 model",
+            "qwen2 or qwen3 model without sliding windows",
         )
     stages_per_rank = candidate.schedule.stages_per_rank
     if pp * stages_per_rank > size.num_layers:
@@ -206,7 +207,7 @@ def balanced_cut(
     block_cost: int,
     head_cost: int,
     ranks: tuple[int, ...],
-) -> list[int]:
+) -> tuple[int, ...]:
     """Return the number of blocks in each stage, chosen to minimize the highest cost of any rank.
     Each stage has at least one block.
 
@@ -230,7 +231,7 @@ def balanced_cut(
         totals[rank] += 1
         costs[rank] += block_cost
     if stages_per_rank == 1:
-        return totals
+        return tuple(totals)
     v_shaped = ranks[pp] == pp - 1
     first_stages = [-(-total // 2) if v_shaped else total // 2 for total in totals]
     # The stage with the output layer should cost as much as the other stage of the same rank.
@@ -238,7 +239,7 @@ def balanced_cut(
         1, (totals[last_rank] * block_cost - head_cost) // (2 * block_cost)
     )
     second_stages = [total - blocks for total, blocks in zip(totals, first_stages, strict=True)]
-    return first_stages + (second_stages[::-1] if v_shaped else second_stages)
+    return *first_stages, *(second_stages[::-1] if v_shaped else second_stages)
 
 
 def split_batch(candidate: Candidate) -> Batch:

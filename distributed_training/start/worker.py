@@ -114,7 +114,8 @@ def prepare_device(num_gpus: int, process: Process) -> torch.device:
     if not torch.cuda.is_available():
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
-        raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+        raise UserError(what, f"it was built for {built}", fix)
     num_visible = torch.cuda.device_count()
     if process.local_world_size > num_visible:
         what = f"{process.local_world_size} processes run here, but each sees {num_visible} GPUs"

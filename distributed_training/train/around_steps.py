@@ -152,9 +152,14 @@ class Checkpoints:
         except FloatingPointError as error:
             what = f"step {self.saved_step} was not saved: {error}"
             raise trainer.results.build_error(what) from None
+        waited_before = not all(save["copied"] for save in trainer.history.saves)
         trainer.history.saves.append(row)
         trainer.recorder.store(trainer.history)
         trainer.display.say(f"saved {folder.parent.name}/{folder.name}")
+        if not (row["copied"] or waited_before):
+            trainer.display.note(
+                "training waits during saves, because a copy of the state does not fit in RAM"
+            )
 
     def restore(self, trainer: Trainer, folder: Path) -> None:
         """Continue the run from a checkpoint: restore engine, random numbers, history, record and

@@ -419,7 +419,8 @@ class Trainer:
         if self.plan.config.generate is None:
             return None
         if topology.dp_size < topology.world_size:
-            self.display.note("no sample is generated, because the layout splits the model")
+            if when == "after":
+                self.display.note("no sample is generated, because the layout splits the model")
             return None
         tokenizer = self.data.tokenizer
         is_chat = self.data.is_chat

@@ -25,10 +25,10 @@ def build_profiler(
     last steps are traced, except for the first one. Every other run traces no step that captures a
     graph."""
     num_traced = plan.config.profile
-    if not num_traced:
+    num_steps = (plan.num_steps or 0) - last_step
+    if not num_traced or num_steps < 2:
         return None
     warm_up = NUM_EAGER_STEPS + 2 if plan.config.cuda_graphs else MAX_WARMUP_STEPS
-    num_steps = (plan.num_steps or 0) - last_step
     # The profiler warms up in the step before the first traced step.
     wait = max(0, min(warm_up - 1, num_steps - num_traced - 1))
 
