@@ -138,8 +138,8 @@ class NativeEngine(base.Engine):
     ) -> None:
         """Parallelize this rank's stages, or the whole model if there is no pipeline."""
         stages = self.plan.stages
-        # Keys are stage indices. In V-shaped schedules (zb-v and zb-auto), rank 0 has the first and
-        # the last stage, and both contain the embedding if it is tied.
+        # Keys are stage indices. Under zb-v, rank 0 has the first and the last stage, and both
+        # contain the embedding if it is tied.
         self.stages = nn.ModuleDict()
         for index, stage_blocks in enumerate(stages.block_ranges):
             if stages.ranks[index] == self.topology.pp_rank:

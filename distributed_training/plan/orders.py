@@ -1,9 +1,8 @@
 """Define the order of operations on each rank of a pipeline. This module does not import torch.
 
-The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.14), except that
-planner/search.py finds the order for `zb-auto`. An operation is (kind, stage, micro-batch). The
-kinds are "F" (forward), "B" (backward), "I" (backward for inputs only) and "W" (backward for
-weights only)."""
+The orders match torch.distributed.pipelining (schedules.py in versions 2.11 to 2.14). An operation
+is (kind, stage, micro-batch). The kinds are "F" (forward), "B" (backward), "I" (backward for inputs
+only) and "W" (backward for weights only)."""
 
 import functools
 import itertools
@@ -18,11 +17,7 @@ Order = tuple[Operation, ...]  # operations of one rank
 
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
-    """Return each pipeline rank's order of operations. The plan stores the orders of a searched
-    schedule; other schedules define their orders."""
-    if plan.schedule.is_searched:
-        assert plan.orders is not None, "lay_out stores the orders of a searched schedule"
-        return plan.orders.by_place
+    """Return each pipeline rank's order of operations."""
     return build_orders(
         plan.config.pipeline_schedule,
         plan.mesh["pp"],
@@ -39,12 +34,12 @@ def build_orders(
     """Return the order of operations on each of `p` pipeline ranks for `m` micro-batches."""
     if p == 1:  # Without a pipeline, micro-batches run one after another.
         schedule = "1f1b"
-    if schedule in ("zb-v", "zb-auto"):  # a search for zb-auto starts from zb-v's order
+    if schedule == "zb-v":
         return tuple(_build_zb_v_order(p, m, rank) for rank in range(p))
     return tuple(_build_1f1b_order(schedule, p, m, rank) for rank in range(p))
 
 
-def number_micro_batches(steps: Iterable[Step]) -> Order:
+def _number_micro_batches(steps: Iterable[Step]) -> Order:
     """Add micro-batch numbers to the steps. Micro-batches are numbered separately for each kind and
     stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
@@ -84,7 +79,7 @@ def _build_1f1b_order(
                 order.append(("W", 0))
     if splits_backward:
         order += [("W", 0)] * min(rank, m)
-    return number_micro_batches((kind, local_stage * p + rank) for kind, local_stage in order)
+    return _number_micro_batches((kind, local_stage * p + rank) for kind, local_stage in order)
 
 
 def _build_zb_v_order(p: int, m: int, rank: int) -> Order:
@@ -96,7 +91,7 @@ def _build_zb_v_order(p: int, m: int, rank: int) -> Order:
     steps += "FIWfiw" * (num_padded - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
     steps += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
     second_stage = 2 * p - 1 - rank
-    order = number_micro_batches(
+    order = _number_micro_batches(
         (letter.upper(), rank if letter.isupper() else second_stage) for letter in steps
     )
     return tuple(step for step in order if step[2] < m)

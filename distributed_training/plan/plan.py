@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Amount, Batch, Stages, format_axes
-from distributed_training.plan.schedules import Schedule, TimedOrders, find_schedule
+from distributed_training.plan.schedules import PipelineTimes, Schedule, find_schedule
 from distributed_training.settings.config import KEYS, DraftConfig, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import JsonObject, load_object
@@ -60,8 +60,8 @@ class Draft:
     # gradients are averaged in every step
     steps_between_exchanges: int | None = None
     engine_bytes_per_parameter: float = 0  # bytes of state that the strategy's engine adds
-    # Orders and durations of pipeline operations, if the schedule is V-shaped
-    orders: TimedOrders | None = None
+    # Times by which pipeline ranks sort their messages, if the schedule is V-shaped
+    orders: PipelineTimes | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
     tokenized: bool = False  # whether the token cache contained the samples before this plan
 

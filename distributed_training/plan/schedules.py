@@ -5,7 +5,7 @@ p is the number of ranks along pp, and m is the number of micro-batches per step
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # A pending receive occupies this many SMs. With NCCL's default, matrix multiplications that fill a
 # GPU take up to 1.8 times as long during a receive (results/channels.json).
@@ -22,7 +22,6 @@ class Schedule:
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     # True if input gradients and weight gradients are computed at different times
     splits_backward: bool = False
-    is_searched: bool = False  # whether a search finds its order, which takes 1 to 2 s
     # (p, m) -> whether p ranks can run m micro-batches
     accepts: Callable[[int, int], bool] = lambda p, m: True
 
@@ -40,12 +39,10 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedOrders:
-    """Order of operations on each rank of a V-shaped pipeline, and the predicted durations in
-    seconds."""
+class PipelineTimes:
+    """Predicted times of a V-shaped pipeline, in seconds."""
 
-    # Order of each pipeline rank, as in orders.py; () unless the schedule is searched
-    by_place: tuple[tuple[tuple[str, int, int], ...], ...]
+    by_place: tuple[()] = ()  # unused, but format 4 of plan.json has this key
     stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
 
@@ -72,10 +69,6 @@ SCHEDULES = {
         splits_backward=True,
     ),
 }
-# If all operations take equally long, no order is shorter than zb-v's.
-SCHEDULES["zb-auto"] = replace(
-    SCHEDULES["zb-v"], kept_micro_batches=lambda p, m: min(p + 1, m), is_searched=True
-)
 # Without a pipeline, micro-batches run one after another.
 NO_PIPELINE = Schedule(kept_micro_batches=lambda p, m: 1)
 

@@ -16,7 +16,7 @@ from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import TimedOrders
+from distributed_training.plan.schedules import PipelineTimes
 from distributed_training.planner.conflicts import check_settings
 from distributed_training.planner.layouts import (
     OPEN_BATCH,
@@ -26,7 +26,6 @@ from distributed_training.planner.layouts import (
     fill_mesh,
     split_batch,
 )
-from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.predict.rates import Rates, gpu_rates
@@ -244,7 +243,7 @@ def _complete(
     rates: Rates | None,
     notes: list[str],
 ) -> Draft:
-    """Return a draft with the switches and orders that follow from its other fields, after checking
+    """Return a draft with the switches and times that follow from its other fields, after checking
     that its settings can be combined."""
     draft = draft.with_config(**_choose_switches(draft, notes))
     tp = draft.mesh["tp"]
@@ -257,7 +256,7 @@ def _complete(
         )
     check_settings(draft, notes)
     if draft.schedule.v_shaped:
-        draft = replace(draft, orders=_find_timed_orders(draft, rates))
+        draft = replace(draft, orders=_predict_times(draft, rates))
     return draft
 
 
@@ -369,21 +368,17 @@ def _graph_obstacle(plan: Draft) -> str:
     return "a CPU" if plan.machine.num_gpus == 0 else ""
 
 
-def _find_timed_orders(plan: Draft, rates: Rates | None) -> TimedOrders:
-    """Return the orders of operations of a V-shaped pipeline, with the predicted durations by which
-    ranks sort their messages. If the rates are unknown, the durations are predicted with those of
-    an H200. The plan stores the orders, because ranks with different orders would
-    deadlock."""
+def _predict_times(plan: Draft, rates: Rates | None) -> PipelineTimes:
+    """Return the durations by which the ranks of a V-shaped pipeline sort their messages. If the
+    rates are unknown, the durations are predicted with those of an H200. The plan stores the
+    durations, because ranks with different orders of messages would deadlock."""
     step = StepCosts(plan, rates or gpu_rates(parse_gpu("H200")))
     costs = step.operation_costs()
-    blocks = plan.stages.blocks_per_stage
     seconds = tuple(
         (costs["F", stage].total_s, costs["I", stage].total_s, costs["W", stage].total_s)
-        for stage in range(len(blocks))
+        for stage in range(len(plan.stages.ranks))
     )
-    if plan.schedule.is_searched:
-        return search_orders(seconds, blocks, plan.batch.num_microbatches, message_s(step))
-    return TimedOrders(by_place=(), stage_s=seconds, message_s=message_s(step))
+    return PipelineTimes(stage_s=seconds, message_s=message_s(step))
 
 
 def note_experts(

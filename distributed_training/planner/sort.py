@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import choose_model, lay_out, with_checkpointing
 from distributed_training.planner.layouts import (
     OPEN_SETTINGS,
@@ -288,14 +287,9 @@ def _vary_mesh(candidate: Candidate, num_processes: int) -> Iterator[Candidate]:
     for mesh in all_meshes(candidate.strategy, num_processes):
         if any(getattr(request, axis) not in (None, -1, size) for axis, size in mesh.items()):
             continue
-        schedules: list[str] = [request.pipeline_schedule]
-        if mesh["pp"] > 1 and schedules == [AUTO]:
-            # Searching for an order takes 1 to 2 s, so a search runs only on request.
-            schedules = [
-                name
-                for name in candidate.strategy.traits.schedules
-                if not SCHEDULES[name].is_searched
-            ]
+        schedules: tuple[str, ...] = (request.pipeline_schedule,)
+        if mesh["pp"] > 1 and request.pipeline_schedule == AUTO:
+            schedules = candidate.strategy.traits.schedules
         for schedule in schedules:
             scheduled = request.model_copy(update={"pipeline_schedule": schedule})
             yield replace(candidate, request=scheduled, mesh=mesh)
@@ -329,7 +323,7 @@ def _vary_microbatches(candidate: Candidate, cluster: Cluster) -> Iterator[Predi
     yield Prediction(draft, cluster.rates)
     config = candidate.request
     is_open = config.micro_batch_size == config.num_microbatches == AUTO
-    if draft.schedule.is_searched or not is_open:
+    if not is_open:
         return
     num_microbatches = draft.batch.num_microbatches
     sequences = draft.batch.micro_batch_size * num_microbatches

@@ -2,10 +2,9 @@
 module does not import torch."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
-from distributed_training.plan.orders import Operation, Step, build_orders, find_orders
+from distributed_training.plan.orders import Order, Step, build_orders, find_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import find_schedule
 
@@ -39,13 +38,13 @@ def map_consumers(
 
 
 def simulate(
-    orders: Sequence[Sequence[Step | Operation]],
+    orders: Sequence[Order],
     durations: Mapping[Step, float],
     consumers: Mapping[Step, tuple[Step, float]],
     launch_s: Mapping[Step, float] | None = None,
 ) -> Spans:
-    """Return the (start, end) times of each operation in seconds, one pair per micro-batch. If the
-    orders deadlock, the returned mapping is empty. `consumers` is the result of `map_consumers`.
+    """Return the (start, end) times of each operation in seconds, one pair per micro-batch.
+    `consumers` is the result of `map_consumers`.
 
     `launch_s` contains the time in seconds that a rank's host needs to launch each operation. The
     host launches operations ahead of the GPU, and no operation ends on the GPU before its launch
@@ -88,14 +87,13 @@ def simulate(
                 is_stuck = False
             gpu_clocks[rank] = end
             waiting[rank] = operation
-        if is_stuck:
-            return {}
+        assert not is_stuck, "the orders deadlock"
     return {step: finished for step, finished in spans.items() if finished}
 
 
 def total_duration(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
     """Return the time in seconds at which the last operation ends."""
-    return max((times[-1][1] for times in spans.values()), default=math.inf)
+    return max(times[-1][1] for times in spans.values())
 
 
 def ideal_bubble(schedule: str, p: int, m: int) -> float:

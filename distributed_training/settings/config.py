@@ -39,7 +39,7 @@ checkpoint_key = _keys_of("Checkpoints and export")
 failure_key = _keys_of("Failures and time limits")
 
 Auto = Literal["auto"]
-PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
 PIPELINE_SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 Text = Annotated[str, Field(pattern=r"\S")]
 # A name or path. It stays a string, because a Path would turn "./a" into "a", which could be a name

@@ -116,7 +116,6 @@ REPLAYED = {
         "fsdp fp16": {"strategy": "fsdp", **micro_batches(2), "precision": "fp16"},
         "tp2": {**mesh(tp=2), **micro_batches(2)},
         "pp2-zb-v": {**mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-v"},
-        "pp2-zb-auto": {**mesh(pp=2), **micro_batches(8), "pipeline_schedule": "zb-auto"},
         "pp2-zb-v records": {
             **mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-v", **PACKED,
         },

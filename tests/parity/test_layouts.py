@@ -97,7 +97,6 @@ CASES = {
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
         "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
         "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
-        "eight/pp4-zb-auto": {**mesh(pp=4), **micro_batches(8), "pipeline_schedule": "zb-auto"},
         "padded/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V},
         "packed/shard2-pp2-interleaved": {
             **mesh(dp_shard=2, pp=2), **micro_batches(4), **INTERLEAVED,
@@ -203,7 +202,6 @@ BF16_WEIGHTS = {"precision": "bf16", "optimizer": "adamw-bf16-weights"}
 TO_RESUME = {
     2: {
         "zb-v": {**mesh(pp=2), **micro_batches(2), **ZB_V},
-        "zb-auto": {**mesh(pp=2), **micro_batches(4), "pipeline_schedule": "zb-auto"},
         "1f1b in bf16": {**mesh(pp=2), **micro_batches(2), "precision": "bf16"},
         **{f"bf16 weights under {name}": {"strategy": name, **BF16_WEIGHTS, **micro_batches(2)}
            for name in ("dp", "fsdp", "tp")},

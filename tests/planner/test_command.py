@@ -119,7 +119,6 @@ def test_json_has_the_fields_that_programs_read(plan):
     found = json.loads(plan("--cluster", "4xH200", "--json", "--model", "gpt2"))
     assert list(found) == ANSWER_FIELDS
     layouts = found["layouts"]
-    # Orders of operations are searched for only on request.
     schedules = {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
     assert {layout["schedule"] for layout in layouts} == schedules
     assert all(list(layout) == FIELDS for layout in layouts)

@@ -49,14 +49,13 @@ class Row:
 
         Memory that previous runs left in the process counts toward the peak. Old records contain
         the size of this memory, but not how much of it was in use. These records are excluded
-        unless this size is less than a quarter of the peak on the fullest rank. Runs whose order of
-        operations came from a search are excluded, because old records do not contain the order.
-        Old runs that computed the loss in chunks, or over tp, are excluded, because the loss took
-        more memory at that time."""
+        unless this size is less than a quarter of the peak on the fullest rank. Old runs that
+        computed the loss in chunks, or over tp, are excluded, because the loss took more memory at
+        that time."""
         since = TP_LOSS_IN_PLACE_SINCE if self.plan.mesh["tp"] > 1 else ""
         if self.plan.config.loss_chunk_tokens:
             since = CHUNKS_IN_PLACE_SINCE
-        if self.plan.schedule.is_searched or self.record.started_at < since:
+        if self.record.started_at < since:
             return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
