@@ -25,7 +25,6 @@ COLORS = {
 }  # fmt: skip
 SCHEDULES = {
     "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00", "zb-v": "#d55e00",
-    "zb-auto": "#cc79a7",
 }  # fmt: skip
 MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step"
 
@@ -52,10 +51,9 @@ def tradeoff(records: Path) -> Figure:
     chosen = {
         "dp": (8, -3), "zero1": (-22, 9), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-118, -16), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
-        "3d pp2 tp2 zb-auto-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (8, -7),
+        "3d pp2 tp2 zb-v-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (8, -7),
         "pp pp4 1f1b-m8": (8, -8), "pp pp4 zb-h1-m8": (-68, -4), "pp pp4 interleaved-m8": (8, -3),
-        "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-62, -12), "pp pp4 zb-auto-m8": (8, -3),
-        "pp pp4 zb-auto-m16": (-40, 9),
+        "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-62, -12),
     }  # fmt: skip
     figure, axes = _figure("If the state fits, dp is fastest; pipelines need the least memory", 4.4)
     axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
@@ -92,7 +90,7 @@ def bubbles(records: Path) -> Figure:
         for name, r in _gpt2_medium_records(records).items()
         if name.startswith("pp ") and name.endswith("-m8") and r.pipeline
     }
-    for index, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")):
+    for index, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v")):
         share, formula = _idle(runs[name])
         pair = ((-0.2, share, SCHEDULES[name]), (0.2, formula, "#dddddd"))
         for shift, height, color in pair:
@@ -115,7 +113,7 @@ def memory(records: Path) -> Figure:
     """For each layout, plot the peak memory of the fullest GPU, divided into state and other
     memory."""
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
-             "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
+             "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
     figure, axes = _figure("Reserved memory in GiB on the GPU that uses the most", 4.0)
     axes.set_title(f"{MEDIUM}; pipelines on another machine", fontsize=9, loc="left")
