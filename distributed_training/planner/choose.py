@@ -375,7 +375,7 @@ def _predict_times(plan: Draft, rates: Rates | None) -> PipelineTimes:
     step = StepCosts(plan, rates or gpu_rates(parse_gpu("H200")))
     costs = step.operation_costs()
     seconds = tuple(
-        (costs["F", stage].total_s, costs["I", stage].total_s, costs["W", stage].total_s)
+        tuple(costs[kind, stage].total_s for kind in "FIW")
         for stage in range(len(plan.stages.ranks))
     )
     return PipelineTimes(stage_s=seconds, message_s=message_s(step))
