@@ -18,8 +18,10 @@ def pack_records(
     each record, from 1 to `capacity`. A million records take 1.5 s.
 
     Return (order, firsts). Block b holds the records `order[firsts[b] : firsts[b + 1]]`. The result
-    depends only on the arguments. Records of equal length keep their order."""
-    by_length = np.argsort(-lengths, kind="stable")
+    depends only on the arguments. Records of equal length are shuffled: neighbors, such as copies
+    of one record, would make a block whose gradient is that of a single record."""
+    shuffled = np.random.default_rng(0).permutation(len(lengths))
+    by_length = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`
     blocks_by_space = defaultdict[int, deque[int]](deque)  # free tokens -> blocks with this number
     spaces = list[int]()  # the keys of `blocks_by_space` that have blocks, ascending

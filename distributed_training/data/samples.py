@@ -270,7 +270,7 @@ def cut_samples(
     if packs and form != RUNNING:
         train = train.packed()
         validation = validation.packed()
-        identity += f" in {len(train)} blocks"
+        identity += f" in {len(train)} shuffled blocks"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     bytes_per_token = load_bytes(folder)
     return Data(

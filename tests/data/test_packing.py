@@ -32,3 +32,10 @@ def test_records_are_packed_by_best_fit_decreasing(given_lengths):
     sizes = [sum(lengths[i] for i in order[a:b]) for a, b in itertools.pairwise(firsts)]
     assert sorted(sizes) == sorted(best_fit_decreasing(lengths, capacity))
     assert firsts[-1] == len(lengths)
+
+
+def test_copies_of_a_record_are_in_different_blocks():
+    order, firsts = pack_records(np.full(90, 10), 50)
+    copied = order // 3  # three copies of each of 30 records
+    distinct = [len(set(copied[a:b])) for a, b in itertools.pairwise(firsts)]
+    assert np.mean(distinct) > 4.5
