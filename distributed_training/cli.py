@@ -328,9 +328,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("--dataset", metavar="D", help=dataset_help)
     columns_help = "columns of the dataset to use, such as prompt=question,completion=answer"
     add("--columns", metavar="NAME=COLUMN", help=columns_help)
-    length_help = (
-        "tokens per sample (default: as in the run, or at most 1024 for a model without a run)"
-    )
+    length_help = "tokens per sample (default: as in the run, or with --dataset at most 1024)"
     add("--max_length", metavar="N", type=at_least(1), help=length_help)
     add("--last", action="store_true", help=LAST_HELP)
     return lambda a: _load("tools.models").evaluate(a)

@@ -219,12 +219,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UserError(what, fix="name a dataset with --dataset")
     trained, tokenizer, _ = find_trained(arguments.run, choose_weights(arguments))
     size = trained.spec.size
-    if plan is None:
+    config: Config = plan.config if plan else build_config({"model": arguments.run})
+    length = config.max_length
+    if arguments.dataset is not None:  # the same for a model before and after its training
         length = min(MAX_LENGTH, size.num_positions)
-        config: Config = build_config({"model": arguments.run, "max_length": length})
-    else:
-        config = plan.config
-    config = with_values(config, max_length=arguments.max_length or config.max_length)
+    config = with_values(config, max_length=arguments.max_length or length)
     if config.max_length > size.num_positions:
         what = f"--max_length {config.max_length} is more than the model's context length of "
         what += f"{size.num_positions} tokens"

@@ -18,8 +18,11 @@ RECORDS_DIR = ROOT / "results" / "records"
 HEADINGS = {
     "GiB": "allocated GiB",
     "KiB a step": "KiB per step",
+    "bits_per_byte": "bits per byte of general text",
+    "facts": "facts (of 60 questions)",
     "first_line": "first line",
     "first_step": "first step",
+    "general": "general (of 89 questions)",
     "last_step": "last step",
     "predicted step_time_s": "predicted step time, s",
     "real_share": "share of real tokens",
@@ -81,6 +84,16 @@ def published_json(*files: str, key: str, columns: str, rows: str = "") -> str:
             cells.append([row, *(_format_number(values[name]) for name in column_names)])
     headers = ["", *(HEADINGS.get(name, name) for name in column_names)]
     return markdown_table(cells, headers) + _name_torch(versions)
+
+
+def answers(questions: Sequence[str]) -> str:
+    """Return a table of answers before and after a training with the preset laptop."""
+    runs = load_json(RECORDS_DIR / "quality" / "laptop.json", "record")["runs"]
+    columns = {"before": "before", "seed 0": "after"}
+    rows = [
+        [question, *(runs[run]["answers"][question] for run in columns)] for question in questions
+    ]
+    return markdown_table(rows, ["", *columns.values()])
 
 
 def _name_torch(versions: Iterable[Mapping[str, str]]) -> str:
