@@ -29,7 +29,7 @@ from tests.pool import ROOT, SCRIPT
 from tests.support import small_text
 
 FOLDERS = {"tokenizer_dir": Path(), "weights_dir": None, "adapters_dir": None}
-PRESETS = sorted({path.stem for path in PRESETS_DIR.glob("*.json")} - {"laptop"})  # needs the Hub
+PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.json"))
 # Fields that may differ between two plans for the same layout: names that contain the time, and
 # sources of settings
 OTHERWISE = {
