@@ -134,6 +134,10 @@ def test_evaluating_a_run_repeats_its_last_evaluation(tmp_path):
     assert_ok(result)
     assert f"{last['loss']:.4f} nats per token" in result.stdout
     assert f"{last['bits_per_byte']:.4f}" in result.stdout
+    text = tmp_path / "a.txt"
+    text.write_text("A list isn't a tuple. " * 9)
+    result = heavy_pool().script(["eval", tmp_path / "latest", "--dataset", text])
+    assert "1024 tokens" in result.stdout  # as for a model without a run
 
 
 def test_invalid_evaluations_are_refused(model, tmp_path):
