@@ -63,7 +63,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
             for rank, order in enumerate(find_orders(plan))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-        if plan.orders is not None:
+        if plan.pipeline_times is not None:
             end_s = {
                 operation: end
                 for order, ends in zip(find_orders(plan), plan.operation_ends, strict=True)

@@ -20,7 +20,7 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
-FORMAT = 4  # version of plan.json
+FORMAT = 5  # version of plan.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Draft:
     steps_between_exchanges: int | None = None
     engine_bytes_per_parameter: float = 0  # bytes of state that the strategy's engine adds
     # Times by which pipeline ranks sort their messages, if the schedule is V-shaped
-    orders: PipelineTimes | None = None
+    pipeline_times: PipelineTimes | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
     tokenized: bool = False  # whether the token cache contained the samples before this plan
 

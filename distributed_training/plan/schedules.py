@@ -42,7 +42,6 @@ class Schedule:
 class PipelineTimes:
     """Predicted times of a V-shaped pipeline, in seconds."""
 
-    by_place: tuple[()] = ()  # unused, but format 4 of plan.json has this key
     stage_s: tuple[tuple[float, ...], ...]  # durations of each stage's F, I and W
     message_s: float  # time until a result has reached the next rank
 

@@ -256,7 +256,7 @@ def _complete(
         )
     check_settings(draft, notes)
     if draft.schedule.v_shaped:
-        draft = replace(draft, orders=_predict_times(draft, rates))
+        draft = replace(draft, pipeline_times=_predict_times(draft, rates))
     return draft
 
 

@@ -123,7 +123,8 @@ class Prediction:
     @property
     def ram_bytes(self) -> int:
         """RAM that the processes of a node need together. They share the files of libraries."""
-        machine, processes_here = self.plan.machine, self.plan.processes_here
+        machine = self.plan.machine
+        processes_here = self.plan.processes_here
         needed = self.memory.host_bytes * processes_here
         if machine.torch_has_cuda and not machine.num_gpus:
             needed -= FITTED.process_bytes.cuda_libraries * (processes_here - 1)
@@ -133,7 +134,8 @@ class Prediction:
     def memory_fit(self) -> MemoryFit:
         """Likelihood that the processes fit into GPU memory, host memory and the disk, as a value
         from MEMORY_FITS."""
-        machine, processes_here = self.plan.machine, self.plan.processes_here
+        machine = self.plan.machine
+        processes_here = self.plan.processes_here
         fits_host = (
             self.ram_bytes <= machine.ram_bytes
             and self.memory.state["disk"] * processes_here <= machine.disk_bytes
@@ -203,10 +205,10 @@ class Prediction:
         """Typical range of the measured step time, relative to the predicted time: the 10th and
         90th percentile. The range is wider if the prediction is not validated."""
         low, high = vars(FITTED.likely_s)[self.error_class]
-        if not self.validated:
-            wider_range = FITTED.unvalidated_s
-            low, high = min(low, wider_range[0]), max(high, wider_range[1])
-        return low, high
+        if self.validated:
+            return low, high
+        lowest, highest = FITTED.unvalidated_s
+        return min(low, lowest), max(high, highest)
 
     @property
     def likely_s(self) -> list[float] | None:

@@ -116,11 +116,12 @@ def ideal_bubble(schedule: str, p: int, m: int) -> float:
 def predict_ends(plan: Draft) -> tuple[tuple[float, ...], ...]:
     """Return the expected end of each operation of each rank in seconds, given the durations that
     the plan stores, or () if it stores none."""
-    if plan.orders is None:
+    times = plan.pipeline_times
+    if times is None:
         return ()
     orders = find_orders(plan)
-    durations = durations_by_step(plan.orders.stage_s)
-    spans = simulate(orders, durations, map_consumers(plan.stages.ranks, plan.orders.message_s))
+    durations = durations_by_step(times.stage_s)
+    spans = simulate(orders, durations, map_consumers(plan.stages.ranks, times.message_s))
     return tuple(
         tuple(spans[kind, stage][number][1] for kind, stage, number in order) for order in orders
     )

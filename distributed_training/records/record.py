@@ -71,10 +71,12 @@ class History(BaseModel):
         """If none of the last `count` evaluations lowered the validation loss, return the lowest
         loss and its step as text. Otherwise, or if `count` is 0, return ""."""
         evaluations = self.comparable_evaluations
-        best_index, lowest = 0, math.inf
+        best_index = 0
+        lowest = math.inf
         for index, row in enumerate(evaluations):
             if row["loss"] is not None and row["loss"] < lowest:
-                best_index, lowest = index, row["loss"]
+                best_index = index
+                lowest = row["loss"]
         if not count or len(evaluations) - best_index <= count:
             return ""
         return f"{lowest:.4f} at step {evaluations[best_index]['step']}"
@@ -220,8 +222,8 @@ def is_alive(r: Record) -> bool:
 def has_begun(run_dir: Path) -> bool:
     """Return whether the current attempt of a run has written the record. Each attempt first writes
     plan.json with a new id."""
-    plan, record = run_dir / "plan.json", run_dir / RECORD_FILE
-    files = filter(Path.is_file, (plan, record))
+    record = run_dir / RECORD_FILE
+    files = filter(Path.is_file, (run_dir / "plan.json", record))
     with contextlib.suppress(ValueError):  # a damaged record is of an earlier attempt
         ids = {json.loads(file.read_bytes()).get("attempt_id") for file in files}
         return record.is_file() and len(ids) == 1

@@ -34,26 +34,25 @@ def test_encodings_byte_order_marks_and_windows_line_ends_are_read(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "encoding", "words"),
     [
-        ("ein Café ä".encode("latin-1"), ["0xe9", "ein Caf"]),
-        ("plain words".encode("utf-16"), ["-f UTF-16"]),
-        ("plain words".encode("utf-16-le"), ["-f UTF-16LE"]),
-        ("plain words".encode("utf-16-be"), ["-f UTF-16BE"]),
-        ("caf\xff".encode("latin-1"), ["-f LATIN1"]),
+        ("ein Café ä", "latin-1", ["0xe9", "ein Caf"]),
+        ("plain words", "utf-16", ["-f UTF-16"]),
+        ("plain words", "utf-16-le", ["-f UTF-16LE"]),
+        ("plain words", "utf-16-be", ["-f UTF-16BE"]),
+        ("caf\xff", "latin-1", ["-f LATIN1"]),
     ],
 )
 def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
-    content, words, tmp_path
+    content, encoding, words, tmp_path
 ):
     file = tmp_path / "my notes.txt"
-    file.write_bytes(content)
+    file.write_bytes(content.encode(encoding))
     with refused("my notes.txt", *words) as caught:
         "".join(read_text(file))
     command = str(caught.value)[str(caught.value).index("iconv ") :]
     subprocess.run(command, shell=True, check=True)
-    mended = "".join(read_text(tmp_path / "my notes.utf8.txt"))
-    assert mended in ("ein Café ä", "plain words", "caf\xff")
+    assert "".join(read_text(tmp_path / "my notes.utf8.txt")) == content
 
 
 def test_records_give_the_same_pieces_in_every_file_format(tmp_path):

@@ -50,8 +50,8 @@ def test_the_first_choice_is_close_to_the_best_of_each_page():
     for name, rows in sets.items():
         first, best = validate.first_choice(rows)
         assert first.measured_s < 1.05 * best.measured_s, name
-    ranked = [validate.rank_correlation(rows) for rows in sets.values() if len(rows) > 3]
-    assert statistics.mean(ranked) > 0.88
+    ranked = [validate.rank_correlation(rows) for rows in sets.values() if len(rows) > 2]
+    assert statistics.mean(ranked) > 0.89
 
 
 def test_every_records_folder_behind_a_fitted_constant_exists():

@@ -20,8 +20,8 @@ from tests.support import GPU_MACHINE
 
 def predict_spans(plan):
     """Return the expected (start, end) of each operation."""
-    durations = durations_by_step(plan.orders.stage_s)
-    consumers = map_consumers(plan.stages.ranks, plan.orders.message_s)
+    durations = durations_by_step(plan.pipeline_times.stage_s)
+    consumers = map_consumers(plan.stages.ranks, plan.pipeline_times.message_s)
     spans = simulate(orders.find_orders(plan), durations, consumers)
     return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}
 

@@ -311,12 +311,12 @@ def choices() -> str:
         slowdown = first.measured_s / best.measured_s - 1
         if slowdown:
             other_sets.append([name, _layout(first), _layout(best), f"{slowdown:.1%}"])
-    ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
+    ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 2)
     text = (
         f"In {len(sets) - len(other_sets)} of {len(sets)} sets of runs with "
         "the same model, batch and precision, the planner's first choice was the fastest run. "
         "The rank correlation of predicted and measured times is on average "
-        f"{ranked:.2f} (sets of at least four runs)."
+        f"{ranked:.2f} (sets of at least three runs)."
     )
     table = _table(other_sets, ["other sets", "first choice", "fastest", "slower by"])
     return f"{text}\n\n{table}"
