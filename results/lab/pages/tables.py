@@ -136,7 +136,7 @@ def against_unsloth(patterns: Mapping[str, str]) -> str:
 def _format_number(value: float | None) -> str:
     if value is None:
         return ""
-    if value == 0 or abs(value) >= 100:
+    if isinstance(value, int) or value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.1e}"
 
