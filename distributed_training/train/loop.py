@@ -472,15 +472,17 @@ class Trainer:
 
         The prompt is that of CONFIG's key `generate`. For conversations, it is a user message. If
         the model is trained on answers and the user did not set the key, the prompts are those of
-        the first validation samples. With pretrained weights, a general question follows, because
-        a model can forget what it knew while its validation loss falls."""
+        the first validation samples, those of the first dataset first. With pretrained weights, a
+        general question follows, because a model can forget what it knew while its validation loss
+        falls."""
         tokenizer = self.data.tokenizer
         held_out = self.data.validation
         is_chat = self.data.is_chat
         prompt = str(self.plan.config.generate)
         if held_out.loss_mask is not None and not self.plan.requested.is_set("generate"):
             prompts = []
-            for start in held_out.starts[: 2 if is_chat else 1]:
+            starts = held_out.starts[held_out.owners.argsort(kind="stable")]
+            for start in starts[: 2 if is_chat else 1]:
                 stop = start + 1 + int(held_out.loss_mask[start + 1 :].argmax())
                 prompts.append(held_out.tokens[start:stop].tolist())
             if is_chat and self.plan.weights_dir is not None:

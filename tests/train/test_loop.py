@@ -400,3 +400,17 @@ def test_a_stopped_build_leaves_no_compiler():
         os.kill(os.getpid(), signal.SIGTERM)
     assert compiler.wait(10) == -signal.SIGTERM
     assert signals == [signal.SIGTERM]
+
+
+def test_a_sample_asks_what_the_first_dataset_holds_out():
+    held_out = SimpleNamespace(
+        tokens=np.arange(20),
+        starts=np.array([0, 10]),
+        owners=np.array([1, 0]),
+        loss_mask=np.arange(20) % 10 > 2,
+    )
+    data = SimpleNamespace(tokenizer=None, validation=held_out, is_chat=False)
+    config = SimpleNamespace(generate="The")
+    plan = SimpleNamespace(config=config, requested=SimpleNamespace(is_set=lambda key: False))
+    prompts = Trainer._encode_prompts(SimpleNamespace(data=data, plan=plan))
+    assert prompts == [[10, 11, 12]]
