@@ -21,6 +21,7 @@ from distributed_training.parallel.private import (
     ComputeStreamReduceScatter,
     compile_with_less_memory,
     keep_headers_private,
+    permit_stored_values,
 )
 from distributed_training.settings.config import RunConfig
 
@@ -167,7 +168,8 @@ def _compile(function: Any, backend: Any = "inductor") -> Any:
     """Compile `function` separately for each input shape. By default, torch.compile makes changing
     shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
     options: Any = {"recompile_limit": _MAX_GRAPHS}  # which torch's annotations do not know
-    return torch.compile(function, dynamic=False, backend=backend, **options)
+    compiled = torch.compile(function, dynamic=False, backend=backend, **options)
+    return permit_stored_values(compiled)
 
 
 def apply_compile(

@@ -281,6 +281,15 @@ def compile_with_less_memory(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs)
 
 
+def permit_stored_values(compiled: Any) -> Any:
+    """Return a compiled function whose checkpointed region may store values in a dict, as Gemma 4's
+    blocks store keys and values for later blocks. Recomputation does not store them again. Without
+    this setting, torch runs all blocks without compilation."""
+    from torch._dynamo import config
+
+    return config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)(compiled)
+
+
 def forget_pipeline_grid() -> None:
     """Drop DeepSpeed's process grid. Otherwise, the next engine would reuse it."""
     import deepspeed

@@ -86,8 +86,9 @@ MANY_LAYERS = {  # changes of a config -> number of kinds of blocks
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("kind", MANY_LAYERS)
-def test_blocks_of_a_kind_share_a_compiled_graph(kind, tmp_path):
+def test_blocks_of_a_kind_share_a_compiled_graph(kind, mode, tmp_path):
     """After too many graphs, torch runs blocks without compilation, and says so in a warning."""
     changes, num_kinds = MANY_LAYERS[kind]
     _, model = build(make_folder(kind, tmp_path, num_hidden_layers=10, **changes))
@@ -97,6 +98,7 @@ def test_blocks_of_a_kind_share_a_compiled_graph(kind, tmp_path):
         graphs.append(graph)
         return graph.forward
 
+    blocks.apply_checkpointing(model, mode)
     for block in model.blocks.values():
         block.forward = blocks._compile(block.forward, count)
     model(torch.zeros(1, LENGTH, dtype=torch.int64))
