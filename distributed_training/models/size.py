@@ -56,7 +56,8 @@ class BlockKind:
     def split_values(self, mode: str, length: int) -> float:
         """Return the number of values per token that a block keeps for the backward pass and that
         tp shards, in samples of `length` tokens. Values of the hidden size between the layers,
-        which tp does not shard, are not included. `mode` is "eager", "compiled" or "selective"."""
+        which tp does not shard, are not included. `mode` is "eager", "compiled", "adapters"
+        (compiled, with adapters and without activation checkpointing) or "selective"."""
         if self.traced_values:
             base, slope = self.traced_values[mode]
             return base + slope * length

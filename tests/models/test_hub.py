@@ -15,6 +15,7 @@ from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import KVCache
+from distributed_training.models.hub import packing
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks
 from distributed_training.settings.cache import CACHE_VARIABLE
@@ -103,6 +104,15 @@ def test_blocks_of_a_kind_share_a_compiled_graph(kind, mode, tmp_path):
         block.forward = blocks._compile(block.forward, count)
     model(torch.zeros(1, LENGTH, dtype=torch.int64))
     assert len(graphs) == num_kinds
+
+
+def test_a_compiled_convolution_keeps_no_shifted_inputs():
+    convolve = packing._separate_convolution(lambda: None)
+    x, weight = torch.randn(1, 8, 96, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        torch.compile(convolve, backend="aot_eager_decomp_partition")(x, weight)
+    assert sum(tensor.numel() for tensor in kept) <= x.numel() + weight.numel()
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -24,6 +24,9 @@ def test_traced_costs_of_a_block_equal_the_native_formulas(tmp_path):
         expected = native.split_values(mode, 1024)
         # The softmax statistics are two values per head.
         assert traced.split_values(mode, 1024) == pytest.approx(expected, rel=0.01)
+    kept = [traced.split_values(mode, 1024) for mode in ("compiled", "adapters")]
+    norms = 2 * spec.size.hidden_size
+    assert kept[0] - kept[1] == norms + native.matrices[-1][1]  # and the input of down_proj
     assert traced.attention_width == native.attention_width
     assert traced.fuses_attention
     assert traced.state_products == 0

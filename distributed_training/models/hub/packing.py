@@ -68,11 +68,13 @@ def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
         x = x.to(weight.dtype)
         y = x * weight[:, -1:]
         for distance in range(1, weight.shape[1]):
-            earlier = F.pad(x, (distance, 0))[..., : x.shape[-1]]
+            # torch.compile keeps results of F.pad that are multiplied. A sum is not kept.
+            terms = x[..., :-distance] * weight[:, -1 - distance, None]
+            terms = F.pad(terms, (distance, 0))[..., : x.shape[-1]]
             if documents is not None:
                 is_inside = documents.positions[:, None] >= distance
-                earlier = torch.where(is_inside, earlier, 0)
-            y = y + earlier * weight[:, -1 - distance, None]
+                terms = torch.where(is_inside, terms, 0)
+            y = y + terms
         if bias is not None:
             y = y + bias[:, None]
         return y if activation is None else getattr(F, activation)(y)

@@ -3,7 +3,8 @@ values. The model's matrices need no memory.
 
 In eager mode, a block keeps the tensors that autograd saves. In compiled mode, it keeps the inputs
 of matrix multiplications and attention, and their results if other operations read them. From
-these results, torch.compile recomputes everything else."""
+these results, torch.compile recomputes everything else. With adapters and without activation
+checkpointing, it also recomputes inputs of matrix multiplications (parallel/blocks.py)."""
 
 import contextlib
 import functools
@@ -31,7 +32,7 @@ _DELTA_RULE = torch.ops.distributed_training.delta_rule
 _EXPERT_LINEAR = torch.ops.distributed_training.expert_linear
 _MATMULS = {_aten.mm, _aten.addmm, *_STACKED_MATMULS}
 # Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
-_UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "selective": 2}
+_UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "adapters": 4, "selective": 2}
 _Storages = set[torch.UntypedStorage]
 
 
@@ -216,6 +217,7 @@ class _Recorder(private.TorchDispatchMode):
         self.read = _storages(x)  # by any operation
         self.saved: _Storages = set()  # by autograd
         self.matrix_inputs: _Storages = set()  # of matrix multiplications and attention
+        self.attention_values: _Storages = set()  # inputs and results of attention
         self.results = [*_storages(x)]  # x, and results of matrix multiplications and attention
         self.sums = _storages(x)  # `results`, and sums of them
         # Storage -> those `sums` from which it is computed without matrix multiplications
@@ -242,10 +244,10 @@ class _Recorder(private.TorchDispatchMode):
         if is_fused_attention:
             self.fused = True
             self.mixing_products += 2 * args[0].shape[-2] * args[0].numel()
-            self.matrix_inputs |= outputs  # for the backward pass, as the softmax's statistics
+            self.attention_values |= inputs | outputs  # such as the softmax's statistics
         elif is_linear_attention:
             self.mixing_products += linear_attention.products(*args[1:3])
-            self.matrix_inputs |= outputs
+            self.attention_values |= inputs | outputs
         elif operation is _EXPERT_LINEAR:
             outputs = _storages(result[0])  # without the products of adapters
             (num_rows, num_outputs), num_inputs = result[0].shape, args[0].shape[1]
@@ -263,7 +265,7 @@ class _Recorder(private.TorchDispatchMode):
                 self.mixing_products += num_rows * num_inputs * num_outputs
         is_product = operation in _MATMULS or operation is _EXPERT_LINEAR
         if is_fused_attention or is_linear_attention or is_product:
-            self.matrix_inputs |= inputs
+            self.matrix_inputs |= inputs | self.attention_values
             self.results += outputs
             self.sums |= outputs
         elif operation is _aten.add and inputs <= self.sums:
@@ -290,8 +292,9 @@ class _Recorder(private.TorchDispatchMode):
             # The last result is the block's output, which is the next block's input.
             kept = set(self.results[:-1])
         else:
-            kept = self.matrix_inputs | (self.sums & self.saved)
-            for storage in self.saved - self.matrix_inputs:
+            inputs = self.attention_values if mode == "adapters" else self.matrix_inputs
+            kept = inputs | (self.sums & self.saved)
+            for storage in self.saved - inputs:
                 kept |= self.origins[storage]
             kept -= self.constants
         return sum(storage.nbytes() for storage in kept) / 2 / self.num_tokens

@@ -34,12 +34,15 @@ def block_costs(timing: Timing) -> PassCosts:
         num_rows = timing.tokens * rows_per_token
         # Tiles of matrices are partly empty at the end of each expert's rows.
         factor = 1 + num_experts * FITTED.grouped_rows / num_rows
-        forward += factor * timing.gemm_cost(num_rows, k, n)
-        inputs += factor * timing.gemm_cost(num_rows, n, k)
+        # Rows are gathered or read, and results are written and read. Their gradients are, too.
+        moved = timing.memory_cost(2 * rows_per_token * (n + k) * timing.value_bytes)
+        forward += factor * timing.gemm_cost(num_rows, k, n) + moved
+        inputs += factor * timing.gemm_cost(num_rows, n, k) + 2 * moved
         weights += factor * timing.gemm_cost(k, num_rows, n)
     state_flops = 2 * timing.tokens * timing.kind.state_products
     attention = attention_cost(timing)
-    attention += Cost(arithmetic_s=state_flops / timing.rates.attention_flops)
+    state_rate = FITTED.linear_attention * timing.rates.attention_flops
+    attention += Cost(arithmetic_s=state_flops / state_rate)
     elementwise_forward, elementwise_backward = elementwise_costs(timing)
     forward += elementwise_forward + attention
     inputs += elementwise_backward + BACKWARD_ATTENTION * attention
@@ -102,14 +105,26 @@ def attention_cost(timing: Timing) -> Cost:
         tiles = math.ceil(timing.config.max_length / fitted.tile) * packing.max_documents
         heads = timing.size.num_heads / timing.tp / timing.cp
         seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
-    return Cost(arithmetic_s=seconds)
+    cost = Cost(arithmetic_s=seconds)
+    if _head_size(timing) > 256 and _is_fast(timing):  # models/wide_attention.py stores the scores
+        num_scores = timing.tokens * length * timing.size.num_heads / 2
+        cost += timing.memory_cost(FITTED.score_bytes * num_scores)
+    return cost
 
 
 def _has_kernel(timing: Timing) -> bool:
     """Return whether models/attention.py uses a special kernel for packed records and windows."""
-    head_size = timing.kind.attention_width // timing.size.num_heads
+    head_size = _head_size(timing)
+    return _is_fast(timing) and head_size % 8 == 0 and head_size <= 256
+
+
+def _is_fast(timing: Timing) -> bool:
     on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
-    return on_gpu and not timing.config.dropout and head_size % 8 == 0 and head_size <= 256
+    return on_gpu and not timing.config.dropout
+
+
+def _head_size(timing: Timing) -> int:
+    return timing.kind.attention_width // timing.size.num_heads
 
 
 def activation_bytes(rank: PipelineRank) -> float:

@@ -30,10 +30,19 @@ def adapter_costs(timing: Timing) -> PassCosts:
     in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
     times_forward, times_backward = (2, 5) if adds_product else (4, 7)
-    values = math.fsum(outputs.values())
+    forward, inputs = (
+        times * math.fsum(outputs.values()) for times in (times_forward, times_backward)
+    )
+    stacks = timing.kind.adapted_stacks(config.lora_targets)
+    for stack, (rows, _, rows_per_token) in zip(
+        timing.kind.stacks, timing.kind.expert_products, strict=True
+    ):
+        if stack in stacks:  # the products of models/hub/experts.py are added separately
+            forward += 4 * rows * rows_per_token
+            inputs += 7 * rows * rows_per_token
     return PassCosts(
-        forward=timing.memory_cost(times_forward * values * timing.value_bytes),
-        inputs=timing.memory_cost((times_backward * values + 2.5 * in_fused) * timing.value_bytes),
+        forward=timing.memory_cost(forward * timing.value_bytes),
+        inputs=timing.memory_cost((inputs + 2.5 * in_fused) * timing.value_bytes),
     )
 
 
@@ -44,8 +53,12 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     element-wise function of the first matrix's output or if the MLP is fused
     (parallel/lora_mlp.py)."""
     config = rank.config
-    if rank.tp > 1 or rank.strategy.traits.has_parameter_hooks or not rank.size.splits:
+    if rank.tp > 1 or rank.strategy.traits.has_parameter_hooks:
         return 0
+    if not rank.size.splits:
+        is_recomputed = config.compile and recomputed == 0
+        values = rank.split_values("compiled") - rank.split_values("adapters")
+        return -is_recomputed * rank.hidden_bytes * values
     values = 2 * rank.size.hidden_size if config.compile and recomputed == 0 else 0
     first_outputs, second_inputs = mlp_values(rank)
     if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
@@ -111,7 +124,8 @@ def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
 
 def dequantize_costs(timing: Timing) -> PassCosts:
     """Return the costs of dequantizing a block: reading NF4 values and writing the matrices."""
-    cost = timing.memory_cost((33 / 64 + timing.dtype_bytes) * _num_block_values(timing))
+    moved_bytes = (33 / 64 + timing.dtype_bytes) * _num_block_values(timing)
+    cost = timing.memory_cost(FITTED.dequantize * moved_bytes)
     return PassCosts(forward=cost, inputs=cost)
 
 
