@@ -105,7 +105,7 @@ def _name_torch(versions: Iterable[Mapping[str, str]]) -> str:
 def unsloth_calls(pattern: str) -> list[dict[str, float]]:
     """Return the recorded comparisons with Unsloth whose file and row contain the pattern."""
     calls = {}
-    for file in ("h100-unsloth/rows.json", "h200-unsloth/rows.json"):
+    for file in ("h100-unsloth/rows.json", "h200-unsloth/rows.json", "h200-2026/rows.json"):
         for row, values in load_json(RECORDS_DIR / file, "record")["rows"].items():
             if values["ours / Unsloth"]:
                 calls[f"{file}: {row}"] = values
