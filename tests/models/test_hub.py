@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -92,18 +93,18 @@ MANY_LAYERS = {  # changes of a config -> number of kinds of blocks
 def test_blocks_of_a_kind_share_a_compiled_graph(kind, mode, tmp_path):
     """After too many graphs, torch runs blocks without compilation, and says so in a warning."""
     changes, num_kinds = MANY_LAYERS[kind]
-    _, model = build(make_folder(kind, tmp_path, num_hidden_layers=10, **changes))
-    graphs = []
-
-    def count(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    folder = make_folder(kind, tmp_path, num_hidden_layers=10, **changes)
+    (_, model), (_, uncompiled) = build(folder), build(folder)
+    counter = CompileCounterWithBackend("aot_eager")
     blocks.apply_checkpointing(model, mode)
     for block in model.blocks.values():
-        block.forward = blocks._compile(block.forward, count)
-    model(torch.zeros(1, LENGTH, dtype=torch.int64))
-    assert len(graphs) == num_kinds
+        block.forward = blocks._compile(block.forward, counter)
+    ids = torch.arange(LENGTH)[None]
+    for each in (model, uncompiled):
+        each(ids).square().sum().backward()
+    assert counter.frame_count == num_kinds
+    for one, other in zip(model.parameters(), uncompiled.parameters(), strict=True):
+        assert_near(one.grad, other.grad)
 
 
 def test_a_compiled_convolution_keeps_no_shifted_inputs():

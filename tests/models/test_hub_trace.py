@@ -10,8 +10,8 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.request import build_config
 from tests.models.hub_folders import make_folder
-from tests.planner.helpers import SPLIT, UNSPLIT, lay_out
-from tests.support import refused
+from tests.planner.helpers import SPLIT, UNSPLIT, lay_out, plan_for
+from tests.support import GPU_MACHINE, refused
 
 
 def test_traced_costs_of_a_block_equal_the_native_formulas(tmp_path):
@@ -60,6 +60,14 @@ def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tm
     choose_model(build_config(config), parse_cluster("H200").machine, notes)
     assert any("1 of the model's 4 blocks" in note for note in notes)
     assert any("flash-linear-attention" in note for note in notes)
+
+
+def test_a_mixture_whose_experts_cannot_have_adapters_is_predicted(tmp_path):
+    folder = make_folder("llama4_text", tmp_path / "llama4")
+    config = {"model": f"{HUB_PREFIX}{folder}", "weights": "random", "max_length": 64}
+    data = {"dataset": "embedded", "tokenizer": "embedded"}
+    plan = plan_for(tmp_path, GPU_MACHINE, 1, lora_rank=4, **config, **data)
+    assert plan.prediction["step_time_s"] > 0
 
 
 def test_matrices_that_fused_kernels_read_get_no_adapters(tmp_path):

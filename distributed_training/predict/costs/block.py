@@ -34,15 +34,17 @@ def block_costs(timing: Timing) -> PassCosts:
         num_rows = timing.tokens * rows_per_token
         # Tiles of matrices are partly empty at the end of each expert's rows.
         factor = 1 + num_experts * FITTED.grouped_rows / num_rows
-        # Rows are gathered or read, and results are written and read. Their gradients are, too.
+        # Rows are gathered or read, and results are written and read. Their gradients are, too. The
+        # activation function is one of the element-wise operations below.
         moved = timing.memory_cost(2 * rows_per_token * (n + k) * timing.value_bytes)
         forward += factor * timing.gemm_cost(num_rows, k, n) + moved
         inputs += factor * timing.gemm_cost(num_rows, n, k) + 2 * moved
         weights += factor * timing.gemm_cost(k, num_rows, n)
-    state_flops = 2 * timing.tokens * timing.kind.state_products
+    state_flops = 2.0 * timing.tokens * timing.kind.state_products
     attention = attention_cost(timing)
-    state_rate = FITTED.linear_attention * timing.rates.attention_flops
-    attention += Cost(arithmetic_s=state_flops / state_rate)
+    if not timing.rates.on_host:
+        state_flops /= FITTED.linear_attention
+    attention += Cost(arithmetic_s=state_flops / timing.rates.attention_flops)
     elementwise_forward, elementwise_backward = elementwise_costs(timing)
     forward += elementwise_forward + attention
     inputs += elementwise_backward + BACKWARD_ATTENTION * attention
@@ -86,13 +88,14 @@ def attention_cost(timing: Timing) -> Cost:
     window = timing.kind.window
     if window is not None and window < length and _has_kernel(timing):
         length = window * (2 - window / length)  # twice the mean number of visible tokens
+    is_wide = _head_size(timing) > 256 and _is_fast(timing)  # uses models/wide_attention.py
     rate = timing.rates.attention_flops * length / (length + FITTED.attention_half)
     if timing.kind.attention_width >= 128 * timing.size.num_heads:
         rate *= timing.rates.wide_attention
     fitted = FITTED.packed_attention
     if timing.dtype_bytes == 4:  # the kernel for fp32 is compute-bound at any length
         rate = timing.rates.fp32_gemm_flops / 2
-    elif uses_mask:
+    elif uses_mask and not is_wide:
         rate /= fitted.mask
     elif packing is not None:
         rate /= fitted.kernel
@@ -106,8 +109,8 @@ def attention_cost(timing: Timing) -> Cost:
         heads = timing.size.num_heads / timing.tp / timing.cp
         seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
     cost = Cost(arithmetic_s=seconds)
-    if _head_size(timing) > 256 and _is_fast(timing):  # models/wide_attention.py stores the scores
-        num_scores = timing.tokens * length * timing.size.num_heads / 2
+    if is_wide:
+        num_scores = timing.tokens * length * timing.size.num_heads / timing.tp / 2
         cost += timing.memory_cost(FITTED.score_bytes * num_scores)
     return cost
 

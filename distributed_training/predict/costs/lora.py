@@ -33,13 +33,12 @@ def adapter_costs(timing: Timing) -> PassCosts:
     forward, inputs = (
         times * math.fsum(outputs.values()) for times in (times_forward, times_backward)
     )
-    stacks = timing.kind.adapted_stacks(config.lora_targets)
-    for stack, (rows, _, rows_per_token) in zip(
-        timing.kind.stacks, timing.kind.expert_products, strict=True
-    ):
-        if stack in stacks:  # the products of models/hub/experts.py are added separately
-            forward += 4 * rows * rows_per_token
-            inputs += 7 * rows * rows_per_token
+    rows_of = {(rows, columns): count for rows, columns, count in timing.kind.expert_products}
+    for _, rows, columns in timing.kind.adapted_stacks(config.lora_targets).values():
+        # models/hub/experts.py adds products of adapters separately.
+        num_outputs = rows * rows_of[rows, columns]
+        forward += 4 * num_outputs
+        inputs += 7 * num_outputs
     return PassCosts(
         forward=timing.memory_cost(forward * timing.value_bytes),
         inputs=timing.memory_cost((inputs + 2.5 * in_fused) * timing.value_bytes),
