@@ -97,7 +97,8 @@ def parallelize(
             keep_gathered=topology.pp > 1,
         )
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
-    reset_fsdp_shards(stage)
+    if plan.uses_fsdp:
+        reset_fsdp_shards(stage)
     if plan.embeds_from_host:
         move_embedding_to_host(stage.token_embedding)
     return [p for name, p in stage.named_parameters() if name in tp_partial_names]

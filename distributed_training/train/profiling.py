@@ -19,14 +19,14 @@ def build_profiler(
     rank: int,
     display: Display,
 ) -> profile | None:
-    """Return a profiler for a run that continues after `last_step`, or None if no step is traced.
+    """Return a profiler for a run that continues after `last_step`, or None if few steps remain.
 
     The traced steps follow the warm-up. If the run is too short for the warm-up and the trace, the
     last steps are traced, except for the first one. Every other run traces no step that captures a
     graph."""
     num_traced = plan.config.profile
     num_steps = (plan.num_steps or 0) - last_step
-    if not num_traced or num_steps < 2:
+    if num_steps < 2:
         return None
     warm_up = NUM_EAGER_STEPS + 2 if plan.config.cuda_graphs else MAX_WARMUP_STEPS
     # The profiler warms up in the step before the first traced step.

@@ -77,10 +77,11 @@ def train(
         sampler=sampler,
         display=display,
         recorder=recorder,
-        profiler=build_profiler(plan, history.step, topology.rank, display),
         history=history,
         set_activity=set_activity,
     )
+    if plan.config.profile:
+        trainer.profiler = build_profiler(plan, history.step, topology.rank, display)
     if plan.checkpoint is not None:
         trainer.checkpoints.restore(trainer, plan.checkpoint)
     signum = trainer.run()

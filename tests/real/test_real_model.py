@@ -116,7 +116,7 @@ def test_losses_in_fewer_bits_are_close(values, batches):
 
 def run(tmp_path, **changes):
     keys = {"num_samples": -1, "eval_samples": 4, "checkpoint_every": 0, "output_dir": tmp_path}
-    result = train({**VALUES, **keys, **changes})
+    result = train({**VALUES, **keys, **changes}, limit_s=400)
     assert_ok(result)
     return Path(only_record(tmp_path)["run_dir"]), result.stdout
 
