@@ -23,9 +23,8 @@ from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.context import apply_cp
-from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.lora import apply_lora, move_embedding_to_host
-from distributed_training.parallel.mesh import Topology
+from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import (
     enable_symmetric_memory,
     foreach_mul_,

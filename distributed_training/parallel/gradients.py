@@ -13,14 +13,8 @@ import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.tensor import DTensor
 
-from distributed_training.parallel.mesh import Topology
+from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import foreach_mul, foreach_norm
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor without copying it. Return other tensors
-    unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def match_placements(parameters: list[Any]) -> None:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder, Linear
-from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.mesh import local_part
 from distributed_training.settings.config import Config
 
 

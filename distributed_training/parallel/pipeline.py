@@ -14,8 +14,7 @@ import torch.nn as nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.mesh import Topology
+from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import foreach_copy_
 from distributed_training.parallel.private_pipelining import PlannedSchedule, TwoGroupStage
 from distributed_training.parallel.zero_bubble import WeightGradients

@@ -16,8 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed_training.models.weights import all_finite, open_file, write_tensors
-from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.mesh import Topology
+from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import first_index
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
 from distributed_training.models.decoder import Decoder, Linear
-from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.mesh import local_part
 
 
 class WeightGradients:
