@@ -32,6 +32,7 @@ class Rates:
     head_memory_bytes_per_s: float | None = None
     attention_flops: float  # FLOP/s of causal attention over long sequences, heads of 64
     wide_attention: float = 1.0  # the rate with heads of 128 or more, relative to heads of 64
+    linear_attention: float = 1.0  # the rate of linear attention, relative to attention_flops
     link_bytes_per_s: float  # bytes/s that a process sends in a collective inside a node
     network_bytes_per_s: float = NIC_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1 if matrix multiplications do not run in waves
@@ -60,6 +61,7 @@ def gpu_rates(gpu: Gpu) -> Rates:
         memory_bytes_per_s=min(bandwidth, FITTED.multiprocessor_bytes_per_s * gpu.num_sms),
         attention_flops=shares.attention * gemm_flops,
         wide_attention=FITTED.wide_attention if gpu.compute_capability >= (9, 0) else 1.0,
+        linear_attention=FITTED.linear_attention,
         link_bytes_per_s=FITTED.link_share * gpu.link_gb_s * 1e9,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,

@@ -19,7 +19,8 @@ def build_profiler(
     rank: int,
     display: Display,
 ) -> profile | None:
-    """Return a profiler for a run that continues after `last_step`, or None if few steps remain.
+    """Return a profiler for a run that continues after `last_step`, or None if less than two
+    steps remain.
 
     The traced steps follow the warm-up. If the run is too short for the warm-up and the trace, the
     last steps are traced, except for the first one. Every other run traces no step that captures a

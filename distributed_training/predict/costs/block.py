@@ -34,17 +34,16 @@ def block_costs(timing: Timing) -> PassCosts:
         num_rows = timing.tokens * rows_per_token
         # Tiles of matrices are partly empty at the end of each expert's rows.
         factor = 1 + num_experts * FITTED.grouped_rows / num_rows
-        # Rows are gathered or read, and results are written and read. Their gradients are, too. The
-        # activation function is one of the element-wise operations below.
+        # The rows are gathered and read, and the results are written and read. The gradients of
+        # both move twice as much. elementwise_costs counts the activation function.
         moved = timing.memory_cost(2 * rows_per_token * (n + k) * timing.value_bytes)
         forward += factor * timing.gemm_cost(num_rows, k, n) + moved
         inputs += factor * timing.gemm_cost(num_rows, n, k) + 2 * moved
         weights += factor * timing.gemm_cost(k, num_rows, n)
-    state_flops = 2.0 * timing.tokens * timing.kind.state_products
+    state_flops = 2 * timing.tokens * timing.kind.state_products
     attention = attention_cost(timing)
-    if not timing.rates.on_host:
-        state_flops /= FITTED.linear_attention
-    attention += Cost(arithmetic_s=state_flops / timing.rates.attention_flops)
+    state_rate = timing.rates.linear_attention * timing.rates.attention_flops
+    attention += Cost(arithmetic_s=state_flops / state_rate)
     elementwise_forward, elementwise_backward = elementwise_costs(timing)
     forward += elementwise_forward + attention
     inputs += elementwise_backward + BACKWARD_ATTENTION * attention
@@ -95,10 +94,8 @@ def attention_cost(timing: Timing) -> Cost:
     fitted = FITTED.packed_attention
     if timing.dtype_bytes == 4:  # the kernel for fp32 is compute-bound at any length
         rate = timing.rates.fp32_gemm_flops / 2
-    elif uses_mask and not is_wide:
-        rate /= fitted.mask
-    elif packing is not None:
-        rate /= fitted.kernel
+    elif packing is not None and not is_wide:
+        rate /= fitted.mask if uses_mask else fitted.kernel
     # 2 for the full square of scores, 1 for the causal half
     num_halves = 1 if timing.kind.fuses_attention else 2
     seconds = (

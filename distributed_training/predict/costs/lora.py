@@ -30,9 +30,9 @@ def adapter_costs(timing: Timing) -> PassCosts:
     in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
     times_forward, times_backward = (2, 5) if adds_product else (4, 7)
-    forward, inputs = (
-        times * math.fsum(outputs.values()) for times in (times_forward, times_backward)
-    )
+    values = math.fsum(outputs.values())
+    forward = times_forward * values
+    inputs = times_backward * values + 2.5 * in_fused
     rows_of = {(rows, columns): count for rows, columns, count in timing.kind.expert_products}
     for _, rows, columns in timing.kind.adapted_stacks(config.lora_targets).values():
         # models/hub/experts.py adds products of adapters separately.
@@ -41,7 +41,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
         inputs += 7 * num_outputs
     return PassCosts(
         forward=timing.memory_cost(forward * timing.value_bytes),
-        inputs=timing.memory_cost((inputs + 2.5 * in_fused) * timing.value_bytes),
+        inputs=timing.memory_cost(inputs * timing.value_bytes),
     )
 
 
@@ -55,9 +55,10 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     if rank.tp > 1 or rank.strategy.traits.has_parameter_hooks:
         return 0
     if not rank.size.splits:
-        is_recomputed = config.compile and recomputed == 0
+        if not config.compile or recomputed > 0:
+            return 0
         values = rank.split_values("compiled") - rank.split_values("adapters")
-        return -is_recomputed * rank.hidden_bytes * values
+        return -rank.hidden_bytes * values
     values = 2 * rank.size.hidden_size if config.compile and recomputed == 0 else 0
     first_outputs, second_inputs = mlp_values(rank)
     if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
