@@ -19,9 +19,9 @@ from distributed_training.parallel.private import (
     COLLECTIVE_PREFIX,
     WAIT_OPERATION,
     ComputeStreamReduceScatter,
+    compile_whole,
     compile_with_less_memory,
     keep_headers_private,
-    permit_stored_values,
 )
 from distributed_training.settings.config import RunConfig
 
@@ -169,7 +169,7 @@ def _compile(function: Any, backend: Any = "inductor") -> Any:
     shapes symbolic. Symbolic shapes are slower and do not work with DTensors (torch 2.11)."""
     options: Any = {"recompile_limit": _MAX_GRAPHS}  # which torch's annotations do not know
     compiled = torch.compile(function, dynamic=False, backend=backend, **options)
-    return permit_stored_values(compiled)
+    return compile_whole(compiled)
 
 
 def apply_compile(

@@ -281,13 +281,17 @@ def compile_with_less_memory(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs)
 
 
-def permit_stored_values(compiled: Any) -> Any:
-    """Return a compiled function whose checkpointed region may store values in a dict, as Gemma 4's
-    blocks store keys and values for later blocks. Recomputation does not store them again. Without
-    this setting, torch runs all blocks without compilation."""
+def compile_whole(compiled: Any) -> Any:
+    """Return a compiled function that torch does not split.
+
+    A checkpointed region may store values in a dict, as Gemma 4's blocks store keys and values for
+    later blocks. Recomputation does not store them again. By default, torch would run all blocks
+    without compilation. Within DDP, torch would split each block where its gradients fill a bucket,
+    and compute again what crosses the cut."""
     from torch._dynamo import config
 
-    return config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)(compiled)
+    options = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True, "optimize_ddp": False}
+    return config.patch(options)(compiled)
 
 
 def forget_pipeline_grid() -> None:

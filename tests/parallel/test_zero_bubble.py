@@ -3,10 +3,12 @@ FLOPs, also with weights that are rounded once per step."""
 
 import copy
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from distributed_training.models import ModelSpec, find_model, gpt2
@@ -70,8 +72,11 @@ def test_split_and_unsplit_backward_give_equal_gradients(name):
 
 
 def test_blocks_share_one_compiled_graph(monkeypatch):
-    """All blocks share one compiled graph. With one graph per block, the ninth block would run
-    uncompiled, because torch compiles a function at most eight times."""
+    """All blocks share one compiled graph, also within DDP, which torch would split at DDP's
+    buckets. With one graph per block, the ninth block would run uncompiled, because torch compiles
+    a function at most eight times."""
+    replicas = SimpleNamespace(bucket_bytes_cap=1)
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", replicas)
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
     model = draw_model(ModelSpec(label="", family="gpt2", size=size), seed=0)
     counter = CompileCounterWithBackend("aot_eager")
