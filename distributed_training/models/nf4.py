@@ -106,6 +106,10 @@ def dequantize_matrix(
     """Return the matrix that `quantize_matrix` rounded, in its dtype."""
     operations: Any = torch.ops.bitsandbytes
     columns = _num_columns(codes)
+    if codes.is_cuda:
+        from distributed_training.models import nf4_kernel  # imports Triton, which only GPUs have
+
+        return nf4_kernel.dequantize_matrix(codes, scales, columns)
     packed = scales.view(torch.uint8)
     integers = packed[:, 4 : 4 + columns // BLOCK_SIZE]
     largest = (integers * packed[:, :4].view(torch.float32)).square().flatten()

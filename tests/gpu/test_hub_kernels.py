@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from distributed_training.models import nf4
 from distributed_training.models.attention import describe_documents
 from distributed_training.models.hub.attention import attention
 from distributed_training.models.hub.experts import experts
@@ -112,3 +113,13 @@ def test_experts_equal_separate_products(compiled):
         module.to("cpu", torch.float32)
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() < 0.03 * one.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nf4_matrices_equal_those_of_bitsandbytes(dtype):
+    matrix = torch.randn(70, 192, dtype=dtype)
+    matrix[1] = 0
+    codes, scales = nf4.quantize_matrix(matrix)
+    found = nf4.dequantize_matrix(codes.cuda(), scales.cuda()).cpu()
+    expected = nf4.dequantize_matrix(codes, scales)
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=0.0)

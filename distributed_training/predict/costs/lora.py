@@ -125,7 +125,7 @@ def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
 def dequantize_costs(timing: Timing) -> PassCosts:
     """Return the costs of dequantizing a block: reading NF4 values and writing the matrices."""
     moved_bytes = (33 / 64 + timing.dtype_bytes) * _num_block_values(timing)
-    cost = timing.memory_cost(FITTED.dequantize * moved_bytes)
+    cost = timing.memory_cost(moved_bytes)
     return PassCosts(forward=cost, inputs=cost)
 
 
