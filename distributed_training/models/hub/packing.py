@@ -65,21 +65,49 @@ def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
     ) -> torch.Tensor:
         """Convolve x [B, C, T] with a weight [C, W] for each channel. The last of the W values
         belongs to the token itself."""
-        x = x.to(weight.dtype)
-        y = x * weight[:, -1:]
-        for distance in range(1, weight.shape[1]):
-            # torch.compile keeps results of F.pad that are multiplied. A sum is not kept.
-            terms = x[..., :-distance] * weight[:, -1 - distance, None]
-            terms = F.pad(terms, (distance, 0))[..., : x.shape[-1]]
-            if documents is not None:
-                is_inside = documents.positions[:, None] >= distance
-                terms = torch.where(is_inside, terms, 0)
-            y = y + terms
+        positions = None if documents is None else documents.positions
+        y = _Convolution.apply(x.to(weight.dtype), weight, positions)
         if bias is not None:
             y = y + bias[:, None]
         return y if activation is None else getattr(F, activation)(y)
 
     return wrapper
+
+
+# torch.compile would keep the shifted inputs for the gradient of the weight.
+class _Convolution(torch.autograd.Function):
+    """Convolve x [B, C, T] with a weight [C, W]. `positions` [B, T] count from the beginning of a
+    token's record, by default of the sample."""
+
+    @staticmethod
+    def forward(ctx, x, weight, positions):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight, positions)
+        y = x * weight[:, -1:]
+        for distance in range(1, weight.shape[1]):
+            earlier = F.pad(x, (distance, 0))[..., : x.shape[-1]]
+            y = y + _inside(earlier, positions, distance) * weight[:, -1 - distance, None]
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, weight, positions = ctx.saved_tensors
+        dx, sums = torch.zeros_like(x), []
+        for distance in reversed(range(weight.shape[1])):
+            later = F.pad(_inside(dy, positions, distance), (0, distance))[..., distance:]
+            dx = dx + later * weight[:, -1 - distance, None]
+            sums.append((x * later).sum((0, 2)))
+        return dx, torch.stack(sums, 1), None
+
+
+def _inside(
+    values: torch.Tensor,
+    positions: torch.Tensor | None,
+    distance: int,
+) -> torch.Tensor:
+    """Set to 0 the values [B, C, T] of tokens whose record begins within `distance` tokens."""
+    if positions is None:
+        return values
+    return torch.where(positions[:, None] >= distance, values, 0)
 
 
 def _separate_states(compute: Callable[..., Any]) -> Any:
