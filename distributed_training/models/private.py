@@ -65,13 +65,13 @@ def stored_parameter(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name)
 
 
-def copy_with_empty_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:
-    """Return a shallow copy of a module with its own parameters of the given shapes, which are
-    uninitialized and in fp32."""
+def copy_with_unset_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:
+    """Return a shallow copy of a module with its own fp32 parameters of the given shapes, whose
+    values are NaN."""
     module_copy = copy.copy(module)
     module_copy._parameters = dict.fromkeys(module._parameters)
     for name, shape in shapes.items():
-        module_copy._parameters[name] = nn.Parameter(torch.empty(shape))
+        module_copy._parameters[name] = nn.Parameter(torch.full(shape, torch.nan))
     return module_copy
 
 
@@ -130,6 +130,13 @@ def decode_floats(document: dict[str, Any]) -> dict[str, Any]:
 def initialize(net: Any, module: nn.Module) -> None:
     """Initialize the parameters and buffers of one module as the transformers model `net` does."""
     net._init_weights(module)
+
+
+def initialize_child(net: Any, module: nn.Module, child_name: str, child: nn.Module) -> None:
+    """Initialize the parameters of `child` as `net` does when it initializes `module`, a copy of
+    the module around it."""
+    module._modules = {child_name: child}
+    initialize(net, module)
 
 
 def initialize_all(owner: Any, module: nn.Module) -> None:

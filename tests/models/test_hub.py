@@ -200,6 +200,16 @@ def test_random_weights_follow_transformers_and_depend_only_on_the_seed(tmp_path
     assert 0.015 < state[name].std() < 0.025
 
 
+def test_no_parameter_keeps_what_was_in_memory(tmp_path):
+    """The block around Qwen3-Next's router initializes it. Only constructors initialize parameters
+    of Apertus, so they have no values."""
+    spec, _ = build(make_folder("qwen3_next", tmp_path / "router"))
+    assert 0.01 < draw_model(spec, seed=1).state_dict()["blocks.0.mlp.gate.weight"].std() < 0.03
+    spec, _ = build(make_folder("apertus", tmp_path / "constructor"))
+    with refused("act_fn.alpha_p", "weights=pretrained"):
+        draw_model(spec, seed=1)
+
+
 def test_hashed_weights_of_experts_are_drawn_by_shards(tmp_path):
     """On GPUs, each rank draws only its shards. Biases of experts are 0, as in transformers."""
     _, model = build(make_folder("gpt_oss", tmp_path))

@@ -31,6 +31,7 @@ from distributed_training.models.hub.experts import STACKS, experts
 from distributed_training.models.hub.packing import separate_recurrences
 from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
+from distributed_training.settings.errors import UserError
 
 # Classes that compute x W^T plus an optional bias
 LINEAR_CLASSES = {"Linear", "FalconLinear"}
@@ -255,11 +256,11 @@ class HubDecoder(private.MovedModule, Decoder):
         `Decoder.random_source`. transformers initializes all other parameters, on the CPU."""
         draw_matrix = super().random_source(seed, device, hashed=hashed)
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
-        # Shapes before matrices are quantized, by module
+        # Shapes before matrices are quantized, by module. draw_matrix draws stacks of experts.
         shapes = defaultdict[str, dict[str, torch.Size]](dict)
         for name, parameter in self.named_parameters():
             module_name, _, key = name.rpartition(".")
-            shapes[module_name][key] = parameter.shape
+            shapes[module_name][key] = torch.Size([0]) if key in STACKS else parameter.shape
         buffers = stored_buffers(self)
         lock = threading.Lock()  # All threads share torch's global generator.
 
@@ -271,13 +272,24 @@ class HubDecoder(private.MovedModule, Decoder):
             if parameter_name in STACKS or (is_layer and parameter_name == "weight"):
                 return draw_matrix(name, slices)
             with lock, torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-                module = private.copy_with_empty_parameters(
-                    self.get_submodule(module_name), shapes[module_name]
+                module, parent = (
+                    private.copy_with_unset_parameters(self.get_submodule(owner), shapes[owner])
+                    for owner in (module_name, module_name.rpartition(".")[0])
                 )
                 module.cast_dtype = None  # Initial values written to a cast copy would be lost.
                 torch.manual_seed(seed * 100_003 + indices[name])
                 private.initialize(self.net, module)
-            return private.stored_parameter(module, parameter_name).detach()[slices]
+                values = private.stored_parameter(module, parameter_name).detach()
+                if values.isnan().any():  # such as the routers of Qwen3-Next
+                    private.initialize_child(
+                        self.net, parent, module_name.rpartition(".")[2], module
+                    )
+            if values.isnan().any():
+                raise UserError(
+                    f"{name} has no random values: transformers initializes it only in a "
+                    "constructor. Set weights=pretrained."
+                )
+            return values[slices]
 
         return draw
 
