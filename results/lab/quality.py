@@ -42,11 +42,12 @@ def call(*words: str) -> str:
 
 def ask(folder: str, questions: Sequence[str]) -> list[str]:
     """Return the answers of the model in `folder`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
     chats = [[{"role": "user", "content": question}] for question in questions]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    prompts: Any = tokenizer.apply_chat_template(chats, padding=True, **options)
+    prompts: Any = tokenizer.apply_chat_template(chats, padding=True, **options).to(device)
     tokens = model.generate(**prompts, max_new_tokens=40, do_sample=False)
     answers = tokens[:, prompts["input_ids"].shape[1] :]
     texts: list[str] = tokenizer.batch_decode(answers, skip_special_tokens=True)
