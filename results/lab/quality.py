@@ -42,8 +42,9 @@ def call(*words: str) -> str:
 
 def ask(folder: str, questions: Sequence[str]) -> list[str]:
     """Return the answers of the model in `folder`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model.to(device)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
     chats = [[{"role": "user", "content": question}] for question in questions]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
