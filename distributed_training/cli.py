@@ -94,14 +94,6 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         f"start N processes. all: one process per GPU, or {CPU_PROCESSES} processes without GPUs"
     )
     add("--num_gpus", metavar="N", help=num_gpus_help)
-    restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
-    add(
-        "--max_restarts",
-        metavar="N",
-        type=at_least(0),
-        default=0,
-        help=restarts_help,
-    )
     add(
         "--dry-run",
         "--dry_run",
@@ -232,7 +224,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if process is not None:  # rank 0 plans, and the others receive the plan
             return launch.run_launched(request, process)
         cluster = _load("start.local").requested_cluster(request, arguments.num_gpus)
-        return launch.start(request, cluster, program.script, arguments.max_restarts)
+        return launch.start(request, cluster, program.script)
 
     return act
 

@@ -66,7 +66,7 @@ def spawn(tmp_path, monkeypatch):
         plan = SimpleNamespace(
             run_dir=tmp_path, offload_dir=None, config=config, num_processes=2, notes=()
         )
-        return launch.spawn(plan, ["x.py"], 0)
+        return launch.spawn(plan, ["x.py"])
 
     return call
 
