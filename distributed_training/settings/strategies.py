@@ -14,14 +14,18 @@ in the folder ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib
+import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from distributed_training.settings import files, own_code
+from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
@@ -148,7 +152,7 @@ class Strategy:
         because `traits.build` in a plan.json could name any code."""
         module, _, name = _find_engine(_find_strategy(self.name))[0].build.rpartition(":")
         if module.endswith(".py"):
-            return getattr(own_code.import_file(Path(module)), name)
+            return getattr(_import_file(Path(module)), name)
         return getattr(importlib.import_module(module), name)
 
     def options(self, values: Mapping[str, Any]) -> Any:
@@ -313,10 +317,22 @@ def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why)
-    module = own_code.import_file(file)  # a part of the checkout
+    module = _import_file(file)
     traits: Traits = module.TRAITS
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
     return replace(traits, build=f"{file.parent}/{build}"), getattr(module, "OPTIONS", Options)
+
+
+@functools.cache
+def _import_file(file: Path) -> ModuleType:
+    """Import a Python file of strategies/ under a unique module name. Later calls return the same
+    module. Data files, such as a run's plan or a preset, never cause other code to run."""
+    name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
+    spec: Any = spec_from_file_location(name, file)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _read_strategy_file(path: Path) -> _StrategyFile:

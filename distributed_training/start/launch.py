@@ -22,7 +22,6 @@ from distributed_training.settings.config import Request
 from distributed_training.settings.detect import threads_per_process
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.launchers import PLANNED_OPTION
-from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import Command, current_process, run_ranks, single_process
@@ -66,11 +65,9 @@ def start(
     return spawn(plan, [str(script), PLANNED_OPTION])
 
 
-def run_planned_rank(run_dir: str, *code_folders: str) -> int:
-    """Run this process's part of the plan in `run_dir`. This process may execute Python code from
-    `code_folders`. The launching process passes both on the command line."""
-    for folder in code_folders:
-        allow_code(Path(folder))
+def run_planned_rank(run_dir: str) -> int:
+    """Run this process's part of the plan in `run_dir`, which the launching process passes on the
+    command line."""
     code = run_rank(load_plan(Path(run_dir)), Process.from_environment())
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
@@ -115,9 +112,8 @@ def prepare_environment(processes_here: int) -> None:
 def spawn(plan: Plan, command: Command) -> int:
     """Start processes that execute the plan, and wait for them. Return the run's exit code. If a
     process was killed or hangs, record the cause."""
-    command = [*command, str(plan.run_dir), *allowed_code_folders()]
     count = plan.num_processes
-    outcome = run_ranks(command, count, Monitor(plan.config, count))
+    outcome = run_ranks([*command, str(plan.run_dir)], count, Monitor(plan.config, count))
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code
