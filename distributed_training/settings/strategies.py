@@ -3,7 +3,7 @@ strategies/<n>_<name>/, whose config.json defines how state is sharded or offloa
 does not import torch.
 
 Keys of config.json:
-- `deepspeed`: a DeepSpeed configuration or its path, relative to the checkout or the folder
+- `deepspeed`: the path of a DeepSpeed configuration, relative to the checkout
 - `mesh`: the sizes of the axes
 - `engine`: an engine's name or file. The default is "native" if `mesh` is set. Otherwise, it is
   "deepspeed".
@@ -33,7 +33,7 @@ from distributed_training.settings.keys import Options, read_keys
 STRATEGIES_DIR = files.ROOT / "strategies"
 # Order of the axes, from the slowest-varying to the fastest-varying
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path}'
+_FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": path}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class _StrategyFile(BaseModel, strict=True, extra="forbid"):
 
     name: str
     mesh: dict[str, int] | None = None
-    deepspeed: Any = None
+    deepspeed: str | None = None
     engine: str = Field(
         default_factory=lambda values: "deepspeed" if values.get("mesh") is None else "native"
     )
@@ -234,10 +234,10 @@ def load_strategy(config: Config) -> Strategy:
     parsed = _DeepSpeed()
     user_json = config.deepspeed_config
     if strategy_file.deepspeed is not None:
-        source, document, parsed = _read_json(strategy_file._path, strategy_file.deepspeed)
+        source, document, parsed = _read_json(strategy_file.deepspeed)
         if user_json:
             own_form = _describe_form(parsed)
-            source, document, parsed = _read_json(strategy_file._path, user_json)
+            source, document, parsed = _read_json(user_json)
             form = _describe_form(parsed)
             if form != own_form:
                 what = f"{source} describes {form}, but {setting} needs {own_form}"
@@ -269,19 +269,11 @@ def load_strategy(config: Config) -> Strategy:
     )
 
 
-def _read_json(
-    config_file: Path,
-    json_or_path: Any,
-) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
+def _read_json(path: str) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
     """Return (file, DeepSpeed configuration, the part of the configuration that this package reads)
-    for a strategy. `json_or_path` is the configuration itself or its path, relative to the folder
-    of the strategy's `config_file` or to the checkout."""
-    file = config_file
-    document = json_or_path
-    if isinstance(json_or_path, str):
-        relative = config_file.parent / json_or_path
-        file = relative if relative.is_file() else files.resolve_user_path(json_or_path)
-        document = files.load_json(file, "DeepSpeed configuration")
+    for the path of a DeepSpeed configuration."""
+    file = files.resolve_user_path(path)
+    document = files.load_json(file, "DeepSpeed configuration")
     fix = "see configs/ds_config_zero2.json"
     return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
 
