@@ -68,7 +68,9 @@ def start(
 def run_planned_rank(run_dir: str) -> int:
     """Run this process's part of the plan in `run_dir`, which the launching process passes on the
     command line."""
-    code = run_rank(load_plan(Path(run_dir)), Process.from_environment())
+    process = current_process()
+    assert process is not None
+    code = run_rank(load_plan(Path(run_dir)), process)
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 
