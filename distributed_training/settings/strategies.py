@@ -150,7 +150,8 @@ class Strategy:
     def load_engine(self) -> Any:
         """Import and return the engine's class. The class is looked up by the strategy's name,
         because `traits.build` in a plan.json could name any code."""
-        module, _, name = _find_engine(_find_strategy(self.name))[0].build.rpartition(":")
+        traits, _ = _find_engine(_find_strategy(self.name))
+        module, _, name = traits.build.rpartition(":")
         if module.endswith(".py"):
             return getattr(_import_file(Path(module)), name)
         return getattr(importlib.import_module(module), name)
@@ -275,7 +276,8 @@ def _read_json(path: str) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
     file = files.resolve_user_path(path)
     document = files.load_json(file, "DeepSpeed configuration")
     fix = "see configs/ds_config_zero2.json"
-    return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
+    parsed = files.parse_as(_DeepSpeed, document, str(file), fix)
+    return file, document, parsed
 
 
 def _describe_form(parsed: _DeepSpeed) -> str:

@@ -115,7 +115,8 @@ def spawn(plan: Plan, command: Command) -> int:
     """Start processes that execute the plan, and wait for them. Return the run's exit code. If a
     process was killed or hangs, record the cause."""
     count = plan.num_processes
-    outcome = run_ranks([*command, str(plan.run_dir)], count, Monitor(plan.config, count))
+    rank_command = [*command, str(plan.run_dir)]
+    outcome = run_ranks(rank_command, count, Monitor(plan.config, count))
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code

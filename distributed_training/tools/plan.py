@@ -92,7 +92,9 @@ def run(
     )
     command = partial(launch_command, script=script)
     if arguments.json:
-        print(json.dumps({**found.as_dict(), "command": command(found.first.plan)}, indent=1))
+        document = found.as_dict()
+        document["command"] = command(found.first.plan)
+        print(json.dumps(document, indent=1))
         return 0
     check_memory(found.layouts[0], cluster)
     print("\n".join(map(fold, _describe(found, cluster))))
