@@ -24,7 +24,6 @@ from distributed_training.settings.errors import UserError, print_stderr, run_an
 from distributed_training.settings.files import IS_INSTALLED, did_you_mean, one_of, shown
 from distributed_training.settings.keys import Key, Parser, advise_on_name, at_least, read_keys
 from distributed_training.settings.launchers import CPU_PROCESSES, PLANNED_OPTION
-from distributed_training.settings.own_code import allow_families, require_allowed_family
 from distributed_training.settings.request import build_config
 from distributed_training.start.streams import (
     open_closed_streams,
@@ -94,14 +93,6 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         f"start N processes. all: one process per GPU, or {CPU_PROCESSES} processes without GPUs"
     )
     add("--num_gpus", metavar="N", help=num_gpus_help)
-    restarts_help = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
-    add(
-        "--max_restarts",
-        metavar="N",
-        type=at_least(0),
-        default=0,
-        help=restarts_help,
-    )
     add(
         "--dry-run",
         "--dry_run",
@@ -144,9 +135,8 @@ def read_options(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
 ) -> argparse.Namespace:
-    """Parse the command line. If --model names a folder of model code, allow this code to run.
-    `overrides` in the result maps the names of the given keys to their text. Raises UserError for
-    an unknown option."""
+    """Parse the command line. `overrides` in the result maps the names of the given keys to their
+    text. Raises UserError for an unknown option."""
     names = [name.removeprefix("--") for name in parser._option_string_actions]
     argv = [replace_dashes(word, names) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
@@ -159,10 +149,6 @@ def read_options(
             if not fix and not unknown[0].startswith("-"):
                 fix = "put a value of several words in quotes"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
-    models = [getattr(arguments, "model", None)]
-    if overrides is not None:
-        models.append(overrides.get("model"))
-    allow_families(models)
     return arguments
 
 
@@ -185,17 +171,14 @@ def configure(
     overrides: Mapping[str, Any],
 ) -> Request:
     """Merge CONFIG, the preset and the values of `overrides` into a Request. Raises UserError if a
-    value is not accepted. Also raises UserError if only the preset sets `model` to a folder of
-    code, because code runs only if the user names its folder."""
-    config = build_config(
+    value is not accepted."""
+    return build_config(
         program.config,
         preset=arguments.preset,
         overrides=overrides,
         force=arguments.force,
         strict=arguments.strict,
     )
-    require_allowed_family(config.model)
-    return config
 
 
 def _load(module: str) -> Any:
@@ -232,7 +215,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
         if process is not None:  # rank 0 plans, and the others receive the plan
             return launch.run_launched(request, process)
         cluster = _load("start.local").requested_cluster(request, arguments.num_gpus)
-        return launch.start(request, cluster, program.script, arguments.max_restarts)
+        return launch.start(request, cluster, program.script)
 
     return act
 
@@ -261,13 +244,6 @@ def tool_command(
     return act
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add --model to the parser of a command that reads a run. A run may use the user's own model
-    code, which is executed only if the user names its folder with --model."""
-    model_help = "folder with the code of your own model family, if the run trained such a model"
-    parser.add_argument("--model", metavar="FOLDER", help=model_help)
-
-
 def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Compare runs in tables."""
     add = parser.add_argument
@@ -293,7 +269,6 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
         help="folder of a run, such as runs/latest, folder of a model in "
         "Hugging Face format, or name of a model on the Hub",
     )
-    add_model(parser)
     prompt_help = "question, or text to continue (default: read lines from standard input. On a "
     prompt_help += "terminal, they form one conversation)"
     add("--prompt", help=prompt_help)
@@ -320,7 +295,6 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     add = parser.add_argument
     run_help = "folder of a run, such as runs/latest, or folder or Hub name of another model"
     add("run", help=run_help)
-    add_model(parser)
     dataset_help = (
         "data to evaluate on. If the data has a validation split, that split is used (default: the "
         "run's validation samples)"
@@ -338,7 +312,6 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face format."""
     add = parser.add_argument
     add("run", help="folder of a checkpoint, or of a run, whose newest checkpoint is exported")
-    add_model(parser)
     add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
     merge_help = "merge a run's exported adapters into the whole model (default folder: merged/)"
     add("--merge", action="store_true", help=merge_help)
@@ -437,7 +410,6 @@ def main(
             advice = did_you_mean(name, COMMANDS) or why
             fix = _advise_on_file(name) or "see --help"
             raise UserError(f"{shown(name)} is not a command", advice, fix)
-        allow_families([config.get("model")])
         program = Program(
             config=config,
             script=file,

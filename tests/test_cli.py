@@ -52,7 +52,7 @@ def test_the_last_of_several_options_counts():
         (["--temperature", "1"], ["'--temperature'", "--help"]),
         (["--fp16"], ["'--fp16'", "--precision fp16"]),
         (["--per_device_train_batch_size=8"], ["Use --batch_size"]),
-        (["--max-restart=1"], ["'--max-restart=1'", " max_restarts?"]),
+        (["--max-step=1"], ["'--max-step=1'", " max_steps?"]),
         (["--zzzz"], ["See --help"]),
         (["--seed"], ["--seed", "See --help"]),
         (["--seed", "1", "extra"], ["'extra'"]),

@@ -13,7 +13,6 @@ from distributed_training.predict.predict import local_cluster
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
 from distributed_training.settings.keys import read_keys
-from distributed_training.settings.own_code import allow_families
 from distributed_training.settings.request import build_config
 from tests.conftest import assert_ok, heavy_pool
 from tests.support import CPU_MACHINE, draw_model, read_model, refused, save_model
@@ -51,10 +50,12 @@ def test_example_of_a_strategy(folder):
         make_plan(config, local_cluster(CPU_MACHINE, 3, 3))
 
 
-def test_example_of_a_model(folder):
-    allow_families([str(folder / "my_models/narrow")])
-    spec = models.find_model(str(folder / "my_models/narrow"))
-    assert models.find_model(f"{folder}/my_models/narrow:narrow").size == spec.size
+def test_example_of_a_model(folder, monkeypatch):
+    monkeypatch.setattr(models, "FAMILIES", [*models.FAMILIES, "narrow"])
+    monkeypatch.setattr(
+        models, "__path__", [*models.__path__, str(folder / "distributed_training/models")]
+    )
+    spec = models.find_model("narrow")
     model = draw_model(spec, seed=1)
     padding = (spec.size.padded_vocab_size - spec.size.vocab_size) * spec.size.hidden_size
     assert sum(p.numel() for p in model.parameters()) - padding == spec.size.num_parameters

@@ -2,12 +2,11 @@
 torch only inside functions.
 
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
-last three describe the Hugging Face format of the family's weights (see gpt2/). The package may be
-in any folder, and its `__init__.py` must import torch only inside functions.
+last three describe the Hugging Face format of the family's weights (see gpt2/). Its `__init__.py`
+must import torch only inside functions.
 
-The value of `model` in CONFIG may be the name of a size or of a Hub repository. It may also be the
-path of a Hugging Face folder or of a family's folder. A family's first size is the default. To
-select another size, append `:size` to the family's path."""
+The value of `model` in CONFIG may be the name of a size or of a Hub repository, or the path of a
+Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ from distributed_training.models.weights import (
 )
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import did_you_mean, load_model_json, shown
-from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
     import torch
@@ -58,14 +56,13 @@ class ModelSpec:
     """Model to train, with its family, size and published weights."""
 
     label: str  # short name, for folders and titles
-    family: str  # name of a folder in this package, or the path of another folder
+    family: str  # name of a folder in this package
     size: ModelSize
     hub_id: str | None = None  # name of the published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
 
     def __post_init__(self) -> None:
-        # A plan is sent as JSON, which turns the family's configuration into a dict. If there is no
-        # configuration, the family's code, which may be the user's, is not imported here.
+        # A plan is sent as JSON, which turns the family's configuration into a dict.
         if isinstance(self.size.config, dict) and hasattr(self.code, "Config"):
             config = TypeAdapter(self.code.Config).validate_python(self.size.config)
             object.__setattr__(self, "size", replace(self.size, config=config))
@@ -350,20 +347,7 @@ def find_model(name: str) -> ModelSpec:
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"
         raise UserError(what, "adapters need a base model", fix)
-    path, _, chosen_size = name.partition(":")
-    folder = Path(path).resolve()
-    if (folder / "__init__.py").is_file():
-        sizes = _load(str(folder)).sizes()
-        label = chosen_size or next(iter(sizes))
-        if label in sizes:
-            return ModelSpec(
-                label=label,
-                family=str(folder),
-                size=sizes[label],
-            )
-        names = [f"{folder}:{size}" for size in sizes]
-    why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with "
-    why += "config.json or __init__.py"
+    why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with config.json"
     advice = did_you_mean(name, names)
     raise UserError(f"model={shown(name)} is not accepted", advice or why)
 
@@ -406,6 +390,6 @@ def _fetch_config(hub_id: str) -> Path:
 
 @functools.cache
 def _load(family: str) -> Any:
-    if family in FAMILIES:
-        return importlib.import_module(f"{__name__}.{family}")
-    return load_code(Path(family, "__init__.py"), f"the model family {family}")
+    if family not in FAMILIES:  # A plan.json could name any code.
+        raise UserError(f"the model family {shown(family)} is not part of this package")
+    return importlib.import_module(f"{__name__}.{family}")

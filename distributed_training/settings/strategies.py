@@ -3,7 +3,7 @@ strategies/<n>_<name>/, whose config.json defines how state is sharded or offloa
 does not import torch.
 
 Keys of config.json:
-- `deepspeed`: a DeepSpeed configuration or its path, relative to the checkout or the folder
+- `deepspeed`: the path of a DeepSpeed configuration, relative to the checkout
 - `mesh`: the sizes of the axes
 - `engine`: an engine's name or file. The default is "native" if `mesh` is set. Otherwise, it is
   "deepspeed".
@@ -14,14 +14,18 @@ in the folder ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib
+import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from distributed_training.settings import files, own_code
+from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
@@ -29,7 +33,7 @@ from distributed_training.settings.keys import Options, read_keys
 STRATEGIES_DIR = files.ROOT / "strategies"
 # Order of the axes, from the slowest-varying to the fastest-varying
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path}'
+_FORM_ADVICE = 'write {"name": ..., "mesh": {...} or "deepspeed": path}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ class _StrategyFile(BaseModel, strict=True, extra="forbid"):
 
     name: str
     mesh: dict[str, int] | None = None
-    deepspeed: Any = None
+    deepspeed: str | None = None
     engine: str = Field(
         default_factory=lambda values: "deepspeed" if values.get("mesh") is None else "native"
     )
@@ -146,9 +150,10 @@ class Strategy:
     def load_engine(self) -> Any:
         """Import and return the engine's class. The class is looked up by the strategy's name,
         because `traits.build` in a plan.json could name any code."""
-        module, _, name = _find_engine(_find_strategy(self.name))[0].build.rpartition(":")
+        traits, _ = _find_engine(_find_strategy(self.name))
+        module, _, name = traits.build.rpartition(":")
         if module.endswith(".py"):
-            return getattr(own_code.import_file(Path(module)), name)
+            return getattr(_import_file(Path(module)), name)
         return getattr(importlib.import_module(module), name)
 
     def options(self, values: Mapping[str, Any]) -> Any:
@@ -230,10 +235,10 @@ def load_strategy(config: Config) -> Strategy:
     parsed = _DeepSpeed()
     user_json = config.deepspeed_config
     if strategy_file.deepspeed is not None:
-        source, document, parsed = _read_json(strategy_file._path, strategy_file.deepspeed)
+        source, document, parsed = _read_json(strategy_file.deepspeed)
         if user_json:
             own_form = _describe_form(parsed)
-            source, document, parsed = _read_json(strategy_file._path, user_json)
+            source, document, parsed = _read_json(user_json)
             form = _describe_form(parsed)
             if form != own_form:
                 what = f"{source} describes {form}, but {setting} needs {own_form}"
@@ -265,21 +270,14 @@ def load_strategy(config: Config) -> Strategy:
     )
 
 
-def _read_json(
-    config_file: Path,
-    json_or_path: Any,
-) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
+def _read_json(path: str) -> tuple[Path, Mapping[str, Any], _DeepSpeed]:
     """Return (file, DeepSpeed configuration, the part of the configuration that this package reads)
-    for a strategy. `json_or_path` is the configuration itself or its path, relative to the folder
-    of the strategy's `config_file` or to the checkout."""
-    file = config_file
-    document = json_or_path
-    if isinstance(json_or_path, str):
-        relative = config_file.parent / json_or_path
-        file = relative if relative.is_file() else files.resolve_user_path(json_or_path)
-        document = files.load_json(file, "DeepSpeed configuration")
+    for the path of a DeepSpeed configuration."""
+    file = files.resolve_user_path(path)
+    document = files.load_json(file, "DeepSpeed configuration")
     fix = "see configs/ds_config_zero2.json"
-    return file, document, files.parse_as(_DeepSpeed, document, str(file), fix)
+    parsed = files.parse_as(_DeepSpeed, document, str(file), fix)
+    return file, document, parsed
 
 
 def _describe_form(parsed: _DeepSpeed) -> str:
@@ -313,10 +311,22 @@ def _find_engine(strategy_file: _StrategyFile) -> tuple[Traits, type[Options]]:
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why)
-    module = own_code.import_file(file)  # a part of the checkout
+    module = _import_file(file)
     traits: Traits = module.TRAITS
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
     return replace(traits, build=f"{file.parent}/{build}"), getattr(module, "OPTIONS", Options)
+
+
+@functools.cache
+def _import_file(file: Path) -> ModuleType:
+    """Import a Python file of strategies/ under a unique module name. Later calls return the same
+    module. Data files, such as a run's plan or a preset, never cause other code to run."""
+    name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
+    spec: Any = spec_from_file_location(name, file)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _read_strategy_file(path: Path) -> _StrategyFile:

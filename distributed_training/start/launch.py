@@ -10,8 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import uuid
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +22,6 @@ from distributed_training.settings.config import Request
 from distributed_training.settings.detect import threads_per_process
 from distributed_training.settings.errors import UserError, print_stderr
 from distributed_training.settings.launchers import PLANNED_OPTION
-from distributed_training.settings.own_code import allow_code, allowed_code_folders
 from distributed_training.start import run_dir
 from distributed_training.start.progress import Monitor
 from distributed_training.start.ranks import Command, current_process, run_ranks, single_process
@@ -51,7 +48,6 @@ def start(
     request: Request,
     cluster: Cluster,
     script: Path,
-    max_restarts: int,
 ) -> int:
     """Plan the run, write plan.json, and execute the plan in this process or in new processes.
     Return the run's exit code."""
@@ -64,17 +60,17 @@ def start(
         )
     plan = run_dir.reserve_run_dir(make_plan(request, cluster, read_data))
     prepare_environment(count)
-    if count == 1 and not max_restarts:
+    if count == 1:
         return run_rank(plan, single_process())
-    return spawn(plan, [str(script), PLANNED_OPTION], max_restarts)
+    return spawn(plan, [str(script), PLANNED_OPTION])
 
 
-def run_planned_rank(run_dir: str, *code_folders: str) -> int:
-    """Run this process's part of the plan in `run_dir`. This process may execute Python code from
-    `code_folders`. The launching process passes both on the command line."""
-    for folder in code_folders:
-        allow_code(Path(folder))
-    code = run_rank(load_plan(Path(run_dir)), Process.from_environment())
+def run_planned_rank(run_dir: str) -> int:
+    """Run this process's part of the plan in `run_dir`, which the launching process passes on the
+    command line."""
+    process = current_process()
+    assert process is not None
+    code = run_rank(load_plan(Path(run_dir)), process)
     os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
 
 
@@ -115,22 +111,12 @@ def prepare_environment(processes_here: int) -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def spawn(plan: Plan, command: Command, max_restarts: int) -> int:
-    """Start processes that execute the plan, and wait for them. If a process fails, restart all
-    processes, up to `max_restarts` times. Return the run's exit code. If a process was killed or
-    hangs, record the cause."""
-    command = [*command, str(plan.run_dir), *allowed_code_folders()]
-    for restart in range(max_restarts + 1):
-        if restart:
-            checkpoint, note = run_dir.plan_restart(plan)
-            plan = replace(
-                plan, checkpoint=checkpoint, notes=(*plan.notes, note), attempt_id=uuid.uuid4().hex
-            )
-            run_dir.write_plan(plan)
-        count = plan.num_processes
-        outcome = run_ranks(command, count, Monitor(plan.config, count))
-        if outcome.signum or not outcome.exit_code:
-            break
+def spawn(plan: Plan, command: Command) -> int:
+    """Start processes that execute the plan, and wait for them. Return the run's exit code. If a
+    process was killed or hangs, record the cause."""
+    count = plan.num_processes
+    rank_command = [*command, str(plan.run_dir)]
+    outcome = run_ranks(rank_command, count, Monitor(plan.config, count))
     if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = outcome.exit_code

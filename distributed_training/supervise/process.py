@@ -3,10 +3,9 @@
 This module does not import torch."""
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 # Environment variable of the ranks that `run_ranks` starts: the id of the launching process, and
@@ -33,12 +32,6 @@ class Process:
     world_size: int
     local_rank: int
     local_world_size: int
-
-    @classmethod
-    def from_environment(cls) -> "Process":
-        """Return the values in the variables that torchrun and our launching process set."""
-        names = (field.name for field in fields(cls))
-        return cls(**{name: int(os.environ[name.upper()]) for name in names})
 
 
 @contextlib.contextmanager

@@ -175,7 +175,7 @@ def build_runs(
         for key, value in typed_overrides.items():
             if key not in foreign_keys:
                 values[key] = value
-    command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
+    command = [sys.executable, str(script)]
     if arguments.preset:
         command.append(f"--preset={arguments.preset}")
     if arguments.force:

@@ -12,7 +12,6 @@ from pathlib import Path
 from distributed_training.checkpoint.resume import choose_checkpoint
 from distributed_training.plan.layout import format_axes
 from distributed_training.plan.plan import Plan
-from distributed_training.planner.answer import build_options
 from distributed_training.planner.data import peek_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
@@ -22,12 +21,7 @@ from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import printable
 from distributed_training.start.local import requested_cluster
 from distributed_training.supervise.process import Process
-from distributed_training.tools.jobs import (
-    FIRST_HOST,
-    FIRST_HOST_NOTE,
-    launch_command,
-    restart_options,
-)
+from distributed_training.tools.jobs import FIRST_HOST, FIRST_HOST_NOTE, launch_command
 from distributed_training.tools.plan import planned_cluster
 
 UNKNOWN = "the number of steps is unknown until the data is tokenized (the data command does this)"
@@ -49,12 +43,7 @@ def print_plan(
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     plan = replace(plan, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(
-        plan,
-        script,
-        [*restart_options(options), *build_options(plan)],
-        job_id=secrets.token_hex(8),
-    )
+    command = launch_command(plan, script, job_id=secrets.token_hex(8))
     command = "(the current command, without --dry-run)" if process else command
     print(describe_plan(plan, command, explain=options.explain))
     return 0

@@ -1,6 +1,5 @@
 """Build commands and job files that run a planned layout. This module does not import torch."""
 
-import argparse
 import math
 import os
 import re
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.answer import Answer
+from distributed_training.planner.answer import Answer, build_options
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import IS_INSTALLED, MARK, ROOT
 from distributed_training.settings.machine import GIB, find_gpu
@@ -28,19 +27,12 @@ TEMPLATES = {
 SKYPILOT_GPUS = {"H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100"}
 
 
-def restart_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the option by which a run is restarted after a failure, if it was typed."""
-    return ["--max_restarts", str(arguments.max_restarts)] if arguments.max_restarts else []
-
-
 def launch_command(
     plan: Draft,
     script: Path,
-    arguments: list[str],
     job_id: str = "JOB_ID",
 ) -> str:
-    """Return the command to run on each node to execute `plan`. `arguments` are the script's
-    options."""
+    """Return the command to run on each node to execute `plan`."""
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
     launcher = ["python", os.path.relpath(script)]
@@ -63,26 +55,25 @@ def launch_command(
         ]
     elif processes_here > 1:
         launcher += ["--num_gpus", str(processes_here)]
-    return shlex.join([*launcher, *arguments])
+    return shlex.join([*launcher, *build_options(plan)])
 
 
 def build_batch_script(
     found: Answer,
     file: Path,
     script: Path,
-    restarts: Sequence[str],
     *,
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
     """Return the contents of the template for `file`, filled in for the first choice of an answer.
-    `restarts` and `machine_options` are the options that restart a run and that describe the
-    cluster. `plan_command` is the command that writes this job. The job requests 25% more RAM and,
-    under SLURM, 25% more time than predicted."""
+    `machine_options` are the options that describe the cluster. `plan_command` is the command that
+    writes this job. The job requests 25% more RAM and, under SLURM, 25% more time than
+    predicted."""
     choice = found.first
     amount = found.amount
     plan = choice.plan
-    options = [*restarts, *found.options]
+    options = found.options
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
     gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)

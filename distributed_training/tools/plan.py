@@ -17,7 +17,6 @@ from distributed_training.planner.answer import (
     Answer,
     Price,
     answer,
-    build_options,
     count_typed_steps,
     name_with_mode,
 )
@@ -34,7 +33,6 @@ from distributed_training.tools.jobs import (
     build_batch_script,
     job_template,
     launch_command,
-    restart_options,
 )
 
 PRICE = re.compile(r"([^\d.-]*)(\d*\.?\d+)(\D*)")  # text, number, text
@@ -92,9 +90,11 @@ def run(
         price=arguments.price,
         count_work=_count_work,
     )
-    command = partial(_launch_command, arguments=arguments, script=script)
+    command = partial(launch_command, script=script)
     if arguments.json:
-        print(json.dumps({**found.as_dict(), "command": command(found.first)}, indent=1))
+        document = found.as_dict()
+        document["command"] = command(found.first.plan)
+        print(json.dumps(document, indent=1))
         return 0
     check_memory(found.layouts[0], cluster)
     print("\n".join(map(fold, _describe(found, cluster))))
@@ -148,7 +148,7 @@ def _print_tables(found: Answer, cluster: Cluster) -> None:
 def _print_commands(
     found: Answer,
     cluster: Cluster,
-    command: Callable[[Prediction], str],
+    command: Callable[[Draft], str],
 ) -> None:
     """Print the command that starts each of the picks."""
     if cluster.num_processes > cluster.processes_per_node:
@@ -156,18 +156,7 @@ def _print_commands(
     elif not cluster.is_local:
         print("Run this command there. To check it here, add --dry-run and the option --cluster.")
     for label, choice in found.picks:
-        print(f"  # {label}\n  {command(choice)}")
-
-
-def _launch_command(
-    choice: Prediction,
-    *,
-    arguments: argparse.Namespace,
-    script: Path,
-    **names: str,
-) -> str:
-    options = [*restart_options(arguments), *build_options(choice.plan)]
-    return launch_command(choice.plan, script, options, **names)
+        print(f"  # {label}\n  {command(choice.plan)}")
 
 
 def _write_job(
@@ -184,7 +173,6 @@ def _write_job(
         found,
         file,
         script,
-        restart_options(arguments),
         machine_options=machine_options,
         plan_command=shlex.join(["python", *sys.argv]),
     )

@@ -10,14 +10,11 @@ import subprocess
 import pytest
 
 from distributed_training.records.record import LOST_PEER
-from tests.conftest import SCRIPT, SMALL, assert_ok, only_record, run_command, script, train
+from tests.conftest import SCRIPT, SMALL, assert_ok, only_record, run_command, script
 from tests.e2e.support import (
     FAULT_SCRIPT,
     assert_refused,
-    final_weights,
     launcher_command,
-    metrics,
-    processes_with,
     remaining_processes,
     run_case,
     run_folders,
@@ -97,25 +94,6 @@ def test_a_signal_inside_a_library_call_is_reported_as_an_interruption(tmp_path)
     assert "Stopped. Nothing was saved." in said
     assert "Traceback" not in said
     assert only_record(tmp_path)["status"] == "interrupted"
-
-
-def test_max_restarts_restarts_a_run_with_unchanged_results(tmp_path):
-    """With --max_restarts, a killed rank costs only the steps since the last checkpoint."""
-    log, output_dir = tmp_path / "log", tmp_path / "runs"
-    values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
-    values["checkpoint_every"] = 50
-    command = launcher_command("spawn", {**values, "output_dir": output_dir}, "--max_restarts", "1")
-    with running(command, log) as process:
-        wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
-        (worker,) = (found for found in processes_with(log) if found.environ().get("RANK") == "1")
-        worker.kill()
-        assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
-    assert "note: the run was restarted from step-000" in log.read_text()
-    (run_dir,) = run_folders(output_dir)
-    assert [row["step"] for row in metrics(run_dir)] == list(range(1, 151))
-    assert_ok(train({**values, "output_dir": tmp_path / "whole"}, num_processes=2))
-    (whole,) = run_folders(tmp_path / "whole")
-    assert final_weights(run_dir) == final_weights(whole)
 
 
 @pytest.fixture

@@ -16,15 +16,22 @@ from typing import Any
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
-from tests.parity.families import GPT2, LLAMA
-from tests.parity.support import DEEP, mesh, micro_batches, reference, run_cases, small_infinity
+from tests.parity.support import (
+    DEEP,
+    MODELS,
+    mesh,
+    micro_batches,
+    reference,
+    run_cases,
+    small_infinity,
+)
 
 # This model is deep enough for two stages on each of four processes, and its embedding has padding.
-EIGHT_LAYERS = {**DEEP, "model": f"{GPT2}:eight-layers-2050"}
-WIDE = {**DEEP, "model": f"{GPT2}:eight-wide-layers-2050"}
+EIGHT_LAYERS = {**DEEP, "model": str(MODELS / "eight-layers-2050")}
+WIDE = {**DEEP, "model": str(MODELS / "eight-wide-layers-2050")}
 LORA = {
-    **DEEP, "model": f"{LLAMA}:eight-wide-layers-2050", "lora_rank": 4, "lora_alpha": 8.0,
-    "learning_rate": 1e-2,
+    **DEEP, "model": str(MODELS / "qwen3-eight-wide-layers-2050"), "lora_rank": 4,
+    "lora_alpha": 8.0, "learning_rate": 1e-2,
 }  # fmt: skip
 NUM_STEPS = 6  # each run is saved after half of these steps
 LOSS_TOLERANCE = 1e-4

@@ -33,8 +33,7 @@ from safetensors.numpy import load_file
 from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from tests.conftest import SMALL, clean_environment, settings
-from tests.parity.families import GPT2
-from tests.parity.support import small_infinity
+from tests.parity.support import MODELS, small_infinity
 from tests.pool import ROOT
 
 WORKER = ROOT / "tests/faults/soak_worker.py"
@@ -62,7 +61,8 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "infinity": (
         2,
         {
-            "model": f"{GPT2}:four-wide-layers",
+            "model": str(MODELS / "four-wide-layers"),
+            "weights": "random",
             "tokenizer": "embedded",
             **small_infinity(sub_group_size=2**18),
         },

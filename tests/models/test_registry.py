@@ -1,5 +1,4 @@
-"""Test that models are found by name, by the path to a Hugging Face folder, and by the path to a
-folder with a model family's code."""
+"""Test that models are found by name and by the path to a Hugging Face folder."""
 
 import json
 from collections import Counter
@@ -9,7 +8,6 @@ import pytest
 
 from distributed_training.models import find_model, folder_label
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.own_code import allow_families
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, draw_model, refused, save_tiny
 
@@ -41,23 +39,6 @@ def test_plans_with_model_folders(tmp_path):
     assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
 
 
-def test_a_family_outside_the_package_is_found(tmp_path):
-    (tmp_path / "__init__.py").write_text(
-        "from distributed_training.models import gpt2\n"
-        "from distributed_training.models.gpt2 import STORES_TRANSPOSED, build, to_config, to_hf\n"
-        "def sizes(folder=None):\n"
-        "    return {'one': gpt2.SIZES['gpt2-tiny'], 'second': gpt2.SIZES['gpt2']}\n"
-    )
-    with refused(str(tmp_path), "--model"):
-        find_model(str(tmp_path))
-    allow_families([str(tmp_path)])
-    first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
-    assert (first.label, second.label) == ("one", "second")
-    assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
-    with refused("ones", f"{tmp_path}:one"):
-        find_model(f"{tmp_path}:ones")
-
-
 @pytest.mark.parametrize("name", ["gpt2-tiny", *LLAMAS])
 def test_properties_of_sizes_match_the_modules(name):
     """The planner uses the properties of a model size, and parallel/ shards modules by their roles.
@@ -78,13 +59,6 @@ def test_properties_of_sizes_match_the_modules(name):
     assert counts["positions"] == size.position_parameters
     assert counts["vocabulary"] == rows * (1 if size.tied else 2)
     assert counts.total() == sum(values.numel() for values in model.parameters())
-
-
-def test_a_family_that_cannot_be_imported_keeps_its_traceback(tmp_path):
-    allow_families([str(tmp_path)])
-    (tmp_path / "__init__.py").write_text("import no_such_package")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        find_model(str(tmp_path))
 
 
 def test_exported_folders_are_labeled_with_the_model_of_their_run():

@@ -39,7 +39,6 @@ from distributed_training.start.ranks import current_process
 from distributed_training.train.loop import learning_rate
 from distributed_training.train.run import build_engine
 from results.lab.harness import Run, each_accepted_run, open_group
-from tests.parity import families  # noqa: F401, allows their code
 from tests.support import save_now, start_test_record
 
 # The length of the prompt is not a multiple of any number of processes in these tests.

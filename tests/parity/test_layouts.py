@@ -10,10 +10,10 @@ import torch
 
 from distributed_training.planner.checks import has_libaio
 from distributed_training.settings.files import ROOT
-from tests.parity.families import GPT2
 from tests.parity.support import (
     DEEP,
     GLOBAL_BATCH,
+    MODELS,
     assert_equal_runs,
     assert_resumes,
     mesh,
@@ -36,7 +36,7 @@ REFERENCES = {
     "odd": micro_batches(1, global_batch=ODD_BATCH),
     "ten": micro_batches(1, global_batch=10),
     "twelve": micro_batches(1, global_batch=12),
-    "eight": {"model": f"{GPT2}:eight-layers"},
+    "eight": {"model": str(MODELS / "eight-layers")},
     "tied": TIED,
     "untied": UNTIED,
     "lora": LORA,

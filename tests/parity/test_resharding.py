@@ -6,8 +6,7 @@ import pytest
 from distributed_training.planner.checks import has_libaio
 from tests.faults import resharding
 from tests.faults.resharding import EIGHT_LAYERS, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
-from tests.parity.families import GPT2
-from tests.parity.support import DEEP, assert_resumes, micro_batches, small_infinity
+from tests.parity.support import DEEP, MODELS, assert_resumes, micro_batches, small_infinity
 from tests.parity.test_packing import PACKED
 
 # These layouts shard state in different ways: by ranges of elements, rows, columns or layers.
@@ -52,7 +51,7 @@ def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path
         **micro_batches(1),
         "offload_dir": str(files),
     }
-    wide = {**DEEP, "model": f"{GPT2}:four-wide-layers"}
+    wide = {**DEEP, "model": str(MODELS / "four-wide-layers")}
     assert_resumes({"infinity": {**wide, **infinity}}, 2)
     assert any(files.rglob("rank0/exp_avg_sq-*.swp"))
     files = tmp_path / "of others"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed_training.records.record import load_record
-from distributed_training.settings import detect, own_code
+from distributed_training.settings import detect
 from distributed_training.start import launch, local, rendezvous, run_dir, worker
 from distributed_training.start.ranks import RanksOutcome, current_process, single_process
 from distributed_training.supervise.process import Process
@@ -66,7 +66,7 @@ def spawn(tmp_path, monkeypatch):
         plan = SimpleNamespace(
             run_dir=tmp_path, offload_dir=None, config=config, num_processes=2, notes=()
         )
-        return launch.spawn(plan, ["x.py"], 0)
+        return launch.spawn(plan, ["x.py"])
 
     return call
 
@@ -129,14 +129,7 @@ def run_without_planning(run_dir):
     """Start a planned run after removing all planning functions. Call this function only in a
     separate process."""
     launch.make_plan = detect.detect_machine = None
-    load_plan = launch.load_plan
-
-    def load_after_naming(folder):
-        assert own_code.allowed_code_folders() == [str(run_dir / "family")]
-        return load_plan(folder)
-
-    launch.load_plan = load_after_naming
-    launch.run_planned_rank(str(run_dir), str(run_dir / "family"))
+    launch.run_planned_rank(str(run_dir))
 
 
 def test_a_process_follows_plan_json_without_planning(tmp_path):

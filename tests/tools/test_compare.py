@@ -23,7 +23,7 @@ def test_names_hold_the_keys_that_a_plan_sets_for_a_run(tmp_path):
     file.write_text(json.dumps(plan))
     arguments = argparse.Namespace(
         plan=str(file), strategies=None, overrides={"learning_rate": "0.5"}, num_gpus=2,
-        preset=None, force=False, max_restarts=0, out=str(tmp_path),
+        preset=None, force=False, out=str(tmp_path),
     )  # fmt: skip
 
     def build(overrides):
