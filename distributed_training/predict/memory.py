@@ -78,12 +78,16 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
         host_bytes += fitted_bytes.tokenizing
     # DeepSpeed receives the whole model on the host. Other strategies read or initialize this
     # process's shards of two parameters at a time. Without a GPU, the peak memory of a step is also
-    # in RAM.
+    # in RAM, with what the C library keeps of freed tensors.
     model_bytes = 4.0 * plan.size.num_parameters
     if plan.strategy.traits.builds_on_device:
         num_shards = plan.mesh["tp"] * (ranks[0].shards if plan.uses_fsdp else 1)
         model_bytes = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / num_shards
-    host_bytes += model_bytes if plan.machine.num_gpus else max(peak, model_bytes)
+    if plan.machine.num_gpus:
+        host_bytes += model_bytes
+    else:
+        kept_share = 0 if plan.config.compile else fitted_bytes.kept_share
+        host_bytes += max((1 + kept_share) * peak, model_bytes)
     copy_bytes = checkpoint_copy_bytes(plan, ranks)
     if (host_bytes + copy_bytes) * plan.processes_here <= plan.machine.ram_bytes:
         host_bytes += copy_bytes  # otherwise training waits during saves
