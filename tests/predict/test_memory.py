@@ -16,6 +16,7 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import local_cluster, parse_cluster
 from distributed_training.predict.rates import FITTED
 from distributed_training.settings.detect import torch_has_cuda
+from distributed_training.settings.files import ROOT, load_object
 from distributed_training.settings.request import build_config
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, small_text
@@ -145,6 +146,19 @@ def test_torch_for_cuda_needs_more_ram_even_without_a_gpu(tmp_path):
         needed.append(estimate_memory(plan).host_bytes)
     assert needed[1] - needed[0] == FITTED.process_bytes.cuda_libraries
     assert torch_has_cuda() == torch.backends.cuda.is_built()
+
+
+def test_ram_of_the_preset_laptop_is_that_of_its_record(tmp_path):
+    """Without compilation, a fifth of the RAM of tensors at the peak is of tensors that were
+    freed."""
+    record = load_object(ROOT / "results/records/quality/laptop.json", "record")
+    measured = record["runs"]["seed 0"]["peak_host_bytes"]
+    values = load_object(ROOT / "configs/presets/laptop.json", "preset")
+    values |= {"weights": "random", "checked": False}
+    values.pop("_comment")
+    machine = dataclasses.replace(CPU_MACHINE, torch_has_cuda=True)
+    plan = plan_for(tmp_path, machine, 1, **values)
+    assert estimate_memory(plan).host_bytes == pytest.approx(measured, rel=0.05)
 
 
 def test_a_save_copies_the_state_to_ram_if_it_fits(tmp_path):
