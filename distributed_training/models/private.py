@@ -3,7 +3,6 @@ parallel/ and engines/ use are wrapped in parallel/private.py.
 
 All interfaces were checked against torch 2.13 and 2.14, and against transformers 5."""
 
-import copy
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -67,8 +66,9 @@ def stored_parameter(module: nn.Module, name: str) -> Any:
 
 def copy_with_unset_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:
     """Return a shallow copy of a module with its own fp32 parameters of the given shapes, whose
-    values are NaN."""
-    module_copy = copy.copy(module)
+    values are NaN. `copy.copy` would call the constructor of a class that FSDP made."""
+    module_copy = object.__new__(type(module))
+    module_copy.__dict__ = module.__dict__.copy()
     module_copy._parameters = dict.fromkeys(module._parameters)
     for name, shape in shapes.items():
         module_copy._parameters[name] = nn.Parameter(torch.full(shape, torch.nan))

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 import distributed_training.models.hub as hub_family
@@ -208,6 +212,18 @@ def test_no_parameter_keeps_what_was_in_memory(tmp_path):
     spec, _ = build(make_folder("apertus", tmp_path / "constructor"))
     with refused("act_fn.alpha_p", "weights=pretrained"):
         draw_model(spec, seed=1)
+
+
+def test_a_block_that_fsdp_wraps_has_random_weights(tmp_path):
+    """A copy of such a block would construct a block."""
+    _, model = build(make_folder("olmo2", tmp_path))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        fully_shard(model.blocks["0"], mesh=init_device_mesh("cpu", (2,)))
+    finally:
+        dist.destroy_process_group()
+    source = model.random_source(1, torch.device("cpu"), hashed=False)
+    assert source("blocks.0.post_attention_layernorm.weight", ()).unique() == 1
 
 
 def test_hashed_weights_of_experts_are_drawn_by_shards(tmp_path):
