@@ -28,8 +28,10 @@ from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import (
     enable_symmetric_memory,
     foreach_mul_,
+    gather_by_copying,
     overlap_matmuls,
     reset_fsdp_shards,
+    share_frozen_shards,
 )
 from distributed_training.parallel.tensor import apply_tp, shard_loss
 from distributed_training.parallel.tensor_files import (
@@ -98,6 +100,11 @@ def parallelize(
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     if plan.uses_fsdp:
         reset_fsdp_shards(stage)
+    if plan.shares_frozen_shards:
+        modules = [*stage.blocks.values()]
+        consequence = "NCCL gathers frozen weights, which takes longer"
+        if succeeds_on_all_ranks(partial(share_frozen_shards, modules), consequence):
+            gather_by_copying(modules)
     if plan.embeds_from_host:
         move_embedding_to_host(stage.token_embedding)
     return [p for name, p in stage.named_parameters() if name in tp_partial_names]

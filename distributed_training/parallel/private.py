@@ -5,6 +5,7 @@ All interfaces were checked against torch 2.13 and 2.14, and against DeepSpeed 0
 strategies never import DeepSpeed."""
 
 import contextlib
+import itertools
 import logging
 import os
 import warnings
@@ -18,6 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -109,6 +111,97 @@ def reset_fsdp_shards(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[attr-defined]
+
+
+# Gathers parameters in one buffer, and copies them from there
+_gather_in_buffer = _fsdp_param_group.foreach_all_gather
+_copy_from_buffer = _fsdp_param_group.foreach_all_gather_copy_out
+_LARGE_BYTES = 2**20  # from which an all-gather is bound by bandwidth
+
+
+def share_frozen_shards(modules: Sequence[Any]) -> None:
+    """Move the shards of large frozen parameters of FSDP modules to memory that all GPUs of the
+    FSDP group can read. Raises RuntimeError if the GPUs cannot access each other's memory. All
+    ranks must call this function."""
+    for module in modules:
+        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        ranks = group._all_gather_process_group
+        for parameter in filter(_is_large_and_frozen, group.fsdp_params):
+            weight = parameter.sharded_param
+            shard = weight._local_tensor
+            # Unlike symmetric_memory.empty, torch counts what it allocates in the pool.
+            with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(shard.device)):
+                shared = torch.empty_like(shard)
+            handle = symmetric_memory.rendezvous(shared, ranks.group_name)
+            weight._local_tensor = shared.copy_(shard)
+            parameter._sharded_param_data = shared.view(-1)
+            size = (shared.numel(),)
+            parameter.shards = [
+                handle.get_buffer(rank, size, shared.dtype) for rank in range(ranks.size())
+            ]
+    torch.cuda.synchronize()
+
+
+def gather_by_copying(modules: Sequence[Any]) -> None:
+    """Let FSDP modules, which run in this order, copy shared shards from the other GPUs into the
+    parameters. By default, NCCL gathers a block in a buffer, with kernels that take multiprocessors
+    from the computation, and FSDP copies the parameters from there.
+
+    Memory is allocated in the order of the compute stream, so a gather waits for all that was
+    launched before. Each module therefore starts the gather of the next one before it computes."""
+    for module, following in itertools.pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+    _fsdp_param_group.foreach_all_gather = _gather
+    _fsdp_param_group.foreach_all_gather_copy_out = _copy_rest_from_buffer
+
+
+def _is_large_and_frozen(parameter: Any) -> bool:
+    """Return whether a gather can copy the values of an FSDP parameter as they are. All ranks
+    return the same."""
+    weight = parameter.sharded_param
+    dtype = parameter.mp_policy.param_dtype
+    is_cast = weight.is_floating_point() and dtype not in (None, weight.dtype)
+    num_values = parameter.padded_sharded_param_size.numel()
+    is_even = num_values * parameter.mesh_info.shard_mesh_size == parameter._orig_size.numel()
+    is_large = num_values * weight.itemsize >= _LARGE_BYTES
+    return not weight.requires_grad and not is_cast and is_even and is_large
+
+
+def _gather(
+    parameters: Any,
+    group: Any,
+    async_op: Any,
+    copy_stream: Any,
+    stream: Any,
+    device: Any,
+    comm: Any,
+) -> Any:
+    shared, rest = _separate(parameters)
+    for parameter in shared:
+        values = parameter._sharded_param_data
+        parameter.init_all_gather_outputs([values.numel()], [values.dtype], group.size(), device)
+        parameter.alloc_all_gather_outputs()
+    handle = torch.get_device_module(device)
+    stream.wait_stream(handle.current_stream())
+    with handle.stream(stream), torch.no_grad():
+        for parameter in shared:
+            (output,) = parameter.all_gather_outputs
+            parts = [*zip(output.chunk(group.size()), parameter.shards, strict=True)]
+            with torch.autograd._unsafe_preserve_version_counter(output):
+                # Each rank begins with its own shard, so that all links are used at once.
+                for part, shard in parts[group.rank() :] + parts[: group.rank()]:
+                    part.copy_(shard)
+    return _gather_in_buffer(rest, group, async_op, copy_stream, stream, device, comm)
+
+
+def _copy_rest_from_buffer(result: Any, parameters: Any, group: Any) -> None:
+    _copy_from_buffer(result, _separate(parameters)[1], group)
+
+
+def _separate(parameters: Any) -> tuple[list[Any], list[Any]]:
+    """Return the parameters with shared shards and the others."""
+    shared = [parameter for parameter in parameters if hasattr(parameter, "shards")]
+    return shared, [parameter for parameter in parameters if parameter not in shared]
 
 
 class PlannedPartition:

@@ -35,10 +35,12 @@ GRADIENT_SUM_BYTES = 10
 
 def sent_bytes(operation: str, tensor_bytes: float, members: int) -> float:
     """Return the number of bytes that each of `members` processes sends in a ring collective. For
-    "send" and "broadcast", return the number of bytes that the sender sends."""
+    "send" and "broadcast", return the number of bytes that the sender sends. A "copy" of all shards
+    from the other processes' memory is as large as an all-gather."""
     if operation in ("send", "broadcast"):
         return tensor_bytes
-    return RING_TURNS[operation] * (members - 1) / members * tensor_bytes
+    turns = RING_TURNS["all_gather" if operation == "copy" else operation]
+    return turns * (members - 1) / members * tensor_bytes
 
 
 def page_locked_bytes(num_bytes: float) -> int:

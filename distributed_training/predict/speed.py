@@ -14,6 +14,7 @@ Here and in the other modules of predict/, floats are added with `math.fsum`, be
 differently since Python 3.12."""
 
 import math
+from collections import defaultdict
 from typing import NamedTuple
 
 from distributed_training.plan.orders import Step, find_orders
@@ -149,18 +150,21 @@ class StepCosts(Timing):
         num_collectives = (
             1 / steps if steps else (process.num_blocks + 1.0) * self.exchanges_per_step
         )
-        seconds = math.fsum(
-            self.collective_s(axis, operation, size, num_collectives)
-            for mechanism in self.mechanisms
-            for (axis, operation), size in mechanism.data_parallel_traffic(process).items()
-            if self.mesh[axis] > 1
-        )
+        seconds: dict[bool, float] = defaultdict(float)  # keys say whether no kernel is needed
+        for mechanism in self.mechanisms:
+            for (axis, operation), size in mechanism.data_parallel_traffic(process).items():
+                if self.mesh[axis] > 1:
+                    seconds[operation == "copy"] += self.collective_s(
+                        axis, operation, size, num_collectives
+                    )
+        total_s = math.fsum(seconds.values())
         # These collectives do not overlap, because they run after the pipeline's passes or after
         # the update.
         if self.pp > 1 or steps:
-            return seconds
-        overlapped = min(seconds, computing_s)
-        return FITTED.interference * overlapped + seconds - overlapped
+            return total_s
+        overlapped = min(1, computing_s / max(total_s, 1e-9))
+        share = FITTED.interference * seconds[False] + FITTED.copy_interference * seconds[True]
+        return overlapped * share + (1 - overlapped) * total_s
 
     def launch_s(self) -> dict[Step, float]:
         """Return the time in seconds that the host needs to launch each operation on each stage."""

@@ -4,6 +4,7 @@ tests.pool calls these functions on every rank. Each public function except `exc
 {"cases": {name: CONFIG values}, ...} and returns {name: results}. Each case is one training run,
 which results/lab/harness.py builds."""
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -28,10 +29,11 @@ from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import attention, decoder
 from distributed_training.models.decoder import KVCache
-from distributed_training.parallel import lora
+from distributed_training.parallel import lora, private
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
+from distributed_training.plan.plan import Draft
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start import worker
@@ -79,6 +81,32 @@ def train_without_inductor(arguments: dict[str, Any]) -> dict[str, Any]:
     traced = {"backend": "aot_eager_decomp_partition"}
     torch.compile = lambda function, **options: compile_with(function, **options | traced)
     return train(arguments)
+
+
+def train_with_shared_shards(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train like `train`, but FSDP copies frozen weights from the other ranks, as between GPUs of
+    one machine. Here, each rank keeps copies of all shards."""
+
+    handles = []
+
+    class Handle:
+        def __init__(self, shared: torch.Tensor, group_name: str) -> None:
+            self.shared, self.group = shared, private.group_of_name(group_name)
+            handles.append(self)
+
+        def get_buffer(self, rank: int, size: tuple[int], dtype: torch.dtype) -> torch.Tensor:
+            values = self.shared.clone().view(dtype).view(size)
+            dist.broadcast(values, group=self.group, group_src=rank)
+            return values
+
+    private.symmetric_memory = SimpleNamespace(get_mem_pool=str, rendezvous=Handle)
+    private._LARGE_BYTES = 1024
+    torch.cuda.use_mem_pool = contextlib.nullcontext
+    torch.cuda.synchronize = lambda: None
+    Draft.shares_frozen_shards = property(lambda plan: plan.uses_fsdp)
+    results = train(arguments)
+    assert handles
+    return results
 
 
 def train_unpacked(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from distributed_training.models.peft import to_peft
 from distributed_training.parallel.lora import Adapter, apply_lora
 from distributed_training.settings.config import Config
 from tests.models.hub_folders import make_folder
-from tests.parity.support import BASE, mesh, micro_batches, run_cases
+from tests.parity.support import BASE, assert_same_bits, mesh, micro_batches, run_cases
 from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE, fingerprint, read_model, refused
 
@@ -253,6 +253,18 @@ def test_a_plan_can_continue_adapters(tmp_path):
     shutil.copytree(base, other)
     with refused(str(adapters), str(base)):
         plan_for(tmp_path, **{**given, "model": str(other)})
+
+
+def test_frozen_weights_are_equal_if_they_are_copied_from_other_ranks(tmp_path):
+    """Between GPUs of one machine, FSDP copies large frozen weights instead of gathering them with
+    NCCL (parallel/private.py)."""
+    folder = make_folder("qwen3_moe", tmp_path)
+    targets = "q_proj,experts.gate_up_proj"
+    values = {**BASE, **ADAPTERS, "model": "auto", "weights": str(folder), "lora_targets": targets}
+    cases = {"one": {**values, **LAYOUTS["fsdp"], "activation_checkpointing": "full"}}
+    gathered = run_cases(cases, 2)["one"]
+    copied = run_cases(cases, 2, function="train_with_shared_shards")["one"]
+    assert_same_bits(copied, gathered)
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):

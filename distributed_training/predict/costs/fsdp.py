@@ -19,9 +19,14 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
     traffic: Traffic = {}
     if rank.shards > 1:
         outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
-        block_bytes = base_bytes(rank) - outer_bytes + rank.dtype_bytes * rank.adapter_parameters
-        traffic["dp_shard", "all_gather"] = rank.exchanges_per_step * (
-            (1 if rank.pp > 1 else 2) * block_bytes + outer_bytes
+        times = rank.exchanges_per_step * (1 if rank.pp > 1 else 2)
+        frozen = "copy" if rank.plan.shares_frozen_shards else "all_gather"
+        traffic["dp_shard", "all_gather"] = (
+            rank.exchanges_per_step * outer_bytes
+            + times * rank.dtype_bytes * rank.adapter_parameters
+        )
+        traffic["dp_shard", frozen] = traffic.get(("dp_shard", frozen), 0) + times * (
+            base_bytes(rank) - outer_bytes
         )
         traffic["dp_shard", "reduce_scatter"] = (
             rank.exchanges_per_step * rank.weight_bytes * rank.trained_parameters

@@ -105,14 +105,15 @@ def _name_torch(versions: Iterable[Mapping[str, str]]) -> str:
 def unsloth_calls(pattern: str) -> list[dict[str, float]]:
     """Return the recorded comparisons with Unsloth whose file and row contain the pattern."""
     calls = {}
-    for file in ("h100-unsloth/rows.json", "h200-unsloth/rows.json", "h200-2026/rows.json"):
-        for row, values in load_json(RECORDS_DIR / file, "record")["rows"].items():
+    for file in ("h100-unsloth/rows", "h200-unsloth/rows", "h200-2026/rows", "h200-2026/mixtures"):
+        for row, values in load_json(RECORDS_DIR / f"{file}.json", "record")["rows"].items():
             if values["ours / Unsloth"]:
                 calls[f"{file}: {row}"] = values
-    for file in ("h200-torch-2.14/unsloth-8b.json", "h200-torch-2.14/unsloth-4b-nf4.json"):
-        for turn in load_json(RECORDS_DIR / file, "record")["turns"]:
+    for name in ("unsloth-8b", "unsloth-8b-2", "unsloth-4b-nf4"):
+        record = load_json(RECORDS_DIR / f"h200-torch-2.14/{name}.json", "record")
+        for number, turn in enumerate(record["turns"]):
             peaks = {"GiB": turn["ours"]["GiB"], "Unsloth GiB": turn["Unsloth"]["GiB"]}
-            calls[file] = {**peaks, "ours / Unsloth": turn["ratio"]}
+            calls[f"{name} {number}"] = {**peaks, "ours / Unsloth": turn["ratio"]}
     return [call for name, call in calls.items() if re.search(pattern, name)]
 
 
