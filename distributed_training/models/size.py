@@ -57,10 +57,13 @@ class BlockKind:
         """Return the number of values per token that a block keeps for the backward pass and that
         tp shards, in samples of `length` tokens. Values of the hidden size between the layers,
         which tp does not shard, are not included. `mode` is "eager", "compiled", "adapters"
-        (compiled, with adapters and without activation checkpointing) or "selective"."""
+        (compiled, with adapters and without activation checkpointing), "selective" or
+        "offload-attention"."""
         if self.traced_values:
             base, slope = self.traced_values[mode]
             return base + slope * length
+        if mode == "offload-attention":
+            return self.matrices[0][0] + self.attention_width
         outputs = 0
         inputs = 0
         for name, (rows, columns) in zip(self.hf_matrices, self.matrices, strict=True):

@@ -64,16 +64,26 @@ def apply_checkpointing(
         return
     checkpoint_fn = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     if mode in ("selective", "offload-attention"):
-        policy = _SelectivePolicy(model, saves_mlp=mode == "selective", compiled=compiled)
-        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
+        ranks = frozenset(
+            len(local_part(parameter))
+            for name, parameter in model.named_parameters()
+            if name.endswith(".adapter.a")
+        )
+        context = functools.partial(_selective_contexts, ranks, mode == "selective", compiled)
         checkpoint_fn = functools.partial(checkpoint_fn, context_fn=context)
     for block in list(model.blocks.values())[:num_blocks]:
         block.forward = functools.partial(checkpoint_fn, block.forward)
 
 
+def _selective_contexts(adapter_ranks: frozenset[int], saves_mlp: bool, compiled: bool) -> Any:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    policy = _SelectivePolicy(adapter_ranks, saves_mlp=saves_mlp, compiled=compiled)
+    return checkpoint.create_selective_checkpoint_contexts(policy)
+
+
 class _SelectivePolicy:
-    """Policy that decides which outputs are saved for the backward pass. PyTorch calls the policy
-    for each operation, in execution order.
+    """Policy that decides which outputs of a block are saved for the backward pass. PyTorch calls
+    the policy for each operation of a forward pass, in execution order.
 
     With tensor parallelism, the output of a matrix multiplication can be one term of a sum over
     ranks. A compiled block saves the sum instead of the term, so the backward pass does not
@@ -86,24 +96,21 @@ class _SelectivePolicy:
 
     def __init__(
         self,
-        model: Decoder,
+        adapter_ranks: frozenset[int],
         *,
         saves_mlp: bool,
         compiled: bool,
     ) -> None:
         # PyTorch passes neither modules nor parameters to the policy, but only tensors, and in
-        # compiled code these have only shapes. Matrices [out, in] are told apart by their sizes.
-        self.unsaved_outputs: set[int] = set()
-        self.adapter_ranks: set[int] = set()
-        for name, parameter in model.named_parameters():
-            rows = len(local_part(parameter))
-            if name.endswith("mlp_in.weight") and not saves_mlp:
-                self.unsaved_outputs.add(rows)
-            elif name.endswith(".adapter.a"):  # The inputs of B are the outputs of A.
-                self.adapter_ranks.add(rows)
+        # compiled code these have only shapes. A and B of adapters are told apart by their sizes,
+        # and the MLP begins after the product that follows attention.
+        self.adapter_ranks = adapter_ranks
+        self.saves_mlp = saves_mlp
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum
         self.follows_exchange = False  # whether no product has followed the latest all-to-all
+        self.follows_attention = False  # whether no product has followed attention
+        self.in_mlp = False
 
     def __call__(
         self,
@@ -130,9 +137,14 @@ class _SelectivePolicy:
             self.follows_exchange = True
             return False
         if op in ATTENTION_OPS or name in _OWN_ATTENTION:
+            self.follows_attention = True
             return True
         if name == "distributed_training.expert_linear.default":
-            return args[3] is not None  # the first product gathers the rows of `tokens`
+            # The first product gathers the rows of `tokens`.
+            return self.saves_mlp and args[3] is not None
+        if op is torch.ops.aten.bmm.default:  # attention that is not one operation
+            self.follows_attention = True
+            return False
         if name in FROZEN_MATMULS:
             num_inputs = None  # codes have fewer columns
             num_outputs = len(args[FROZEN_MATMULS[name]])
@@ -143,10 +155,13 @@ class _SelectivePolicy:
         if self.follows_exchange:
             self.follows_exchange = False
             return False
-        if num_outputs in self.unsaved_outputs:
-            return False
         # The products with A are as small as they are slow to compute again.
-        return num_inputs not in self.adapter_ranks
+        if num_inputs in self.adapter_ranks or num_outputs in self.adapter_ranks:
+            return num_outputs in self.adapter_ranks
+        is_unsaved = self.in_mlp and not self.saves_mlp
+        self.in_mlp |= self.follows_attention
+        self.follows_attention = False
+        return not is_unsaved
 
 
 def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:

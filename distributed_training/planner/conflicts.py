@@ -175,24 +175,14 @@ def check_activation_checkpointing(plan: Draft) -> None:
             "its ranks need memory for different numbers of micro-batches",
             "set checkpointed_blocks to None",
         )
-    if config.activation_checkpointing != "offload-attention":
-        return
-    fix = f"set {key} to offload"
-    if not config.compile and plan.machine.num_gpus > 0:
+    is_eager = not config.compile and plan.machine.num_gpus > 0
+    if config.activation_checkpointing == "offload-attention" and is_eager:
         _refuse(
             plan,
             key,
             "compile=False",
             "without torch.compile, only inputs leave the GPU",
-            fix,
-        )
-    if "mlp_in" not in plan.size.kinds[0].hf_matrices:
-        _refuse(
-            plan,
-            key,
-            _setting(plan, "model"),
-            "this suite does not know which of its matrices form the MLP",
-            fix,
+            f"set {key} to offload",
         )
 
 

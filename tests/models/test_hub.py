@@ -92,7 +92,7 @@ MANY_LAYERS = {  # changes of a config -> number of kinds of blocks
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "offload-attention"])
 @pytest.mark.parametrize("kind", MANY_LAYERS)
 def test_blocks_of_a_kind_share_a_compiled_graph(kind, mode, tmp_path):
     """After too many graphs, torch runs blocks without compilation, and says so in a warning."""

@@ -20,7 +20,7 @@ def test_traced_costs_of_a_block_equal_the_native_formulas(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(spec.code.to_config(spec.size, 0)))
     size = find_model(f"{HUB_PREFIX}{tmp_path}").size
     (traced,) = size.kinds
-    for mode in ("compiled", "selective"):
+    for mode in ("compiled", "selective", "offload-attention"):
         expected = native.split_values(mode, 1024)
         # The softmax statistics are two values per head.
         assert traced.split_values(mode, 1024) == pytest.approx(expected, rel=0.01)

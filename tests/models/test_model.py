@@ -135,17 +135,22 @@ def test_only_the_first_blocks_recompute():
     assert [hasattr(block.forward, "func") for block in blocks] == [True, True, False]
 
 
+def saving_policy(mode, **options):
+    """Return the function that decides whether a block saves the result of an operation."""
+    model = random_model()
+    apply_checkpointing(model, mode, **options)
+    forward, _ = model.blocks["0"].forward.keywords["context_fn"]()
+    return lambda op, *args: forward.policy_fn(None, op, *args).name
+
+
 @pytest.mark.parametrize(("dtype", "num_scales"), [("nf4", 0), ("fp8", 1)])
 def test_offloading_attention_repeats_the_product_of_a_quantized_mlp(dtype, num_scales):
-    model = random_model()
-    apply_checkpointing(model, "offload-attention")
-    saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
-    name = f"distributed_training.{dtype}_matmul.default"
-    decided = [
-        saves(None, name, *[torch.ones(2, 2)] * (1 + num_scales), torch.ones(rows, 1)).name
-        for rows, _ in SIZE.kinds[0].matrices
-    ]
-    assert decided == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"]
+    saves = saving_policy("offload-attention")
+    product = f"distributed_training.{dtype}_matmul.default"
+    args = (*[torch.ones(2, 2)] * (1 + num_scales), torch.ones(3, 1))
+    ops = (product, "distributed_training.delta_rule.default", product, product)
+    decided = [saves(op, *args) for op in ops]
+    assert decided == ["MUST_SAVE", "MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE"]
 
 
 def test_selective_checkpointing_recomputes_no_matmuls():
@@ -162,15 +167,13 @@ def test_selective_checkpointing_recomputes_no_matmuls():
 
 
 def test_selective_checkpointing_saves_all_reduces_and_repeats_all_gathers():
-    model = random_model()
-    apply_checkpointing(model, "selective", compiled=True)
-    saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
+    saves = saving_policy("selective", compiled=True)
     communicate = torch.ops._c10d_functional
     x = torch.ones(4, 2)
     decided = {}
     for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        saves(None, getattr(communicate, op).default, x)
-        decided[op] = saves(None, communicate.wait_tensor.default, x).name
+        saves(getattr(communicate, op).default, x)
+        decided[op] = saves(communicate.wait_tensor.default, x)
     assert decided == {
         "all_gather_into_tensor": "PREFER_RECOMPUTE",
         "reduce_scatter_tensor": "MUST_SAVE",
@@ -179,9 +182,7 @@ def test_selective_checkpointing_saves_all_reduces_and_repeats_all_gathers():
 
 
 def test_selective_checkpointing_repeats_the_product_after_an_all_to_all():
-    model = random_model()
-    apply_checkpointing(model, "selective")
-    saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
+    saves = saving_policy("selective")
     x = torch.ones(4, 2)
     ops = (
         torch.ops.aten.mm,
@@ -189,7 +190,7 @@ def test_selective_checkpointing_repeats_the_product_after_an_all_to_all():
         torch.ops.aten.mm,
         torch.ops.aten.mm,
     )
-    decided = [saves(None, op.default, x, x).name for op in ops]
+    decided = [saves(op.default, x, x) for op in ops]
     assert decided == ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SAVE"]
 
 

@@ -38,7 +38,7 @@ if find_spec("torch") is None:
 HUB_IDS = {name.rpartition("/")[2]: name for name in _MEASURED}
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 15  # version of the format of cached sizes
+_VERSION = 16  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 

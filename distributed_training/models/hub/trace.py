@@ -32,7 +32,9 @@ _DELTA_RULE = torch.ops.distributed_training.delta_rule
 _EXPERT_LINEAR = torch.ops.distributed_training.expert_linear
 _MATMULS = {_aten.mm, _aten.addmm, *_STACKED_MATMULS}
 # Values per token and hidden unit that predict/costs/ adds to ModelSize.split_values
-_UNSPLIT_VALUES = {"eager": 4, "compiled": 4, "adapters": 4, "selective": 2}
+_UNSPLIT_VALUES = {
+    "eager": 4, "compiled": 4, "adapters": 4, "selective": 2, "offload-attention": 2,
+}  # fmt: skip
 _Storages = set[torch.UntypedStorage]
 
 
@@ -219,6 +221,9 @@ class _Recorder(private.TorchDispatchMode):
         self.matrix_inputs: _Storages = set()  # of matrix multiplications and attention
         self.attention_values: _Storages = set()  # inputs and results of attention
         self.results = [*_storages(x)]  # x, and results of matrix multiplications and attention
+        self.mlp_results: _Storages = set()  # those after the product that follows attention
+        self.follows_attention = False  # whether no product has followed attention
+        self.in_mlp = False
         self.sums = _storages(x)  # `results`, and sums of them
         # Storage -> those `sums` from which it is computed without matrix multiplications
         self.origins = defaultdict[torch.UntypedStorage, _Storages](set)
@@ -241,6 +246,7 @@ class _Recorder(private.TorchDispatchMode):
         operation = func.overloadpacket
         is_fused_attention = private.is_fused_attention(func)
         is_linear_attention = operation is _DELTA_RULE
+        is_attention = is_fused_attention or is_linear_attention
         if is_fused_attention:
             self.fused = True
             self.mixing_products += 2 * args[0].shape[-2] * args[0].numel()
@@ -263,11 +269,16 @@ class _Recorder(private.TorchDispatchMode):
                 self.expert_products.append(product)
             else:
                 self.mixing_products += num_rows * num_inputs * num_outputs
+                is_attention = True
         is_product = operation in _MATMULS or operation is _EXPERT_LINEAR
-        if is_fused_attention or is_linear_attention or is_product:
+        if is_attention or is_product:
             self.matrix_inputs |= inputs | self.attention_values
             self.results += outputs
             self.sums |= outputs
+            if self.in_mlp:
+                self.mlp_results |= outputs
+            self.in_mlp |= self.follows_attention and not is_attention
+            self.follows_attention = is_attention
         elif operation is _aten.add and inputs <= self.sums:
             self.sums |= outputs
         else:
@@ -291,6 +302,8 @@ class _Recorder(private.TorchDispatchMode):
         elif mode == "selective":
             # The last result is the block's output, which is the next block's input.
             kept = set(self.results[:-1])
+        elif mode == "offload-attention":
+            kept = set(self.results[:-1]) - self.mlp_results
         else:
             inputs = self.attention_values if mode == "adapters" else self.matrix_inputs
             kept = inputs | (self.sums & self.saved)

@@ -36,12 +36,13 @@ def selective_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
 
 
 def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of repeating what selective checkpointing repeats and the product of the
-    MLP's first matrix, whose share of all products is also its share of the values. Add the time by
-    which copies to and from the host exceed the forward pass, and the backward pass, which takes
-    twice as long."""
+    """Return the cost of repeating what selective checkpointing repeats and the MLP's products but
+    its last one. The MLP has a block's largest matrices. Add the time by which copies to and from
+    the host exceed the forward pass, and the backward pass, which takes twice as long."""
     (cheap,) = selective_recompute_costs(timing, forward)
     values = [math.prod(shape) for shape in block.matrix_shapes(timing)]
+    values += map(math.prod, timing.kind.expert_products)
+    repeated = max(1, values.count(max(values)) - 1) * max(values)
     products = forward - block.attention_cost(timing) - cheap
     pcie = FITTED.host_copy_bytes_per_s
     is_new = timing.plan.machine.compute_capability >= (9, 0)
@@ -49,7 +50,7 @@ def attention_offload_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     copy_s = sum(waiting_bytes(timing)) / rate
     forward_s = forward.total_s
     wait_s = max(0, copy_s - forward_s) + max(0, copy_s - 2 * forward_s)
-    return cheap, max(values) / sum(values) * products, Cost(network_s=wait_s)
+    return cheap, repeated / sum(values) * products, Cost(network_s=wait_s)
 
 
 def boundary_bytes(sizes: Sizes) -> float:
@@ -59,12 +60,13 @@ def boundary_bytes(sizes: Sizes) -> float:
 
 def waiting_bytes(sizes: Sizes) -> Sequence[float]:
     """Return the sizes in bytes of the tensors of a block that wait in host memory: its input and,
-    with `offload-attention`, the outputs of the first matrix, of attention and of the second
-    matrix."""
+    with `offload-attention`, the outputs of attention, of the matrices before it and of the matrix
+    after it."""
     if sizes.config.activation_checkpointing == "offload":
         return (boundary_bytes(sizes),)
-    (rows, _), (_, columns), *_ = block.matrix_shapes(sizes)
-    return 2 * (boundary_bytes(sizes),) + (sizes.value_bytes * rows, sizes.value_bytes * columns)
+    both = sizes.hidden_bytes * sizes.split_values("offload-attention") / sizes.tp
+    attention = sizes.value_bytes * sizes.kind.attention_width / sizes.tp
+    return 2 * (boundary_bytes(sizes),) + (both - attention, attention)
 
 
 def bytes_on_host(rank: PipelineRank) -> float:
