@@ -177,8 +177,9 @@ def _evaluate(engine: Engine, batch: Any) -> dict[str, Any]:
 def _compute_logits(engine: Engine) -> torch.Tensor:
     """Return an engine's logits. Check that all ranks agree, and that a cache changes nothing."""
     logits = engine.logits(PROMPT)
-    # Pretrained models enlarge rounding errors: up to 2e-4 were seen for SmolLM2 in fp32.
-    tolerance = 1e-3 if logits.dtype is torch.float32 else 0.05
+    # Pretrained models enlarge rounding errors: up to 1e-3 were seen for SmolLM2 in fp32. A cache
+    # without the last token changes logits by 0.1 and more.
+    tolerance = 0.01 if logits.dtype is torch.float32 else 0.05
     logits = logits.float().cpu()
     cache = KVCache()  # first a prompt, then single tokens
     half = PROMPT.shape[1] // 2
