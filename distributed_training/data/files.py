@@ -6,7 +6,6 @@ import contextlib
 import csv
 import hashlib
 import io
-import json
 import shlex
 import sys
 from collections.abc import Collection, Iterator
@@ -14,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic_core import from_json
+
 from distributed_training.settings.errors import UserError, first_line
-from distributed_training.settings.files import parse_json, require_regular
+from distributed_training.settings.files import require_regular
 
 TEXT_SUFFIXES = (".txt", ".md")  # each file is one document
 # Each line or row is one record.
@@ -73,27 +74,16 @@ def read_records(
         yield from readers.get(path.suffix, table)(path)
 
 
-def _parse(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON and for an unpaired surrogate, such as half of
-    an emoji, which cannot be encoded."""
-    value = parse_json(text)
-    if "\\ud" in text or "\\uD" in text:
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_text(path, by_line=True), 1):
         if line.strip():
             where = f"{path} line {number}"
             try:
-                yield where, _parse(line.removesuffix("\n"))
-            except json.JSONDecodeError as error:
-                what = f"{where} is not valid JSON at column {error.colno}"
-                fix = "write each record on one line, or name a file with one list .json"
-                raise UserError(what, error.msg, fix) from None
+                yield where, from_json(line.removesuffix("\n"))
             except ValueError as error:
-                raise UserError(f"{where} cannot be read", str(error)) from None
+                why = str(error).replace("line 1 column", "column")
+                fix = "write each record on one line, or name a file with one list .json"
+                raise UserError(f"{where} is not valid JSON", why, fix) from None
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -102,7 +92,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     about six times its size in RAM."""
     text = "".join(read_text(path))
     try:
-        value = _parse(text)
+        value = from_json(text)
     except ValueError as error:
         if not text.lstrip().startswith("["):
             yield from _read_jsonl(path)
@@ -191,7 +181,7 @@ def _decode(value: Any, cls: Any, column: str) -> Any:
                 members[field.name] = member
         return members
     if isinstance(cls, pyarrow.JsonType):
-        return _parse(value)
+        return from_json(value)
     if isinstance(cls, pyarrow.BaseExtensionType | pyarrow.MapType | pyarrow.UnionType):
         raise ValueError(f"the column {column} has the Arrow type {cls}")
     if isinstance(value, list):

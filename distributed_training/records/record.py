@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from distributed_training.plan.layout import Batch
 from distributed_training.settings.errors import UserError
@@ -25,7 +25,6 @@ from distributed_training.settings.files import (
     load_json,
     load_object,
     parse_as,
-    parse_json,
     replace_file,
 )
 
@@ -286,7 +285,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     for line in path.read_bytes().split(b"\n")[:-1]:
         # A crash may have damaged the line.
         with contextlib.suppress(ValueError, TypeError, LookupError):
-            if parse_json(line)["step"] <= num_steps:
+            if from_json(line)["step"] <= num_steps:
                 kept_lines.append(line + b"\n")
     replace_file(path, b"".join(kept_lines))
 

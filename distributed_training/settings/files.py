@@ -3,7 +3,6 @@ does not import torch."""
 
 import contextlib
 import difflib
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from distributed_training.settings.errors import UserError
 
@@ -29,8 +29,6 @@ _ERROR_TEXTS = {
     "extra_forbidden": "is not a known key",
     "missing": "is missing",
 }
-_MAX_DEPTH = 100  # deepest nesting of JSON that is read
-_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 _CHUNK_BYTES = 16 * 2**20
 REPLACED = ".replaced-"  # beginning of the name of a folder that is being replaced
 JsonObject = dict[str, Any]
@@ -161,11 +159,11 @@ def _sync(path: Path) -> None:
 
 
 def load_json(path: Path, what: str) -> Any:
-    """Parse a JSON file. Raises UserError if the file cannot be read or if the JSON is invalid.
-    `what` describes the file in the message."""
+    """Parse a JSON file. Raises UserError if the file cannot be read, or if the JSON is invalid or
+    nested more than 200 levels deep. `what` describes the file in the message."""
     require_regular(path, what)
     try:
-        return parse_json(path.read_bytes())
+        return from_json(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         names = sorted(file.name for file in path.parent.glob("*.json"))
         advice = did_you_mean(path.name, names)
@@ -192,22 +190,6 @@ def load_model_json(path: Path) -> JsonObject:
         why = "it is a link to a file in another folder"
         raise UserError(f"model {path} cannot be read", why, "copy the file to its place")
     return load_object(path, "model")
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested so deeply that
-    functions which process it would exceed Python's recursion limit."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    members = [value]
-    for _ in range(_MAX_DEPTH):
-        containers = [member for member in members if isinstance(member, dict | list)]
-        members = [m for c in containers for m in (c.values() if isinstance(c, dict) else c)]
-        if not members:
-            return value
-    raise ValueError(_TOO_DEEP)
 
 
 def require_regular(path: Path, what: str) -> None:

@@ -19,17 +19,11 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
+from pydantic_core import from_json
 
 from distributed_training.settings.config import Positive
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    did_you_mean,
-    load_json,
-    one_of,
-    parse_as,
-    parse_json,
-    shown,
-)
+from distributed_training.settings.files import did_you_mean, load_json, one_of, parse_as, shown
 
 GIB = 2**30
 NIC_BYTES_PER_S = 50e9  # bandwidth between nodes: one 400 Gbit/s network card per GPU
@@ -122,7 +116,7 @@ def parse_gpu(name: str) -> Gpu:
     Raises UserError for an unknown GPU, and for a name that leaves the memory open."""
     if name.lstrip().startswith("{"):
         try:
-            document = parse_json(name)
+            document = from_json(name)
         except ValueError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", str(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")

@@ -290,7 +290,7 @@ def test_configs_of_an_unsupported_function_are_refused(changes, words, tmp_path
         ("{}", ("weight_map is missing",)),
         ('{"weight_map": ["a"]}', ("weight_map",)),
         ('{"weight_map": {"a": 3}}', ("weight_map.a=3",)),
-        ("[" * 2000 + "]" * 2000, ("100 levels",)),
+        ("[" * 2000 + "]" * 2000, ("Recursion limit",)),
     ],
 )
 def test_unusable_indices_and_shards_are_refused(index, words, tmp_path):

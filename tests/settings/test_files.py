@@ -54,8 +54,7 @@ def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
         ("a", b'{\n "epochs" 2\n}', ["line 2 column 11"]),
         ("a", b'{"model": "\xff"}', ["0xff"]),
         ("large", b"[1]", ["large.json"]),
-        ("a", b"[" * 2000 + b"]" * 2000, ["100 levels"]),
-        ("a", b"[" * 101 + b"]" * 101, ["100 levels"]),
+        ("a", b"[" * 2000 + b"]" * 2000, ["Recursion limit"]),
     ],
 )
 def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_path):

@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, TEXT, Message
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import parse_json, shown
+from distributed_training.settings.files import shown
 
 COLUMNS = (
     TEXT,
@@ -344,7 +346,7 @@ def _parse(value: Any) -> Any:
     unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return parse_json(value)
+            return from_json(value)
         except ValueError:
             return value
     return value
