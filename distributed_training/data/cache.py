@@ -28,7 +28,7 @@ from distributed_training.settings.config import Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder, plural
 
-_VERSION = 20
+_VERSION = 21
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together
@@ -234,7 +234,7 @@ def _tokenize_split(
             num_unknown += int((row == unknown_id).sum())
             if piece.ends and num_unknown:
                 counts.notes[UNKNOWN] += 1
-            if piece.ends and piece.eos:
+            if piece.ends and not piece.templated:
                 if num_special > num_added:
                     counts.notes[SPECIAL] += 1
                 if len(row) == 0 or row[-1] != tokenizer.eos_id:

@@ -30,8 +30,9 @@ class Piece(NamedTuple):
     spans: Sequence[Span] | None = None  # characters in the loss; None if all are
     begins: bool = True  # whether the document begins with this piece
     ends: bool = True  # whether the document ends with this piece
-    templated: bool = False  # whether a template wrote all special tokens, even at the ends
-    eos: bool = True  # whether the document must end with an end-of-text token
+    # Whether a chat template wrote all special tokens. Otherwise, the document gets those that the
+    # tokenizer adds, and ends with an end-of-text token.
+    templated: bool = False
 
 
 def cut_text(

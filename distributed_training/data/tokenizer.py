@@ -25,7 +25,6 @@ ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
 # Template for tokenizers that have none of their own
 CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
-_BOS = "{{ bos_token }}"
 # Code at the beginning of a chat template that adds a system prompt. TEXT is a string literal.
 _SYSTEM_CODE = (
     "{% if messages and messages[0]['role'] not in ['system', 'developer'] %}"
@@ -247,7 +246,7 @@ class Tokenizer:
             kind=type(hf_tokenizer).__name__,
             num_tokens=max(vocabulary.values()) + 1,
             eos_id=hf_tokenizer.eos_token_id,
-            has_template=self._templates is not None,
+            has_template=self._hf_tokenizer.chat_template is not None,
             special=special,
         )
 
@@ -332,8 +331,8 @@ class Tokenizer:
         batch: Sequence[Piece],
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, loss mask) for each piece. Concatenating the ids of the pieces of a document
-        gives the ids of `tokenizer(document)`. No special tokens are added to pieces that the
-        tokenizer's own chat template rendered."""
+        gives the ids of `tokenizer(document)`. No special tokens are added to pieces that a chat
+        template rendered."""
         prefix, suffix = self.added_ids
         encoded = iter(self.encode_texts([piece.text for piece in batch if piece.spans is None]))
         rows = []
@@ -427,32 +426,21 @@ class Tokenizer:
     # Conversations
 
     @cached_property
-    def _templates(self) -> tuple[str, str] | None:
-        """The tokenizer's own chat templates: one for conversations without tools and one for
-        conversations with tools. The value is None if the tokenizer has no chat template of its
-        own."""
-        is_builtin = self._template is None and has_builtin_template(self.folder)
-        if self._hf_tokenizer.chat_template is None or is_builtin:
-            return None
+    def _templates(self) -> tuple[str, str]:
+        """Chat templates for conversations without and with tools: the tokenizer's own or, if it
+        has none, the built-in template."""
+        if self._hf_tokenizer.chat_template is None:
+            bos = "{{ bos_token }}" if len(self.added_ids[0]) else ""
+            template = f"{bos}{self._system_code}{CHAT_TEMPLATE.read_text()}"
+            return template, template
         get_template = self._hf_tokenizer.get_chat_template
         return get_template(None, tools=None), get_template(None, tools=[{}])
 
-    @property
-    def _builtin_template(self) -> str:
-        """The built-in chat template, after the system prompt of this tokenizer or, in an export,
-        that of the run."""
-        text = CHAT_TEMPLATE.read_text()
-        if has_builtin_template(self.folder):
-            text = (self.folder / CHAT_TEMPLATE.name).read_text().removeprefix(_BOS)
-        return self._system_code + text
-
     @cached_property
     def renderer(self) -> Renderer:
-        """Renderer of the tokenizer's own chat template or, if there is none, of the built-in
-        template. The tokenizer adds its special tokens to text from the built-in template."""
-        templates = self._templates or [self._builtin_template] * 2
+        """Renderer of the chat template, which writes all special tokens."""
         names = dict(self._hf_tokenizer.special_tokens_map)
-        return Renderer(templates, names, self.special_pattern, self._date)
+        return Renderer(self._templates, names, self.special_pattern, self._date)
 
     def is_chat_form(self, form: str | None) -> bool:
         """Return whether training text of the form `form` (data/pieces.py) is treated as
@@ -505,10 +493,8 @@ class Tokenizer:
     def encode_chat_prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation up to the start of the answer to its last message.
         Raises UserError if the template cannot render the conversation."""
-        text = self.renderer.render_prompt(messages)
-        if self.facts.has_template:
-            return self.encode_texts([text])[0].tolist()
-        return self.encode_prompt(text)
+        (ids,) = self.encode_texts([self.renderer.render_prompt(messages)])
+        return ids.tolist()
 
     def decode_question(self, ids: list[int]) -> str:
         """Return the text of a prompt from `encode_chat_prompt` without what the template adds."""
@@ -532,8 +518,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._hf_tokenizer.save_pretrained(folder)
         if chat and not self.facts.has_template:
-            bos = _BOS if len(self.added_ids[0]) else ""
-            (folder / CHAT_TEMPLATE.name).write_text(bos + self._builtin_template)
+            (folder / CHAT_TEMPLATE.name).write_text(self._templates[0])
 
 
 def _split(backend: Any) -> list[str]:
@@ -544,10 +529,3 @@ def _split(backend: Any) -> list[str]:
     if backend.pre_tokenizer:
         splits = backend.pre_tokenizer.pre_tokenize_str(text)
     return [piece.replace("\u2581", " ").lstrip("\u0120 ") for piece, _ in splits]
-
-
-def has_builtin_template(folder: Path) -> bool:
-    """Return whether `folder` contains this package's chat template. Exports of models that were
-    trained on conversations include this template."""
-    file = folder / CHAT_TEMPLATE.name
-    return file.is_file() and file.read_bytes().endswith(CHAT_TEMPLATE.read_bytes())

@@ -24,7 +24,7 @@ from distributed_training.data.cache import load_bytes, token_cache_dir, tokeniz
 from distributed_training.data.corpus import find_corpus
 from distributed_training.data.pieces import ASSISTANT, RUNNING, Message
 from distributed_training.data.samples import Samples, read_samples
-from distributed_training.data.tokenizer import Tokenizer, has_builtin_template
+from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.graphs import to_device
 from distributed_training.models import ModelSpec, find_model, weights
 from distributed_training.models.adapters import base_folder, base_name, is_adapter
@@ -106,7 +106,7 @@ def find_trained(
         source = "pretrained"
     _, tokenizer_dir = choose_tokenizer(config, config, spec, source, [])
     tokenizer = Tokenizer(tokenizer_dir, spec.class_keys)
-    chat = has_builtin_template(tokenizer.folder) or tokenizer.facts.has_template
+    chat = tokenizer.facts.has_template
     if (folder.parent / RECORD_FILE).is_file():
         chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
     return trained, tokenizer, chat

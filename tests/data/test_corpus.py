@@ -27,7 +27,7 @@ def texts_of(source, *, by_line=False):
     texts, pieces = [], []
     for piece in pieces_of(source, by_line=by_line):
         assert piece.spans is None
-        assert piece.eos
+        assert not piece.templated
         pieces.append(piece.text)
         if piece.ends:
             texts.append("".join(pieces))

@@ -208,7 +208,7 @@ def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
     source = jsonl(tmp_path / "rows", [{**row, "label": 0} for row in rows])["train"][0]
     counts = prepare.Counts()
     pieces = prepare.read_pieces(source, Tokenizer(folder), by_line=False, counts=counts)
-    assert [piece.eos for piece in pieces] == [False] * len(rows)
+    assert all(piece.templated for piece in pieces)
     assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == omitted
     assert counts.notes[prepare.QUOTED] == quoted
     assert counts.notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == len(rows)

@@ -129,12 +129,7 @@ def _render(
     for sample in samples:
         if sample.num_without_end_token:
             counts.notes[NO_END_TOKEN] += sample.num_without_end_token
-        yield Piece(
-            sample.text,
-            sample.spans,
-            templated=tokenizer.facts.has_template,
-            eos=False,
-        )
+        yield Piece(sample.text, sample.spans, templated=True)
 
 
 def _longest_word(text: str) -> str:
