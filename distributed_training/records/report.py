@@ -9,7 +9,15 @@ from pathlib import Path
 
 from distributed_training.records.display import fold, short_name, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.results import Comparison, LayoutRow, differing_keys, format_table
+from distributed_training.records.results import (
+    LayoutRow,
+    build_columns,
+    describe_problems,
+    describe_settings,
+    differing_keys,
+    find_verdict,
+    format_table,
+)
 from distributed_training.settings.errors import UserError, describe, print_stderr, printable
 from distributed_training.settings.files import plural, resolve_user_path
 
@@ -18,20 +26,19 @@ _SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in 
 _KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
 
 
-def render(heading: str, comparison: Comparison) -> str:
-    """Return the tables and notes of a comparison as text for a terminal."""
-    settings = ", ".join(f"{name} {text}" for name, text in comparison.settings.items())
-    model = comparison.settings.get("model", "Runs")
-    texts = [f"{model}: {settings}" if settings else model]
-    if comparison.verdict:
-        texts.insert(0, comparison.verdict)
-    parts = [fold(heading), "", *map(fold, texts), format_table(comparison.results)]
-    page = "\n".join([*parts, *map(fold, comparison.notes)])
-    return "\n".join(map(printable, page.splitlines()))
+def render(heading: str, layouts: Sequence[LayoutRow]) -> str:
+    """Return the table and notes of a comparison as text for a terminal."""
+    verdict = find_verdict(layouts)
+    settings = describe_settings([layout.record for layout in layouts if layout.record])
+    lines = [fold(heading), ""]
+    lines += [fold(text) for text in (verdict, settings) if text]
+    lines.append(format_table(build_columns(layouts)))
+    lines += map(fold, describe_problems(layouts))
+    return "\n".join(map(printable, "\n".join(lines).splitlines()))
 
 
-def compare_runs(records: Sequence[Record]) -> Comparison:
-    """Return a comparison with one row per run, from oldest to newest. The name of a row contains
+def compare_runs(records: Sequence[Record]) -> list[LayoutRow]:
+    """Return one row per run, from oldest to newest. The name of a row contains
     the first settings in which the runs differ, of those that were requested if there are any."""
     records = sorted(records, key=lambda r: r.started_at)
     requested = differing_keys([record.config_requested for record in records])
@@ -46,7 +53,7 @@ def compare_runs(records: Sequence[Record]) -> Comparison:
             settings = textwrap.shorten(settings, _SETTINGS_WIDTH, placeholder=" ...")
             name = f"{name}, {settings}"
         layouts.append(LayoutRow(name=name, record=r))
-    return Comparison(layouts=layouts)
+    return layouts
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:

@@ -137,76 +137,66 @@ class LayoutRow:
         return f"{word} {r.step}/{r.num_steps}" if has_steps else word
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Layouts whose runs are compared."""
+def describe_settings(records: Sequence[Record]) -> str:
+    """Return the model and the other settings that all runs share."""
+    common = {}
+    for name, column in SETTINGS.items():
+        texts = {column(r) for r in records}
+        if len(texts) == 1:
+            common[name] = texts.pop()
+    model = common.get("model", "Runs")
+    if records:
+        common["device"] = records[0].machine["gpu_name"] or "CPU"
+    return f"{model}: {', '.join(f'{name} {text}' for name, text in common.items())}"
 
-    layouts: list[LayoutRow]
 
-    @property
-    def records(self) -> list[Record]:
-        return [layout.record for layout in self.layouts if layout.record]
+def find_verdict(layouts: Sequence[LayoutRow]) -> str:
+    """Return sentences about the amount of work and the fastest layout. If the runs are not
+    comparable, name the settings in which they differ instead."""
+    records = [layout.record for layout in layouts if layout.record]
+    keys = [key for key in differing_keys([r.work for r in records]) if key != "seed"]
+    if keys:
+        return f"The runs are not comparable, because they differ in {', '.join(keys)}."
+    speeds = []
+    for layout in layouts:
+        r = layout.finished_record
+        if r is not None and r.performance["tokens_per_s"] is not None:
+            speeds.append((r.performance["tokens_per_s"], layout.name))
+    if len(speeds) < 2:
+        return ""
+    *_, (second_speed, second), (speed, first) = sorted(speeds)
+    return (
+        f"Each run trained on {describe_work(amount_of(records[0]))}. "
+        f"{first} is the fastest, with {speed:,.0f} tokens/s, "
+        f"{speed / second_speed:.3g} times {second}."
+    )
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """Return the settings that all runs share, keyed by heading."""
-        if not self.records:
-            return {}
-        common = {}
-        for name, column in SETTINGS.items():
-            texts = {column(r) for r in self.records}
-            if len(texts) == 1:
-                common[name] = texts.pop()
-        return common | {"device": self.records[0].machine["gpu_name"] or "CPU"}
 
-    @property
-    def verdict(self) -> str:
-        """Return sentences about the amount of work and the fastest layout. If the runs are not
-        comparable, name the settings in which they differ instead."""
-        works = [record.work for record in self.records]
-        keys = [key for key in differing_keys(works) if key != "seed"]
-        if keys:
-            return f"The runs are not comparable, because they differ in {', '.join(keys)}."
-        speeds = []
-        for layout in self.layouts:
-            r = layout.finished_record
-            if r is not None and r.performance["tokens_per_s"] is not None:
-                speeds.append((r.performance["tokens_per_s"], layout.name))
-        if len(speeds) < 2:
-            return ""
-        *_, (second_speed, second), (speed, first) = sorted(speeds)
-        return (
-            f"Each run trained on {describe_work(amount_of(self.records[0]))}. "
-            f"{first} is the fastest, with {speed:,.0f} tokens/s, "
-            f"{speed / second_speed:.3g} times {second}."
-        )
+def describe_problems(layouts: Sequence[LayoutRow]) -> list[str]:
+    """Return sentences about failed runs and overfitting."""
+    notes = [f"{layout.name} failed: {layout.why}" for layout in layouts if layout.why]
+    for layout in layouts:
+        r = layout.record
+        if r is None:
+            continue
+        if r.error:
+            error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
+            notes.append(f"{layout.name} {r.status}: {error}")
+        overfitting = describe_overfitting(r)
+        if overfitting:
+            notes.append(f"{layout.name} {overfitting}.")
+    return notes
 
-    @property
-    def notes(self) -> list[str]:
-        """Return sentences about failed runs and overfitting."""
-        notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
-        for layout in self.layouts:
-            r = layout.record
-            if r is None:
-                continue
-            if r.error:
-                error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")
-                notes.append(f"{layout.name} {r.status}: {error}")
-            overfitting = describe_overfitting(r)
-            if overfitting:
-                notes.append(f"{layout.name} {overfitting}.")
-        return notes
 
-    @property
-    def results(self) -> dict[str, list[str]]:
-        """Return the columns of the table of speed, memory and losses. The first column contains
-        the names of the layouts, and empty columns are left out. Failed layouts also have a row."""
-        cells = {"run": [layout.name for layout in self.layouts]}
-        for name in _COMPARED:
-            texts = [RESULTS[name](layout.finished_record) for layout in self.layouts]
-            if {*texts} - {EMPTY_CELL}:
-                cells[name] = texts
-        return {**cells, "status": [layout.status for layout in self.layouts]}
+def build_columns(layouts: Sequence[LayoutRow]) -> dict[str, list[str]]:
+    """Return the columns of the table of speed, memory and losses. The first column contains the
+    names of the layouts, and empty columns are left out. Failed layouts also have a row."""
+    cells = {"run": [layout.name for layout in layouts]}
+    for name in _COMPARED:
+        texts = [RESULTS[name](layout.finished_record) for layout in layouts]
+        if {*texts} - {EMPTY_CELL}:
+            cells[name] = texts
+    return {**cells, "status": [layout.status for layout in layouts]}
 
 
 def summary_rows(r: Record) -> dict[str, str]:

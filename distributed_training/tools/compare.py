@@ -26,7 +26,7 @@ from pydantic_core import to_json
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import fold, short_path
-from distributed_training.records.results import Comparison, LayoutRow, differing_keys
+from distributed_training.records.results import LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS, Request
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
@@ -307,11 +307,10 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     for run in runs:
         record = None if run.why else run.record
         layouts.append(LayoutRow(name=run.name, record=record, why=run.why))
-    comparison = Comparison(layouts=layouts)
     heading = (
         f"{count_runs(runs, 'ok')} of {plural(len(runs), 'run')} finished. The runs were executed "
         "one after another, each in new processes."
     )
-    text = report.render(heading, comparison)
+    text = report.render(heading, layouts)
     (out / "compare.txt").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")

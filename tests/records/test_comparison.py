@@ -5,7 +5,13 @@ import platform
 import pytest
 
 from distributed_training.records.report import compare_runs
-from distributed_training.records.results import Comparison, LayoutRow
+from distributed_training.records.results import (
+    LayoutRow,
+    build_columns,
+    describe_problems,
+    describe_settings,
+    find_verdict,
+)
 from tests.support import made_record
 
 
@@ -22,19 +28,19 @@ def seeded(seed, speed, **changes):
 
 @pytest.fixture
 def four_layouts():
-    """Return a comparison of four layouts, of which two have finished runs."""
-    layouts = [
+    """Return four layouts, of which two have finished runs."""
+    return [
         LayoutRow(name="zero2", record=seeded(1, 120_000.0)),
         LayoutRow(name="dp", record=seeded(0, 50_000.0)),
         LayoutRow(name="tp", why="16 heads <&> 3 processes"),
         LayoutRow(name="pp"),
     ]
-    return Comparison(layouts=layouts)
 
 
-def rows_of(columns):
-    """Return the table with these columns as a dictionary from row names to rows. Each row is a
+def rows_of(layouts):
+    """Return the table of these layouts as a dictionary from row names to rows. Each row is a
     dictionary from headings to cells."""
+    columns = build_columns(layouts)
     rows = zip(*columns.values(), strict=True)
     return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
 
@@ -47,17 +53,17 @@ def test_rows_of_a_report_are_oldest_first_and_name_what_differs():
         made_record(run_dir="a-3", started_at="2026-01-01", strategy__name="dp"),
         made_record(run_dir="a-4", started_at="2026-01-02", work=dict(reversed(work.items()))),
     ]
-    comparison = compare_runs(records)
-    assert comparison.settings["batch"] == "4 x 512"
-    assert "precision" not in comparison.settings
-    rows = rows_of(comparison.results)
+    settings = describe_settings(records)
+    assert "batch 4 x 512" in settings
+    assert "precision" not in settings
+    rows = rows_of(compare_runs(records))
     names = ["a-3 dp, seed 42", "a-4 zero2, seed 42", "a-1 zero2, seed 42"]
     assert list(rows) == [*names, "a-2 zero2, seed 7"]
     assert rows[names[0]]["reserved GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
-    comparison = compare_runs([made_record(), other])
-    assert "data_fingerprint 0123456789abcdef" in list(rows_of(comparison.results))[1]
-    assert "data_fingerprint" in comparison.verdict
+    layouts = compare_runs([made_record(), other])
+    assert "data_fingerprint 0123456789abcdef" in list(rows_of(layouts))[1]
+    assert "data_fingerprint" in find_verdict(layouts)
 
 
 def test_a_row_names_few_of_the_requested_settings():
@@ -65,7 +71,7 @@ def test_a_row_names_few_of_the_requested_settings():
         {key: index for key in ("strategy", "lr", *"abcdefghijklmnop")} for index in (0, 1)
     ]
     records = [made_record(config_requested=values) for values in requested]
-    name = list(rows_of(compare_runs(records).results))[1]
+    name = list(rows_of(compare_runs(records)))[1]
     assert name.startswith("x zero2, lr 1, a 1")
     assert len(name) < 80
 
@@ -81,20 +87,20 @@ def test_an_unfinished_run_shows_its_last_step():
 
 
 def test_rows_show_results_and_the_verdict_names_the_fastest(four_layouts):
-    rows = rows_of(four_layouts.results)
+    rows = rows_of(four_layouts)
     assert rows["zero2"]["tokens/s"] == "120,000"
     assert rows["zero2"]["validation loss"] == "4.0000"
     assert rows["dp"]["tokens/s"] == "50,000"
     assert [row["status"] for row in rows.values()] == ["ok", "ok", "failed", "not run yet"]
-    assert four_layouts.notes == ["tp failed: 16 heads <&> 3 processes"]
-    verdict = four_layouts.verdict
+    assert describe_problems(four_layouts) == ["tp failed: 16 heads <&> 3 processes"]
+    verdict = find_verdict(four_layouts)
     for text in ("zero2", "120,000", "2.4 times dp", "64 steps"):
         assert text in verdict
-    four_layouts.layouts[1].record.work["global_batch_size"] = 7
-    assert "global_batch_size" in four_layouts.verdict
+    four_layouts[1].record.work["global_batch_size"] = 7
+    assert "global_batch_size" in find_verdict(four_layouts)
 
 
 def test_an_overfitted_run_is_reported():
     evaluations = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
-    (note,) = compare_runs([made_record(evaluations=evaluations)]).notes
+    (note,) = describe_problems(compare_runs([made_record(evaluations=evaluations)]))
     assert "overfitted" in note
