@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed_training.data import hub, report, samples
-from distributed_training.data.cache import cache_folder, token_cache_dir
+from distributed_training.data import hub, report
+from distributed_training.data.cache import cache_folder, token_cache_dir, tokenize
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
@@ -23,7 +23,7 @@ from distributed_training.data.corpus import (
     split_weights,
 )
 from distributed_training.data.estimate import MIN_ERROR, sample_corpus
-from distributed_training.data.samples import Data, Sampler
+from distributed_training.data.samples import Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weights
 from distributed_training.models.adapters import base_folder, is_adapter
@@ -140,16 +140,16 @@ def read_data(
     is_sample = corpus is not None
     if corpus is None:
         corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-    cache_dir = cache_dir or token_cache_dir()
-    data = samples.read_data(
+    tokenizer = build_tokenizer(draft, tokenizer_dir)
+    folder = tokenize(
         corpus,
-        build_tokenizer(draft, tokenizer_dir),
+        tokenizer,
         config,
-        cache_dir,
-        can_pack=draft.size.packs,
+        cache_dir or token_cache_dir(),
         embedding_rows=draft.size.vocab_size,
     )
-    counts = report.summarize(cache_dir / data.cache, config, can_pack=draft.size.packs)
+    data = cut_samples(folder, tokenizer, config, can_pack=draft.size.packs)
+    counts = report.summarize(folder, config, can_pack=draft.size.packs)
     unread = [] if is_sample else find_unread(config.dataset, corpus)
     return replace(data, counts={**counts, "unread": unread})
 
