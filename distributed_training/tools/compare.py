@@ -163,18 +163,16 @@ def build_runs(
         text = f"By default, an epoch has at most {CAPPED_NUM_SAMPLES:,} samples"
         print(f"{text}. To train on all samples, add --num_samples -1.")
     layouts = [defaults | plan.common | values for values in plan.runs]
-    engine_keys = []
-    for values in layouts:
-        options = strategy_options(values.get("strategy", AUTO))
-        engine_keys.append(set(options.model_fields))
+    engine_keys = [
+        {*strategy_options(values.get("strategy", AUTO)).model_fields} for values in layouts
+    ]
     num_gpus = str(arguments.num_gpus or plan.num_gpus)
     processes = requested_processes(num_gpus, detect_machine(), {})
     for values, own_keys in zip(layouts, engine_keys, strict=True):
         # An option of one strategy may be unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
-        for key, value in typed_overrides.items():
-            if key not in foreign_keys:
-                values[key] = value
+        own_overrides = typed_overrides.keys() - foreign_keys
+        values |= {key: typed_overrides[key] for key in own_overrides}
     command = [sys.executable, str(script)]
     if arguments.preset:
         command.append(f"--preset={arguments.preset}")
@@ -286,13 +284,9 @@ def train(run: Run, out: Path) -> None:
         log.seek(start_of_run)
         # Move the command that follows an error message to the same line.
         text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
-    last_message = f"exit code {run.exit_code}"
-    if text.strip():
-        last_message = text.strip().splitlines()[-1].strip()
     # Prefer a line that says why the run did not start over the last line.
-    errors = re.findall(r"(?m)^\s*error: (.*\S)", text)
-    if errors:
-        last_message = errors[-1]
+    messages = re.findall(r"(?m)^\s*error: (.*\S)", text) or text.strip().split("\n")
+    last_message = messages[-1].strip() or f"exit code {run.exit_code}"
     for path in {*folder.glob(RECORD_PATTERN)} - old_records:
         run.record = records.load_record(path)
     if run.record is None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from distributed_training.records.display import fold
 from distributed_training.settings.detect import available_cpus, available_ram_bytes, detect_machine
-from distributed_training.settings.errors import first_line
-from distributed_training.settings.files import plural
+from distributed_training.settings.errors import UserError, first_line
+from distributed_training.settings.files import open_probe, plural
 from distributed_training.settings.machine import GIB, GPU_EXAMPLE, Machine, find_gpu
 
 MIB = 2**20
@@ -117,14 +117,13 @@ def check_memory() -> Iterator[Finding]:
 def check_disk(output_dir: Path) -> Iterator[Finding]:
     """Check the disk that stores runs."""
     fix = "Set --output_dir to a folder on another disk."
-    folder = output_dir
-    while not folder.exists():
-        folder = folder.parent
-    if not os.access(folder, os.W_OK):
-        yield fail("disk", f"You cannot write to {folder}.", fix)
+    try:
+        with open_probe(output_dir) as probe:
+            free_bytes = shutil.disk_usage(probe.fileno()).free
+    except UserError as error:
+        yield fail("disk", str(error), fix)
         return
-    free_bytes = shutil.disk_usage(folder).free
-    text = f"{folder} has {free_bytes / GIB:,.0f} GiB free"
+    text = f"{output_dir} has {free_bytes / GIB:,.0f} GiB free"
     yield check(free_bytes >= 20 * GIB, "disk", text, fix)
 
 
