@@ -84,16 +84,12 @@ def write_folder(
 ) -> None:
     """Write a run's trained weights and tokenizer to `folder`, which appears only when it is
     complete. For a LoRA run, only the adapters are written unless the base model has random
-    weights. A whole model has the dtype of the weights that the run began with, or fp32.
+    weights.
 
     Raises RunError if a value is not finite. An existing folder then remains unchanged."""
     config = plan.config
     if trained.adapters is None or plan.weights_dir is None:
-        dtype = torch.float32
-        original = plan.weights_dir
-        if original is not None:
-            dtype = getattr(torch, stored_dtype(original))
-        save_full_model(trained, tokenizer, chat, original, folder, dtype, text=config.export_text)
+        save_full_model(trained, tokenizer, chat, plan.weights_dir, folder, text=config.export_text)
         return
     from distributed_training.models.peft import save_adapters
 
@@ -112,17 +108,20 @@ def save_full_model(
     chat: bool,
     base: Path | None,
     folder: Path,
-    dtype: torch.dtype,
     *,
     text: bool,
 ) -> None:
     """Write a whole model and its tokenizer to `folder`, one tensor at a time to save memory.
-    `folder` appears only when it is complete. With `text`, write only the text decoder of a
-    multimodal model. Otherwise, its other parts, and the files of its processor, are those of the
-    model in `base`."""
+    `folder` appears only when it is complete. The weights have the dtype of those in `base`, or
+    fp32. With `text`, write only the text decoder of a multimodal model. Otherwise, its other
+    parts, and the files of its processor, are those of the model in `base`."""
     original = None if text else base
+    dtype = torch.float32 if base is None else getattr(torch, stored_dtype(base))
+    weights = trained.merged_weights()
     with atomic_folder(folder) as unfinished:
-        trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype, original=original)
+        trained.spec.save(
+            weights, unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype, original=original
+        )
         write_generation_config(unfinished, tokenizer, chat, base)
         tokenizer.save(unfinished, chat=chat)
         if original is not None:

@@ -67,25 +67,10 @@ class TrainedModel:
             apply_lora(model, self.spec, adapters.config, device, adapters.tensors)
         return model.eval().requires_grad_(False)
 
-    def save(
-        self,
-        folder: Path,
-        *,
-        eos_token_id: int,
-        dtype: torch.dtype,
-        original: Path | None = None,
-    ) -> None:
-        """Merge the adapters, if any, and write the whole model with `ModelSpec.save`."""
+    def merged_weights(self) -> WeightSource:
+        """Return the weights of the whole model, with the adapters merged."""
         weights = self._checked_weights(self.spec.build_meta_model())
-        if self.adapters:
-            weights = self.adapters.merged(weights)
-        self.spec.save(
-            weights,
-            folder,
-            eos_token_id=eos_token_id,
-            dtype=dtype,
-            original=original,
-        )
+        return self.adapters.merged(weights) if self.adapters else weights
 
     def _checked_weights(self, model: Decoder) -> WeightSource:
         """Return `weights`. Raises UserError if the adapters were trained on other weights."""

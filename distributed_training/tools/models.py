@@ -363,8 +363,7 @@ def merge_adapters(
     folder = _new_folder(to, exported.with_name(MERGED))
     trained, tokenizer, chat = find_trained(str(exported), LAST)
     base = base_folder(exported)
-    dtype = getattr(torch, weights.stored_dtype(base))
-    export.save_full_model(trained, tokenizer, chat, base, folder, dtype, text=text)
+    export.save_full_model(trained, tokenizer, chat, base, folder, text=text)
     if trained.adapters and trained.adapters.config.has_quantized_base:
         base_dtype = trained.adapters.config.base_dtype
         note = f"the base model was in {base_dtype}. The export contains its dequantized weights "

@@ -89,7 +89,7 @@ def test_exports_are_the_whole_model_or_its_text_decoder(whole, tokenizer, tmp_p
     trained = TrainedModel(spec=spec, weights=lambda name, _: state[name])
     for name, is_text in (("again", False), ("text", True)):
         path = tmp_path / name
-        save_full_model(trained, tokenizer, False, folder, path, torch.float32, text=is_text)
+        save_full_model(trained, tokenizer, False, folder, path, text=is_text)
         names = [file.name for file in path.glob("*processor_config.json")]
         assert names == ([] if is_text else ["preprocessor_config.json"])
     exported = load_file(tmp_path / "again" / "model.safetensors")
