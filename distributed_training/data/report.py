@@ -98,12 +98,6 @@ def _count_cut(
     return int((full_lengths > max_length).sum())
 
 
-def describe_split(counts: dict[str, Any]) -> str:
-    """Return the numbers of samples that are trained on and held out."""
-    held_out = f"{counts['held_out']:,} held out for validation"
-    return f"{counts['trained']:,} {counts['unit']} trained on per epoch, {held_out}"
-
-
 def describe(
     counts: dict[str, Any],
     max_length: int,

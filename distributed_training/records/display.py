@@ -183,9 +183,7 @@ def describe_amount(amount: Amount) -> str:
     """Return text such as "2,850 chats, 3 epochs" or "about 50,000 chats (±4%), 1 epoch"."""
     if not amount.num_samples:
         return describe_work(amount)
-    text = f"{amount.num_samples:,} {amount.unit}"
-    if amount.num_samples == 1:
-        text = text.removesuffix("s")
+    text = plural(amount.num_samples, amount.unit.removesuffix("s"))
     if amount.error:
         text = f"about {text} (±{amount.error:.0%})"
     return f"{text}, {amount.epochs:.3g} epoch{'' if amount.epochs == 1 else 's'}"

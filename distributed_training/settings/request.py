@@ -88,8 +88,3 @@ def read_template(name_or_path: str) -> str:
         fix = f"name a Jinja file, {files.one_of(names)}"
         raise UserError(f"chat_template={name_or_path!r} is not a file", fix=fix)
     return path.read_text(encoding="utf-8")
-
-
-def format_overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return `values` as `key=value` strings for the command line."""
-    return [f"{key}={value}" for key, value in values.items()]

@@ -31,7 +31,6 @@ from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS,
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, plural
-from distributed_training.settings.request import format_overrides
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.local import requested_processes
 from distributed_training.supervise.process import handle_signals
@@ -218,7 +217,12 @@ def print_settings(runs: Sequence[Run]) -> None:
     """For a dry run, print the settings of each run that remains to be trained."""
     for run in runs:
         if run.status == "remaining":
-            print(f"  {' '.join(format_overrides(run.values))}")
+            print(f"  {' '.join(format_options(run.values))}")
+
+
+def format_options(values: Values) -> list[str]:
+    """Return `values` as options for the command line."""
+    return [f"--{key}={value}" for key, value in values.items()]
 
 
 def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
@@ -263,8 +267,8 @@ def train(run: Run, out: Path) -> None:
     SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORD_PATTERN))
-    settings = [f"--{text}" for text in format_overrides(run.values | {"output_dir": folder})]
-    command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
+    options = format_options(run.values | {"output_dir": folder})
+    command = [*run.command, f"--num_gpus={run.num_processes}", *options]
     with (
         open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,
         handle_signals({signal.SIGTERM: signal.default_int_handler}),

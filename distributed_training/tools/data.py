@@ -140,8 +140,10 @@ def _rows(
             "tokens per record": ", ".join(lengths),
         }
     special_tokens = [f"{name} {token}" for name, token in counts["special_tokens"].items()]
+    trained = f"{counts['trained']:,} {counts['unit']} trained on per epoch"
+    held_out = f"{counts['held_out']:,} held out for validation"
     return rows | {
-        "samples": f"{report.describe_split(counts)}, of up to {config.max_length:,} tokens",
+        "samples": f"{trained}, {held_out}, of up to {config.max_length:,} tokens",
         "in the loss": f"{100 * counts['loss_share']:.1f}% of the tokens",
         "padding": f"{100 * (1 - counts['real_share']):.1f}% of the positions",
         "tokenizer": f"{counts['tokenizer_name']} ({counts['tokenizer']})",

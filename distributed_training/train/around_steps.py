@@ -42,10 +42,9 @@ class Recorder:
         trainer.display.progress(rows, trainer.results.first_step, trainer.num_steps)
 
     def add_evaluation(self, trainer: Trainer, row: Row) -> None:
-        """Add the latest entry of the history's `evaluations`."""
-        if self.record is not None:
-            trainer.say(f"validation {describe_evaluation(row)}")
-            self.tracker.log("eval", row)
+        """Print and track the latest entry of the history's `evaluations`."""
+        trainer.say(f"validation {describe_evaluation(row)}")
+        self.tracker.log("eval", row)
 
     def store(self, history: records.History) -> None:
         """Write the history to the record, so that it survives the end of this process."""
