@@ -57,20 +57,6 @@ class Program:
         return "trainplan" if IS_INSTALLED else self.script.name
 
 
-class AddOverride(argparse.Action):
-    """Action that puts an option into `overrides`, which maps the names of keys to their text."""
-
-    def __call__(
-        self,
-        _: Any,
-        namespace: Any,
-        value: Any,
-        option: str | None = None,
-    ) -> None:
-        assert option is not None
-        namespace.overrides[option.removeprefix("--")] = value
-
-
 def format_key_help(key: Key, *details: str) -> str:
     """Return a key's help, followed by its choices and `details` in parentheses."""
     notes = list(details)
@@ -81,10 +67,9 @@ def format_key_help(key: Key, *details: str) -> str:
     return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
-def add_keys(parser: argparse.ArgumentParser) -> None:
+def add_keys(parser: Parser) -> None:
     """Add an option for each key of CONFIG and of the strategies' engines, and the options that
     control how a run is started."""
-    parser.set_defaults(overrides={})
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
     preset_help = "preset that overrides CONFIG: a name in configs/presets/, or a path"
@@ -124,15 +109,15 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
             text = format_key_help(key, f"default {key.default!r}").replace("%", "%%")
             group.add_argument(
                 f"--{key.name}",
-                action=AddOverride,
-                dest="overrides",
+                default=argparse.SUPPRESS,
                 metavar="",
                 help=text,
             )
+    parser.keys = keys.keys()
 
 
 def read_options(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     argv: Sequence[str],
 ) -> argparse.Namespace:
     """Parse the command line. `overrides` in the result maps the names of the given keys to their
@@ -140,15 +125,16 @@ def read_options(
     names = [name.removeprefix("--") for name in parser._option_string_actions]
     argv = [replace_dashes(word, names) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
-    overrides = getattr(arguments, "overrides", None)
     if unknown:
         fix = None
-        if overrides is not None:
+        if parser.keys:
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
             if not fix and not unknown[0].startswith("-"):
                 fix = "put a value of several words in quotes"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix or "see --help")
+    typed = vars(arguments).items()
+    arguments.overrides = {name: text for name, text in typed if name in parser.keys}
     return arguments
 
 
@@ -194,7 +180,7 @@ def refuse_planned_machines(arguments: argparse.Namespace) -> None:
             raise UserError(what, fix="add --dry-run to a training command, or use plan")
 
 
-def train(parser: argparse.ArgumentParser, program: Program) -> Act:
+def train(parser: Parser, program: Program) -> Act:
     """Train with CONFIG, a preset and the command line. With --dry-run, print the plan."""
     name = program.name
     parser.usage = f"{name} [train] [--KEY VALUE ...] [--preset NAME]"
@@ -222,7 +208,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 def tool_command(
     name: str,
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     program: Program,
 ) -> Act:
     """Add the options of the command `name` in tools/, which accepts CONFIG's keys in addition to
@@ -244,7 +230,7 @@ def tool_command(
     return act
 
 
-def report(parser: argparse.ArgumentParser, program: Program) -> Act:
+def report(parser: Parser, program: Program) -> Act:
     """Compare runs in tables."""
     add = parser.add_argument
     add(
@@ -256,12 +242,12 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
-def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
+def doctor(parser: Parser, program: Program) -> Act:
     """Check whether this machine is ready for training."""
     return lambda a: _load("tools.doctor").main(program.output_dir)
 
 
-def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
+def generate(parser: Parser, program: Program) -> Act:
     """Generate text with a trained model."""
     add = parser.add_argument
     add(
@@ -290,7 +276,7 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("tools.models").generate(a)
 
 
-def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
+def eval_(parser: Parser, program: Program) -> Act:
     """Evaluate a model on a dataset: loss, perplexity, bits per byte."""
     add = parser.add_argument
     run_help = "folder of a run, such as runs/latest, or folder or Hub name of another model"
@@ -308,7 +294,7 @@ def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("tools.models").evaluate(a)
 
 
-def export(parser: argparse.ArgumentParser, program: Program) -> Act:
+def export(parser: Parser, program: Program) -> Act:
     """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face format."""
     add = parser.add_argument
     add("run", help="folder of a checkpoint, or of a run, whose newest checkpoint is exported")
@@ -319,7 +305,7 @@ def export(parser: argparse.ArgumentParser, program: Program) -> Act:
     return lambda a: _load("tools.models").export_checkpoint(a)
 
 
-COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
+COMMANDS: dict[str, Callable[[Parser, Program], Act]] = {
     "train": train,
     **{name: partial(tool_command, name) for name in TOOLS},
     "report": report,

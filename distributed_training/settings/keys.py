@@ -5,7 +5,7 @@ schemas that list the accepted values. This module does not import torch."""
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -144,17 +144,13 @@ def check_names(
             raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
 
 
-def _advice_on_foreign_option(word: str) -> str | None:
-    table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
-    advice: str | None = table.get(word.lower().replace("-", "_"))
-    return advice
-
-
 def advise_on_name(word: str, names: Iterable[str]) -> str | None:
     """Return advice on an unknown name: the corresponding option if it is an option of
     transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return
     None if no name is similar."""
-    return _advice_on_foreign_option(word) or did_you_mean(word, names) or None
+    table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
+    advice: str | None = table.get(word.lower().replace("-", "_")) or did_you_mean(word, names)
+    return advice or None
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,6 +159,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.keys: Set[str] = set()  # options that are CONFIG keys
         # The deepspeed launcher passes this option.
         self.add_argument("--local_rank", help=argparse.SUPPRESS)
 
