@@ -96,21 +96,26 @@ class _Offload(BaseModel, strict=True):
 
 
 class _Zero(BaseModel, strict=True):
-    """ZeRO section of a DeepSpeed configuration. Sizes set to "auto" have DeepSpeed's defaults."""
+    """ZeRO section of a DeepSpeed configuration. Values set to "auto" or null have DeepSpeed's
+    defaults."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     reduce_bucket_size: float = 5e8  # DeepSpeed's default
     stage3_max_live_parameters: float = 1e9
     stage3_max_reuse_distance: float = 1e9
-    offload_optimizer: _Offload | None = None
-    offload_param: _Offload | None = None
+    offload_optimizer: _Offload = _Offload()
+    offload_param: _Offload = _Offload()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_auto_sizes(cls, section: Any) -> Any:
+    def _drop_defaults(cls, section: Any) -> Any:
         if not isinstance(section, dict):
             return section
-        return {key: value for key, value in section.items() if value != AUTO or key == "stage"}
+        return {
+            key: value
+            for key, value in section.items()
+            if value not in (AUTO, None) or key == "stage"
+        }
 
 
 class _Pipeline(BaseModel, strict=True):
@@ -163,8 +168,10 @@ class Strategy:
     @functools.cached_property
     def offload(self) -> dict[str, str]:
         """Map "optimizer" and "param" to their offload devices: "none", "cpu" or "nvme"."""
-        sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
-        return {name: section.device if section else "none" for name, section in sections.items()}
+        return {
+            "optimizer": self.zero.offload_optimizer.device,
+            "param": self.zero.offload_param.device,
+        }
 
     @property
     def steps_on_host(self) -> bool:
@@ -200,7 +207,7 @@ class Strategy:
         """Return the number of values in the buffers through which parameters are swapped to disk.
         Return 0 if parameters are not swapped to disk."""
         section = self.zero.offload_param
-        if section is None or section.device != "nvme":
+        if section.device != "nvme":
             return 0
         return int(section.buffer_count * section.buffer_size)
 
@@ -286,7 +293,7 @@ def _describe_form(parsed: _DeepSpeed) -> str:
     if parsed.pipeline.stages != 1:
         return "a pipeline"
     zero = parsed.zero_optimization
-    devices = {part.device for part in (zero.offload_optimizer, zero.offload_param) if part}
+    devices = (zero.offload_optimizer.device, zero.offload_param.device)
     for device in ("nvme", "cpu"):
         if device in devices:
             return f"state offloaded to {device}"
