@@ -6,6 +6,7 @@ import contextlib
 import os
 import textwrap
 import time
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +36,12 @@ _SECONDS = {
 }
 
 
+@dataclass(kw_only=True)
 class Display:
     """Output of a run, on rank 0."""
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self._last_line = 0.0
+    enabled: bool
+    _last_line: float = 0.0  # time of the last line about progress
 
     def say(self, text: str) -> None:
         if self.enabled:

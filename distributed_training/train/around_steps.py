@@ -4,6 +4,7 @@ checkpoints, best model and early stopping."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,15 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
+@dataclass
 class Recorder:
     """Measure the run on every rank. On rank 0, also print the results, send them to the tracker
     and write them to record.json and metrics.jsonl."""
 
-    def __init__(
-        self,
-        record: records.RunRecord | None,
-        tracker: metrics.Tracker,
-    ) -> None:
-        self.record = record
-        self.tracker = tracker
-        self.step_times: list[float] = []  # in seconds, of each step that this process ran
+    record: records.RunRecord | None
+    tracker: metrics.Tracker
+    # Seconds of each step that this process ran
+    step_times: list[float] = field(default_factory=list)
 
     def add_steps(self, trainer: Trainer, rows: list[Row]) -> None:
         """Add new rows of metrics.jsonl."""
@@ -107,12 +105,12 @@ def stop_early(trainer: Trainer) -> None:
         trainer.num_steps = trainer.step
 
 
+@dataclass
 class Checkpoints:
     """Save and load the checkpoints of a run. All ranks must call each method."""
 
-    def __init__(self, saver: saver.Saver) -> None:
-        self.saver = saver
-        self.saved_step = 0  # step of the last checkpoint that was saved or loaded
+    saver: saver.Saver
+    saved_step: int = 0  # step of the last checkpoint that was saved or loaded
 
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether to save a checkpoint after this step."""

@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +199,14 @@ class StepResults:
         return RunError(what, fix=fix)
 
 
+@dataclass
 class StopSignal:
     """First signal that asks this process to stop."""
 
-    def __init__(self, display: Display) -> None:
-        self.number = 0  # 0 until a signal arrives
-        self.previous_handlers: dict[signal.Signals, Any] = {}
-        self._display = display
-        self._received_at = 0.0
+    display: Display
+    number: int = 0  # 0 until a signal arrives
+    previous_handlers: dict[signal.Signals, Any] = field(default_factory=dict)
+    received_at: float = 0.0
 
     def handle(self, signum: int, _frame: Any) -> None:
         """Remember the first signal. If another signal arrives more than IGNORE_SIGNALS_S seconds
@@ -217,9 +217,9 @@ class StopSignal:
         now = time.monotonic()
         if not self.number:
             self.number = signum
-            self._received_at = now
-            self._display.say_in_handler(f"received {signal.Signals(signum).name}; stopping")
-        elif now - self._received_at > IGNORE_SIGNALS_S:
+            self.received_at = now
+            self.display.say_in_handler(f"received {signal.Signals(signum).name}; stopping")
+        elif now - self.received_at > IGNORE_SIGNALS_S:
             signal.signal(signum, self.previous_handlers[signal.Signals(signum)])
             signal.raise_signal(signum)
 
