@@ -76,7 +76,11 @@ def run(
             raise UserError(what, fix="clone the repository, and use its real_model_example.py")
         check_replaced(job_file)
     request = configure(arguments.overrides)
-    cluster = _cluster(arguments, request)
+    cluster = planned_cluster(arguments)
+    if cluster is None:
+        from distributed_training.start.local import requested_cluster
+
+        cluster = requested_cluster(request, arguments.num_gpus or "all")
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
@@ -208,15 +212,6 @@ def planned_cluster(arguments: argparse.Namespace) -> Cluster | None:
         what = f"--num_gpus {arguments.num_gpus} does not fit --cluster {shown(text)}"
         raise UserError(what, fix="leave out --num_gpus")
     return cluster
-
-
-def _cluster(arguments: argparse.Namespace, request: Request) -> Cluster:
-    """Return the cluster given by --cluster or --gpu, or this machine."""
-    if cluster := planned_cluster(arguments):
-        return cluster
-    from distributed_training.start.local import requested_cluster
-
-    return requested_cluster(request, arguments.num_gpus or "all")
 
 
 def _parse_tokens(text: str, request: Request) -> float:
