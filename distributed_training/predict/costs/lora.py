@@ -8,6 +8,7 @@ from distributed_training.predict.costs.zero import OFFLOADED
 from distributed_training.predict.mechanism import (
     NO_COST,
     ComponentBytes,
+    Cost,
     Mechanism,
     PassCosts,
     PipelineRank,
@@ -34,14 +35,18 @@ def adapter_costs(timing: Timing) -> PassCosts:
     forward = times_forward * values
     inputs = times_backward * values + 2.5 * in_fused
     rows_of = {(rows, columns): count for rows, columns, count in timing.kind.expert_products}
-    for _, rows, columns in timing.kind.adapted_stacks(config.lora_targets).values():
+    experts_s = 0.0  # for one product of each expert's adapters
+    for experts, rows, columns in timing.kind.adapted_stacks(config.lora_targets).values():
+        experts_s += FITTED.expert_product_s * experts
         # models/hub/experts.py adds products of adapters separately.
         num_outputs = rows * rows_of[rows, columns]
         forward += 4 * num_outputs
         inputs += 7 * num_outputs
+    # A and B are multiplied once in the forward pass. In the backward pass, they and the gradients
+    # of both are.
     return PassCosts(
-        forward=timing.memory_cost(forward * timing.value_bytes),
-        inputs=timing.memory_cost(inputs * timing.value_bytes),
+        forward=timing.memory_cost(forward * timing.value_bytes) + Cost(memory_s=2 * experts_s),
+        inputs=timing.memory_cost(inputs * timing.value_bytes) + Cost(memory_s=4 * experts_s),
     )
 
 
