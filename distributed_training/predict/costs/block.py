@@ -164,8 +164,7 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
 
     With several micro-batches, all gradients exist at every point. With a single micro-batch, no
     gradients are counted at the point "passes", because activations are freed as gradients are
-    added. At the point "first block", all gradients exist except the gradients of
-    the first block and of an untied embedding."""
+    added. At the point "first block", all gradients exist except those of the first block."""
     if rank.num_microbatches > 1 or point == "update":
         return 1
     if point == "passes":
@@ -173,7 +172,6 @@ def gradient_share(rank: PipelineRank, point: StepPoint) -> float:
     missing_parameters = rank.trained_parameters / rank.num_blocks
     if rank.trained_share:
         missing_parameters = rank.parameters_in_blocks / rank.num_blocks
-        missing_parameters += 0 if rank.size.tied else rank.embedding_parameters
     return 1 - missing_parameters / rank.trained_parameters
 
 

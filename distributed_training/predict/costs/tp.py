@@ -2,12 +2,10 @@
 This module does not import torch."""
 
 from distributed_training.predict.mechanism import (
-    ComponentBytes,
     Cost,
     Mechanism,
     PassCosts,
     PipelineRank,
-    StepPoint,
     Timing,
     Traffic,
 )
@@ -64,18 +62,8 @@ def block_exchange_costs(timing: Timing) -> PassCosts:
     return PassCosts(forward=cost, inputs=cost)
 
 
-def embedding_gradient_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
-    """Return the size in bytes of an untied embedding's gradient, which is reduced over tp and then
-    redistributed to the parameter's placements."""
-    is_replicated = rank.pp == 1 and not rank.plan.uses_fsdp
-    if point == "update" and is_replicated and rank.trained_share and not rank.size.tied:
-        return {"buffers": 2 * rank.weight_bytes * rank.embedding_parameters}
-    return {}
-
-
 TP = Mechanism(
     is_used=lambda plan: plan.mesh["tp"] > 1,
-    additional_bytes=embedding_gradient_bytes,
     layer_traffic=tp_traffic,
     block_costs=block_exchange_costs,
     num_launches=lambda rank: 1,
