@@ -74,27 +74,13 @@ def _delta_rule_backward(
 
 
 @delta_rule.register_fake
-def _(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-) -> Any:
+def _(q, k, v, g, beta):  # type: ignore[no-untyped-def]
     inverses = k.new_empty((*v.shape[:3], CHUNK))
     return torch.empty_like(v), torch.empty_like(g), inverses
 
 
 @_delta_rule_backward.register_fake
-def _(
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    sums: Any,
-    beta: Any,
-    inverses: Any,
-) -> Any:
+def _(grad, q, k, v, sums, beta, inverses):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(x) for x in (q, k, v, sums, beta))
 
 
@@ -115,8 +101,7 @@ def _backward(
     *_: Any,
 ) -> Any:
     q, k, v, sums, beta, inverses = ctx.saved_tensors
-    dq, dk, dv, dg, dbeta = _delta_rule_backward(grad, q, k, v, sums, beta, inverses)
-    return dq, dk, dv, dg, dbeta
+    return _delta_rule_backward(grad, q, k, v, sums, beta, inverses)
 
 
 delta_rule.register_autograd(_backward, setup_context=_save)
