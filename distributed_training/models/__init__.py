@@ -1,9 +1,9 @@
 """Find models by name or by path. Each model family has a separate folder. This module imports
 torch only inside functions.
 
-A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
-last three describe the Hugging Face format of the family's weights (see gpt2/). Its `__init__.py`
-must import torch only inside functions.
+A family is a package that exports `sizes`, MODEL, `to_hf`, `to_config` and STORES_TRANSPOSED. MODEL
+names the class of its decoder. The last three describe the Hugging Face format of the family's
+weights (see gpt2/). Its `__init__.py` must import torch only inside functions.
 
 The value of `model` in CONFIG may be the name of a size or of a Hub repository, or the path of a
 Hugging Face folder."""
@@ -97,7 +97,7 @@ class ModelSpec:
         import torch
 
         with torch.device("meta"):
-            return self.code.build(self.size, dropout=dropout)
+            return pkgutil.resolve_name(self.code.MODEL)(self.size, dropout)
 
     def weights_source(self, folder: Path) -> WeightSource:
         """Return a source that reads parameters from the Hugging Face weights in `folder`. Each

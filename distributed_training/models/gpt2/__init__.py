@@ -21,8 +21,6 @@ from distributed_training.settings.files import parse_as
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Decoder
-
 # Our names -> Hugging Face names
 _NAMES = {
     "token_embedding": "transformer.wte",
@@ -80,6 +78,7 @@ _NAMED = json.loads((Path(__file__).parent / "sizes.json").read_text())
 HUB_IDS = {name: shape.pop("hub_id") for name, shape in _NAMED.items() if "hub_id" in shape}
 SIZES = {name: gpt2_size(**shape) for name, shape in _NAMED.items()}
 MODEL_TYPES = ("gpt2",)
+MODEL = "distributed_training.models.gpt2.model:GPT2"
 STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
 
 
@@ -131,13 +130,6 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
             tied=tied,
         )
     }
-
-
-def build(size: ModelSize, *, dropout: float) -> Decoder:
-    """Build the model in fp32. Its caller sets the device and the initial weights."""
-    from distributed_training.models.gpt2.model import GPT2
-
-    return GPT2(size, dropout)
 
 
 def to_hf(

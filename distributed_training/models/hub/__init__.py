@@ -26,8 +26,6 @@ from distributed_training.settings.files import shown
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Decoder
-
 MODEL_TYPES = ()  # this family accepts every model_type that no other family claims
 SIZES_FILE = Path(__file__).parent / "sizes.json"  # measured sizes by names on the Hub
 
@@ -36,6 +34,7 @@ _MEASURED: dict[str, ModelSize] = {}
 if find_spec("torch") is None:
     _MEASURED = TypeAdapter(dict[str, ModelSize]).validate_json(SIZES_FILE.read_text())
 HUB_IDS = {name.rpartition("/")[2]: name for name in _MEASURED}
+MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
 _VERSION = 16  # version of the format of cached sizes
@@ -166,13 +165,6 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
         has_linear_attention=packing.has_linear_attention(net),
         config=settings,
     )
-
-
-def build(size: ModelSize, *, dropout: float) -> Decoder:
-    """Build the model in fp32. Its caller sets the device and the initial weights."""
-    from distributed_training.models.hub.model import HubDecoder
-
-    return HubDecoder(size, dropout)
 
 
 def to_hf(

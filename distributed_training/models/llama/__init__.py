@@ -20,10 +20,9 @@ from distributed_training.settings.files import parse_as
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Decoder
-
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 MODEL_TYPES = get_args(ModelType)
+MODEL = "distributed_training.models.llama.model:Llama"
 STORES_TRANSPOSED = False
 _FIX = "use a model without it, for example one of those in models/llama/sizes.json"
 # Our names -> Hugging Face names, except for tensors that combine several Hugging Face tensors
@@ -198,13 +197,6 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
     size = llama_size(config.model_copy(update={"tie_word_embeddings": tied}))
     return {folder.name: replace(size, padding_id=document.get("pad_token_id"))}
-
-
-def build(size: ModelSize, *, dropout: float) -> Decoder:
-    """Build the model in fp32. Its caller sets the device and the initial weights."""
-    from distributed_training.models.llama.model import Llama
-
-    return Llama(size, dropout)
 
 
 def to_hf(
