@@ -1,9 +1,10 @@
 """Find models by name or by path. Each model family has a separate folder. This module imports
 torch only inside functions.
 
-A family is a package that exports `sizes`, MODEL, `to_hf`, `to_config` and STORES_TRANSPOSED. MODEL
-names the class of its decoder. The last three describe the Hugging Face format of the family's
-weights (see gpt2/). Its `__init__.py` must import torch only inside functions.
+A family is a package that exports SIZES, `read_size`, MODEL, `to_hf`, `to_config` and
+STORES_TRANSPOSED. MODEL names the class of its decoder. The last three describe the Hugging Face
+format of the family's weights (see gpt2/). Its `__init__.py` must import torch only inside
+functions.
 
 The value of `model` in CONFIG may be the name of a size or of a Hub repository, or the path of a
 Hugging Face folder."""
@@ -301,7 +302,7 @@ class ModelSpec:
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
-        (size,) = self.code.sizes(folder).values()
+        size = self.code.read_size(folder)
         for field in fields(ModelSize):
             stored, own = (getattr(part, field.name) for part in (size, self.size))
             if field.compare and stored != own:
@@ -318,7 +319,7 @@ def find_model(name: str) -> ModelSpec:
     for family in FAMILIES:
         module = _load(family)
         family_of_type |= dict.fromkeys(module.MODEL_TYPES, family)
-        for label, size in module.sizes().items():
+        for label, size in module.SIZES.items():
             hub_id = module.HUB_IDS.get(label)
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
@@ -372,8 +373,7 @@ def _read_size(
     for family in (native_family, HUB):
         if family is not None:
             try:
-                (size,) = _load(family).sizes(folder).values()
-                return family, size
+                return family, _load(family).read_size(folder)
             except UserError as error:
                 errors.append(error)
     raise errors[0]

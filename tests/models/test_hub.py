@@ -260,8 +260,7 @@ def test_a_size_depends_only_on_the_config(tmp_path, monkeypatch):
     sizes = []
     for name in ("one", "two"):
         monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / f"cache {name}"))
-        (size,) = hub_family.sizes(make_folder("gemma2", tmp_path / name)).values()
-        sizes.append(size)
+        sizes.append(hub_family.read_size(make_folder("gemma2", tmp_path / name)))
     assert sizes[0] == sizes[1]
 
 
@@ -275,4 +274,4 @@ def test_options_missing_in_native_families_use_transformers_blocks(tmp_path):
     assert find_model(str(tmp_path)).family == "llama"
     edit_json(file, mlp_bias=True)
     assert find_model(str(tmp_path)).family == HUB
-    assert hub_family.sizes() == {}
+    assert hub_family.SIZES == {}

@@ -102,12 +102,9 @@ class _Config(FamilyConfig, populate_by_name=True):
     tied: bool = Field(True, alias="tie_word_embeddings")
 
 
-def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the named sizes. If `folder` is given, return the size of the model in this Hugging
-    Face folder instead. Raises UserError if the model's architecture differs from the published
-    architecture."""
-    if folder is None:
-        return SIZES
+def read_size(folder: Path) -> ModelSize:
+    """Return the size of the model in a Hugging Face folder. Raises UserError if the model's
+    architecture differs from the published architecture."""
     fix = "use a GPT-2 model with the published architecture, or set weights to random"
     config = parse_as(
         _Config,
@@ -124,12 +121,10 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         raise UserError(what, fix=fix)
     shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
     tied = is_tied(folder, config.tied, "transformer.wte.weight")
-    return {
-        folder.name: gpt2_size(
-            **config.model_dump(include=shape),
-            tied=tied,
-        )
-    }
+    return gpt2_size(
+        **config.model_dump(include=shape),
+        tied=tied,
+    )
 
 
 def to_hf(

@@ -34,6 +34,7 @@ _MEASURED: dict[str, ModelSize] = {}
 if find_spec("torch") is None:
     _MEASURED = TypeAdapter(dict[str, ModelSize]).validate_json(SIZES_FILE.read_text())
 HUB_IDS = {name.rpartition("/")[2]: name for name in _MEASURED}
+SIZES = {label: _MEASURED[name] for label, name in HUB_IDS.items()}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
@@ -41,12 +42,8 @@ _VERSION = 16  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
-def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the size of the model in `folder`, keyed by the folder's name. Without a folder,
-    return the sizes in SIZES_FILE if torch is not installed, and otherwise none. Raises UserError
-    if the model is not supported."""
-    if folder is None:
-        return {label: _MEASURED[name] for label, name in HUB_IDS.items()}
+def read_size(folder: Path) -> ModelSize:
+    """Return the size of the model in `folder`. Raises UserError if the model is not supported."""
     document = read_config(folder)
     file = folder / CONFIG_FILE
 
@@ -64,7 +61,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
     size = TypeAdapter(ModelSize).validate_json(cached_json(key, measure))
     tied = is_tied(folder, size.tied, size.config["embedding"])
-    return {folder.name: replace(size, tied=tied)}
+    return replace(size, tied=tied)
 
 
 class UnsupportedError(Exception):

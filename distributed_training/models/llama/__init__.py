@@ -180,11 +180,9 @@ def llama_size(config: Config) -> ModelSize:
     )
 
 
-def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return the named sizes. If `folder` is given, return the size of the model in this Hugging
-    Face folder instead. Raises UserError if this family does not support the architecture."""
-    if folder is None:
-        return SIZES
+def read_size(folder: Path) -> ModelSize:
+    """Return the size of the model in a Hugging Face folder. Raises UserError if this family does
+    not support the architecture."""
     document = read_config(folder)
     config = parse_as(Config, document, str(folder / CONFIG_FILE), _FIX)
     heads = config.num_attention_heads
@@ -196,7 +194,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         raise UserError(what, why, "correct its config.json")
     tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
     size = llama_size(config.model_copy(update={"tie_word_embeddings": tied}))
-    return {folder.name: replace(size, padding_id=document.get("pad_token_id"))}
+    return replace(size, padding_id=document.get("pad_token_id"))
 
 
 def to_hf(
