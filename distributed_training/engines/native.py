@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
-from distributed_training.engines.optimizers import build_optimizer
+from distributed_training.engines.optimizers import build_optimizer, init_state
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks, gradients
@@ -348,8 +348,7 @@ class NativeEngine(base.Engine):
     def init_optimizer_state(self, num_steps: float) -> None:
         """Set the Adam moments of all parameters to 0, and the step counters to `num_steps`."""
         step = torch.tensor(float(num_steps), device=self.topology.device)
-        for local in self.local_params.values():
-            self.optimizer.init_state(local, step)
+        init_state(self.optimizer, step)
 
     def _clip(self, grad_norm: torch.Tensor) -> None:
         """Scale the gradients so that their global norm is at most max_grad_norm."""

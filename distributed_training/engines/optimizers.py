@@ -53,36 +53,28 @@ def build_optimizer(
     compiled = config.compile
     if config.optimizer != "adamw":
         return AdamWBf16(groups, lr, origins, config.seed, compiled=compiled)
-    return AdamW(groups, lr, is_fused=device.type == "cuda")
+    is_fused = device.type == "cuda"
+    optimizer: Any = torch.optim.AdamW(
+        groups,
+        lr,
+        fused=is_fused,
+        capturable=is_fused,
+        **ADAM,
+    )
+    optimizer.is_fused = is_fused
+    return optimizer  # type: ignore[no-any-return]
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW from torch.optim, with a method that creates its state before the first step."""
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        *,
-        is_fused: bool,
-    ) -> None:
-        super().__init__(
-            groups,
-            lr,
-            fused=is_fused,
-            capturable=is_fused,
-            **ADAM,
-        )
-        self.is_fused = is_fused
-
-    def init_state(
-        self,
-        parameter: torch.Tensor,
-        step: torch.Tensor,
-    ) -> None:
-        """Set a parameter's Adam moments to 0 and its step counter to `step`."""
-        moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
-        self.state[parameter] = {"step": step.clone(), **moments}
+def init_state(optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
+    """Set the Adam moments of all parameters to 0 and their step counters to `step`. AdamWBf16 has
+    one counter for all parameters, and its Adam moments are in bf16."""
+    is_bf16 = isinstance(optimizer, AdamWBf16)
+    dtype = torch.bfloat16 if is_bf16 else None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in MOMENTS}
+            counter = step if is_bf16 else step.clone()
+            optimizer.state[parameter] = {"step": counter, **moments}
 
 
 class AdamWBf16(torch.optim.Optimizer):
@@ -128,15 +120,6 @@ class AdamWBf16(torch.optim.Optimizer):
         # Hash keys of the parameters and flat indices of the shards' first values
         self.keys = torch.tensor(keys, device=local.device)
         self.firsts = torch.tensor(firsts, device=local.device)
-
-    def init_state(
-        self,
-        parameter: torch.Tensor,
-        step: torch.Tensor,
-    ) -> None:
-        """Set a parameter's Adam moments to 0. All parameters share the tensor `step`."""
-        moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
-        self.state[parameter] = {"step": step, **moments}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -8,7 +8,7 @@ import torch
 
 from distributed_training.engines import optimizers
 from distributed_training.engines.native import NativeEngine
-from distributed_training.engines.optimizers import AdamW, AdamWBf16, build_optimizer
+from distributed_training.engines.optimizers import AdamWBf16, build_optimizer, init_state
 from tests.planner.helpers import merged
 
 RATE = 1e-3
@@ -19,7 +19,7 @@ def build(name, parameter):
     config = merged({"optimizer": name, **values})
     origins = {parameter: ("weight", parameter)}
     optimizer = build_optimizer(config, parameter.device, origins)
-    optimizer.init_state(parameter, torch.zeros(()))
+    init_state(optimizer, torch.zeros(()))
     return optimizer
 
 
@@ -109,7 +109,8 @@ def test_clipping_equals_clip_grad_norm():
     weights = []
     for engine_clips in (True, False):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 16 * 512).view(16, 512))
-        optimizer = AdamW([{"params": [parameter]}], RATE, is_fused=True)
+        optimizer = torch.optim.AdamW([parameter], RATE, fused=True)
+        optimizer.is_fused = True
         config = merged({"max_grad_norm": 3.0})
         engine = SimpleNamespace(
             config=config, optimizer=optimizer, local_params={parameter: parameter}
