@@ -164,9 +164,7 @@ def _dequantize(
     """Return the matrices [E, out, in] of a stack."""
     if scales is None:
         return stack
-    dequantize = quantized.load_format(base_dtype).dequantize_matrix
-    matrix = dequantize(stack.flatten(0, 1), scales.flatten(0, 1))
-    return matrix.to(stack.dtype).unflatten(0, stack.shape[:2])
+    return quantized.dequantize(stack, scales, base_dtype).to(stack.dtype)
 
 
 @expert_linear.register_fake
