@@ -179,11 +179,6 @@ class ModelSize:
         return {width // self.num_heads for width in widths}
 
     @property
-    def head_size(self) -> int:
-        """Return the size of the largest attention heads."""
-        return max(self.head_sizes)
-
-    @property
     def block_parameters(self) -> int:
         """Return the number of parameters in all blocks."""
         return sum(len(kind.layers) * kind.parameters for kind in self.kinds)

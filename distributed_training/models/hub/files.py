@@ -8,7 +8,8 @@ the whole model. Files have the names of the whole model, or earlier names of it
 import copy
 import functools
 import json
-from collections.abc import Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,24 +147,35 @@ def match(
             result.text[text_name] = stored[name]
             result.file_names[text_name] = name
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+
+    def convert(
+        target: str,
+        read: Callable[[StoredTensor], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors, by name, that transformers computes from several tensors in files."""
+        parts = sources[target]
+        conversion = copy.deepcopy(by_pattern[parts[0][1]])
+        for name, pattern in parts:
+            conversion.add_tensor(target, name, pattern, read(stored[name]))
+        known_net = net if target in expected else None
+        converted = conversion.convert(target, model=known_net, config=net.config)
+        # Some conversions return lists of a single tensor.
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in converted.items()
+        }
+
+    def read_converted(target: str, name: str, *slices: slice) -> torch.Tensor:
+        return convert(target, operator.methodcaller("read"))[name][slices]
+
     for target, parts in sources.items():
         tensors = {name: stored[name] for name, _ in parts}
         dtypes = {tensor.dtype for tensor in tensors.values()}
         if is_other(target) and dtypes <= TORCH_DTYPES.keys():
             result.others.update(tensors)
             continue
-        converter = by_pattern[parts[0][1]]
-        convert = functools.partial(
-            _convert,
-            converter,
-            target,
-            parts,
-            stored,
-            net if target in expected else None,
-            net.config,
-        )
-        for name, tensor in convert(on_meta=True).items():
-            read = functools.partial(_read_converted, convert, name)
+        for name, tensor in convert(target, _meta_tensor).items():
+            read = functools.partial(read_converted, target, name)
             code = DTYPE_CODES[dtype_name(tensor.dtype)]
             stored_tensor = StoredTensor(code, [*tensor.shape], read)
             if is_other(target):  # The first part is the quantized weight.
@@ -171,39 +183,6 @@ def match(
             else:
                 result.text[whole.text_name(name)] = stored_tensor
     return result
-
-
-def _convert(
-    converter: Any,
-    target: str,
-    parts: Iterable[tuple[str, str]],
-    stored: Mapping[str, StoredTensor],
-    net: Any,
-    config: Any,
-    *,
-    on_meta: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors, by name, that transformers computes from several tensors in files. `net`
-    is None if the model does not have the tensor `target`."""
-    conversion = copy.deepcopy(converter)
-    for name, pattern in parts:
-        tensor = stored[name]
-        values = _meta_tensor(tensor) if on_meta else tensor.read()
-        conversion.add_tensor(target, name, pattern, values)
-    converted = conversion.convert(target, model=net, config=config)
-    # Some conversions return lists of a single tensor.
-    return {
-        name: tensor[0] if isinstance(tensor, list) else tensor
-        for name, tensor in converted.items()
-    }
-
-
-def _read_converted(
-    convert: Any,
-    name: str,
-    *slices: slice,
-) -> torch.Tensor:
-    return convert()[name][slices]  # type: ignore[no-any-return]
 
 
 def to_files(
