@@ -233,15 +233,10 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Run this stage's blocks, after the embedding if this is the first stage. Return hidden
         states [B, T, D]."""
-        options: dict[str, Any] = {}
-        if past is not None:
-            options["past"] = past
-        if documents is not None:
-            options["documents"] = documents
         if self.is_first:
             x = self.embed(x, positions)
         for block in self.blocks.values():
-            x = block(x, **options)
+            x = block(x, past=past, documents=documents)
         return x
 
     @property
