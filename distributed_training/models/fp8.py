@@ -14,7 +14,6 @@ Scales are rounded to the compute dtype before the codes are computed."""
 
 import torch
 
-from distributed_training.models import quantized
 from distributed_training.models.private import scaled_mm
 
 E4M3 = torch.float8_e4m3fn
@@ -35,12 +34,6 @@ class _Multiply(torch.autograd.Function):
 
 
 multiply = _Multiply.apply
-
-
-class QuantizedLinear(quantized.QuantizedLinear):
-    """Linear layer with a frozen matrix in fp8."""
-
-    multiply = staticmethod(multiply)
 
 
 def product(

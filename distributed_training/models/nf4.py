@@ -13,8 +13,6 @@ import bitsandbytes  # noqa: F401, registers its operations
 import torch
 import torch.nn.functional as F
 
-from distributed_training.models import quantized
-
 BLOCK_SIZE = 64
 
 
@@ -74,10 +72,7 @@ def _backward(
 nf4_matmul.register_autograd(_backward, setup_context=_keep_codes)
 
 
-class QuantizedLinear(quantized.QuantizedLinear):
-    """Linear layer with a frozen matrix in NF4, which is dequantized at each use."""
-
-    multiply = staticmethod(nf4_matmul)
+multiply = nf4_matmul  # dequantizes the matrix at each use
 
 
 def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Quantize the frozen matrices in a model's blocks to NF4 or fp8.
 
-The module of a format exports `QuantizedLinear`, the layer that computes with the codes and scales
-of a matrix, `quantize_matrix`, which returns them, and `dequantize_matrix`. Codes and scales are
+The module of a format exports `multiply`, which computes with the codes and scales of a matrix,
+`quantize_matrix`, which returns them, and `dequantize_matrix`. Codes and scales are
 viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits. Both have one
 row per row of the matrix, so FSDP can shard them by rows. A stack of experts' matrices is quantized
 as one matrix with the rows of all experts."""
@@ -55,7 +55,8 @@ def quantize_matrices(
         owner_name, _, key = name.rpartition(".")
         owner: Any = model.get_submodule(owner_name)
         if isinstance(owner, Linear):
-            owner.__class__ = load_format(base_dtype).QuantizedLinear
+            owner.__class__ = QuantizedLinear
+            owner.multiply = load_format(base_dtype).multiply
         owner.base_dtype = base_dtype
         codes, scales = _quantize(name, parameter.detach(), model.size, base_dtype)
         owner.register_parameter(key, nn.Parameter(codes))

@@ -71,7 +71,7 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
         last_a,
         last_b,
         block.unit_size,
-        isinstance(linear, fp8.QuantizedLinear),  # otherwise, codes are NF4
+        getattr(linear, "base_dtype", "") == "fp8",  # otherwise, codes are NF4
         *stored,
     )
 
