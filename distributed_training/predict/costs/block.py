@@ -29,7 +29,8 @@ def block_costs(timing: Timing) -> PassCosts:
         forward += timing.gemm_cost(timing.tokens, k, n)
         inputs += timing.gemm_cost(timing.tokens, n, k)
         weights += timing.gemm_cost(k, timing.tokens, n)
-    num_experts = max((experts for experts, *_ in timing.kind.stacks.values()), default=0)
+    expert_counts = [experts for experts, *_ in timing.kind.stacks.values()]
+    num_experts = max(expert_counts, default=0)
     for n, k, rows_per_token in timing.kind.expert_products:
         num_rows = timing.tokens * rows_per_token
         # Tiles of matrices are partly empty at the end of each expert's rows.
@@ -81,13 +82,18 @@ def attention_cost(timing: Timing) -> Cost:
     If records are packed, a special kernel skips the scores between different records of a
     sequence. Without this kernel, all scores are computed, and a mask hides the scores between
     records. Masked attention costs more than causal attention over the whole sequence."""
+    on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
+    is_fast = on_gpu and not timing.config.dropout
+    head_size = timing.kind.attention_width // timing.size.num_heads
+    # Whether models/attention.py uses a special kernel for packed records and windows
+    has_kernel = is_fast and head_size % 8 == 0 and head_size <= 256
     packing = timing.plan.packing
-    uses_mask = packing is not None and not _has_kernel(timing)
+    uses_mask = packing is not None and not has_kernel
     length: float = timing.config.max_length if uses_mask else timing.plan.attention_span
     window = timing.kind.window
-    if window is not None and window < length and _has_kernel(timing):
+    if window is not None and window < length and has_kernel:
         length = window * (2 - window / length)  # twice the mean number of visible tokens
-    is_wide = _head_size(timing) > 256 and _is_fast(timing)  # uses models/wide_attention.py
+    is_wide = is_fast and head_size > 256  # uses models/wide_attention.py
     rate = timing.rates.attention_flops * length / (length + FITTED.attention_half)
     if timing.kind.attention_width >= 128 * timing.size.num_heads:
         rate *= timing.rates.wide_attention
@@ -110,21 +116,6 @@ def attention_cost(timing: Timing) -> Cost:
         num_scores = timing.tokens * length * timing.size.num_heads / timing.tp / 2
         cost += timing.memory_cost(FITTED.score_bytes * num_scores)
     return cost
-
-
-def _has_kernel(timing: Timing) -> bool:
-    """Return whether models/attention.py uses a special kernel for packed records and windows."""
-    head_size = _head_size(timing)
-    return _is_fast(timing) and head_size % 8 == 0 and head_size <= 256
-
-
-def _is_fast(timing: Timing) -> bool:
-    on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
-    return on_gpu and not timing.config.dropout
-
-
-def _head_size(timing: Timing) -> int:
-    return timing.kind.attention_width // timing.size.num_heads
 
 
 def activation_bytes(rank: PipelineRank) -> float:

@@ -33,17 +33,12 @@ def cp_traffic(rank: PipelineRank) -> Traffic:
     return {("cp", "all_to_all"): int(values * rank.value_bytes)}
 
 
-def exchange_cost(timing: Timing) -> Cost:
-    """Return the cost of a block's all-to-alls in one pass. Before and after each of them, the
+def exchange_costs(timing: Timing) -> PassCosts:
+    """Return the costs of a block's all-to-alls in each pass. Before and after each of them, the
     values are copied."""
     num_bytes = sum(exchanged_values(timing)) * timing.value_bytes
     seconds = timing.collective_s("cp", "all_to_all", num_bytes, 2)
-    return Cost(network_s=seconds) + timing.memory_cost(2 * num_bytes)
-
-
-def exchange_costs(timing: Timing) -> PassCosts:
-    """Return the costs of a block's all-to-alls in each pass."""
-    cost = exchange_cost(timing)
+    cost = Cost(network_s=seconds) + timing.memory_cost(2 * num_bytes)
     return PassCosts(forward=cost, inputs=cost)
 
 
@@ -54,7 +49,8 @@ def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     if timing.config.activation_checkpointing != "selective":
         return ()
     rows, columns = timing.kind.matrices[1]
-    return exchange_cost(timing), timing.gemm_cost(timing.tokens, columns, rows)
+    product = timing.gemm_cost(timing.tokens, columns, rows)
+    return exchange_costs(timing).forward, product
 
 
 def exchanged_bytes(rank: PipelineRank) -> float:
