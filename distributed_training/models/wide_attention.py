@@ -27,7 +27,8 @@ def _weights(
     for start in range(0, length, _CHUNK):
         queries = slice(start, min(start + _CHUNK, length))
         keys = slice(queries.stop)
-        scores = (q[..., queries, :] @ k[..., keys, :].transpose(-1, -2)).float() * scale
+        products = q[..., queries, :] @ k[..., keys, :].mT
+        scores = products.float() * scale
         if mask is None:
             is_later = indices[keys] > indices[queries, None]
             scores.masked_fill_(is_later, -torch.inf)
@@ -66,16 +67,19 @@ def _wide_attention_backward(
     grouped_q, k, v = _group(q, k, v)
     dy = dy.reshape_as(grouped_q)
     # Sum over keys of each query's weights times their gradients
-    sums = (dy.float() * y.view_as(dy)).sum(-1, keepdim=True)
+    shares = dy.float() * y.view_as(dy)
+    sums = shares.sum(-1, keepdim=True)
     dq = torch.empty_like(grouped_q)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     for queries, keys, weights in _weights(grouped_q, k, mask, scale):
         dy_part = dy[..., queries, :]
-        dv[..., keys, :] += (weights.transpose(-1, -2) @ dy_part).sum(2, keepdim=True)
-        d_scores = dy_part @ v[..., keys, :].transpose(-1, -2) - sums[..., queries, :]
+        dv_products = weights.mT @ dy_part
+        dv[..., keys, :] += dv_products.sum(2, keepdim=True)
+        d_weights = dy_part @ v[..., keys, :].mT
+        d_scores = d_weights - sums[..., queries, :]
         d_scores = (d_scores * weights * scale).to(q.dtype)
         dq[..., queries, :] = d_scores @ k[..., keys, :]
-        products = d_scores.transpose(-1, -2) @ grouped_q[..., queries, :]
+        products = d_scores.mT @ grouped_q[..., queries, :]
         dk[..., keys, :] += products.sum(2, keepdim=True)
     return dq.flatten(1, 2), dk[:, :, 0].to(q.dtype), dv[:, :, 0].to(q.dtype)
 

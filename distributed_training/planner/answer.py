@@ -116,7 +116,8 @@ class Answer:
 def count_typed_steps(draft: Draft, notes: list[str]) -> Amount | str:
     """Return the number of steps that the user set, or the advice to set it."""
     if draft.requested.is_set("max_steps"):
-        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=draft.config.max_steps)
+        num_steps = draft.config.max_steps
+        return Amount(num_samples=0, unit="", epochs=0.0, num_steps=num_steps)
     return "the number of steps is unknown; add --dataset or --tokens"
 
 

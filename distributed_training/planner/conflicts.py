@@ -108,7 +108,8 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
             "DeepSpeed rounds the frozen weights that it stores in files to 16 bits",
             "set precision to bf16, or strategy to offload",
         )
-    if plan.mesh["pp"] > 1 and config.pipeline_schedule not in traits.schedules:
+    has_pipeline = plan.mesh["pp"] > 1
+    if has_pipeline and config.pipeline_schedule not in traits.schedules:
         yield (
             "pipeline_schedule",
             strategy,
@@ -124,7 +125,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
             "the schedule keeps the activations for the second half of each backward pass",
             f"set {mode} to none, or pipeline_schedule to 1f1b",
         )
-    if recomputes and config.checkpointed_blocks is not None and plan.mesh["pp"] > 1:
+    if recomputes and config.checkpointed_blocks is not None and has_pipeline:
         yield (
             "checkpointed_blocks",
             strategy,
@@ -144,7 +145,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         )
     if config.has_bf16_weights:
         fix = "set optimizer to adamw-bf16"
-        if plan.mesh["cp"] * plan.mesh["pp"] > 1 or not traits.averages_with_torch:
+        if has_pipeline or plan.mesh["cp"] > 1 or not traits.averages_with_torch:
             why = "only dp, fsdp and tp train weights that have no fp32 copy"
             yield "optimizer", strategy, why, fix
         if has_adapters:
@@ -201,7 +202,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
             why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
             yield "base_dtype", model, why, "set base_dtype to None"
     if config.base_dtype == "nf4":
-        if plan.mesh["pp"] * tp > 1 or not traits.builds_on_device:
+        if has_pipeline or tp > 1 or not traits.builds_on_device:
             yield (
                 "base_dtype",
                 strategy,

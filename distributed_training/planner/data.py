@@ -232,7 +232,10 @@ def resolve_data_values(
     packing = None
     if train.firsts is not None:
         sampler = Sampler(
-            num_samples=len(train), **draft.batch.model_dump(), replica=0, seed=config.seed
+            num_samples=len(train),
+            **draft.batch.model_dump(),
+            replica=0,
+            seed=config.seed,
         )
         lengths = train.lengths.astype(float)
         packing = Packing(

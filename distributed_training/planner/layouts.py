@@ -133,7 +133,8 @@ def build_stages(candidate: Candidate) -> Stages:
     ranks = candidate.schedule.ranks(pp)
     kind = size.kinds[0]  # Only models with a single kind of block are partitioned.
     # Multiplications per token in a block and in the output layer
-    block_cost = sum(map(math.prod, kind.matrices)) + 2 * kind.attention_width * config.max_length
+    attention_cost = 2 * kind.attention_width * config.max_length
+    block_cost = sum(map(math.prod, kind.matrices)) + attention_cost
     head_cost = size.padded_vocab_size * size.hidden_size
     counts = balanced_cut(size.num_layers, block_cost, head_cost, ranks)
     if config.pipeline_cut is not None:

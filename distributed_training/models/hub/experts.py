@@ -45,7 +45,8 @@ def experts(
     places[order] = torch.arange(len(order), device=x.device)
     if module.training:
         module.latest_ends.copy_(ends)
-    routing = Routing(ends, order // chosen.shape[1], places.view_as(chosen))
+    tokens = order // chosen.shape[1]
+    routing = Routing(ends, tokens, places.view_as(chosen))
     # The gradient is a scatter, which is exact because no index occurs twice.
     scales = weights.flatten().gather(0, order)[:, None]
     first = "gate_up_proj" if module.has_gate else "up_proj"

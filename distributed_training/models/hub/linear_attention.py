@@ -32,7 +32,8 @@ def gated_delta_rule(
 
 def _normalize(x: torch.Tensor) -> torch.Tensor:
     numbers = x.float()
-    return (numbers * torch.rsqrt(numbers.square().sum(-1, True) + _EPSILON)).to(x.dtype)
+    squares = numbers.square().sum(-1, True)
+    return (numbers * torch.rsqrt(squares + _EPSILON)).to(x.dtype)
 
 
 @torch.library.custom_op("distributed_training::delta_rule", mutates_args=())
@@ -48,7 +49,8 @@ def delta_rule(
 
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     scale = q.shape[-1] ** -0.5
-    sums, y, inverses, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, scale, None, False)
+    results = chunk_gated_delta_rule_fwd(q, k, v, g, beta, scale, None, False)
+    sums, y, inverses, *_ = results
     return y.to(v.dtype), sums, inverses
 
 
