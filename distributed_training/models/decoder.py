@@ -212,11 +212,11 @@ class Decoder(nn.Module):
         All stages except the first accept hidden states [B, T, D], and all stages except the last
         return hidden states."""
         start: Positions = 0 if past is None else past.length
+        documents = None
         if positions is not None:
             start = positions
-        documents = None
-        if positions is not None and ends is not None:
-            documents = self.describe_documents(positions, ends)
+            if ends is not None:
+                documents = self.describe_documents(positions, ends)
         x = self.run(x, start, documents, past)
         if past is not None:
             past.length += x.shape[1]

@@ -9,7 +9,7 @@ The weight of an expert's output is applied before the last product, so that the
 router needs no output of the experts. For the backward pass, only the output of the first product
 is kept: rows are gathered again, and element-wise operations are computed again."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,15 +19,6 @@ from torch.utils.flop_counter import register_flop_formula
 from distributed_training.models import private, quantized
 
 STACKS = {"gate_up_proj", "up_proj", "down_proj"}  # names of stacks in modules of transformers
-
-
-class Routing(NamedTuple):
-    """Order in which pairs of tokens and experts are computed. `tokens` and `places` are None for a
-    product whose input already has this order."""
-
-    ends: torch.Tensor  # number of rows up to the end of each expert's rows, int32 [E]
-    tokens: torch.Tensor | None = None  # of each row, [S]
-    places: torch.Tensor | None = None  # rows of each token, [N, k]
 
 
 def experts(
@@ -40,38 +31,41 @@ def experts(
     the experts, `chosen`, and their `weights` have the shape [N, k]."""
     ids, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(module.num_experts, device=x.device)
+    # Number of rows up to the end of each expert's rows, int32 [E]
     ends = torch.searchsorted(ids, numbers, right=True).to(torch.int32)
-    places = torch.empty_like(order)
+    places = torch.empty_like(order)  # rows of each token, [N, k]
     places[order] = torch.arange(len(order), device=x.device)
     if module.training:
         module.latest_ends.copy_(ends)
-    tokens = order // chosen.shape[1]
-    routing = Routing(ends, tokens, places.view_as(chosen))
+    places = places.view_as(chosen)
+    tokens = order // chosen.shape[1]  # of each row, [S]
     # The gradient is a scatter, which is exact because no index occurs twice.
     scales = weights.flatten().gather(0, order)[:, None]
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = multiply(module, first, x, routing)
+    hidden = multiply(module, first, x, ends, tokens, places)
     if module.has_bias:
         hidden = hidden + getattr(module, f"{first}_bias")[ids]
     hidden = private.apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
     if not module.has_post_expert_norm:
         hidden = (hidden * scales).to(x.dtype)
-    y = multiply(module, "down_proj", hidden, Routing(ends))
+    y = multiply(module, "down_proj", hidden, ends)
     if module.has_bias:
         y = y + module.down_proj_bias[ids] * scales
     if module.has_post_expert_norm:
         y = module.post_expert_norm(y) * scales
-    return _Combine.apply(y, routing.tokens, routing.places).to(x.dtype)
+    return _Combine.apply(y, tokens, places).to(x.dtype)
 
 
 def multiply(
     module: Any,
     name: str,
     x: torch.Tensor,
-    routing: Routing,
+    ends: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the products of the rows [S, in] of x with the stack `name` of a module, plus those of
-    its adapter, [S, out]. If `routing` has tokens, x [N, in] contains the rows of tokens
+    its adapter, [S, out]. With `tokens` and `places`, x [N, in] contains the rows of tokens
     instead."""
     adapter = getattr(module, f"{name}_adapter", None)
     a, b = (None, None) if adapter is None else adapter.matrices(x.dtype)
@@ -80,7 +74,7 @@ def multiply(
     if module.is_transposed and scales is None:
         stack = stack.transpose(1, 2)
     base_dtype = getattr(module, "base_dtype", "")
-    y, _ = expert_linear(x, stack, *routing, a, b, scales, base_dtype)
+    y, _ = expert_linear(x, stack, ends, tokens, places, a, b, scales, base_dtype)
     return y
 
 
