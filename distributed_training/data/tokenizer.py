@@ -430,8 +430,8 @@ class Tokenizer:
         """Chat templates for conversations without and with tools: the tokenizer's own or, if it
         has none, the built-in template."""
         if self._hf_tokenizer.chat_template is None:
-            bos = "{{ bos_token }}" if len(self.added_ids[0]) else ""
-            template = f"{bos}{self._system_code}{CHAT_TEMPLATE.read_text()}"
+            first_tokens = self._hf_tokenizer.convert_ids_to_tokens(self.added_ids[0].tolist())
+            template = "".join([*first_tokens, self._system_code, CHAT_TEMPLATE.read_text()])
             return template, template
         get_template = self._hf_tokenizer.get_chat_template
         return get_template(None, tools=None), get_template(None, tools=[{}])

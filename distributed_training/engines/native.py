@@ -26,12 +26,13 @@ from distributed_training.parallel.context import apply_cp
 from distributed_training.parallel.lora import apply_lora, move_embedding_to_host
 from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import (
+    connect_frozen_shards,
     enable_symmetric_memory,
     foreach_mul_,
     gather_by_copying,
+    move_frozen_shards,
     overlap_matmuls,
     reset_fsdp_shards,
-    share_frozen_shards,
 )
 from distributed_training.parallel.tensor import apply_tp, shard_loss
 from distributed_training.parallel.tensor_files import (
@@ -103,7 +104,11 @@ def parallelize(
     if plan.shares_frozen_shards:
         modules = [*stage.blocks.values()]
         consequence = "NCCL gathers frozen weights, which takes longer"
-        if succeeds_on_all_ranks(partial(share_frozen_shards, modules), consequence):
+        moved: list[tuple[Any, torch.Tensor]] = []
+        # Ranks wait for each other while they connect, so all must have moved their shards.
+        if succeeds_on_all_ranks(
+            lambda: moved.extend(move_frozen_shards(modules)), consequence
+        ) and succeeds_on_all_ranks(partial(connect_frozen_shards, moved), consequence):
             gather_by_copying(modules)
     if plan.embeds_from_host:
         move_embedding_to_host(stage.token_embedding)

@@ -58,7 +58,8 @@ def apply_checkpointing(
     outputs of attention and of matrix multiplications. Recomputing the other operations (norms,
     activation functions, residual sums) is cheap. The products with B of LoRA adapters are also
     cheap, and are recomputed if they are separate operations. "offload-attention" saves the same
-    for attention, but nothing for the MLP. Recomputation uses the same dropout masks as the forward
+    for attention, but nothing for the MLP; in blocks without attention, it saves what "selective"
+    saves. Recomputation uses the same dropout masks as the forward
     pass."""
     if mode == "none":
         return
@@ -154,6 +155,8 @@ class _SelectivePolicy:
             return False
         if self.follows_exchange:
             self.follows_exchange = False
+            self.in_mlp |= self.follows_attention
+            self.follows_attention = False
             return False
         # The products with A are as small as they are slow to compute again.
         if num_inputs in self.adapter_ranks or num_outputs in self.adapter_ranks:

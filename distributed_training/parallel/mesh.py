@@ -106,6 +106,8 @@ def set_nccl_variables(*, has_pipeline: bool) -> None:
     graph are not registered, because NCCL 2.28 may register the buffer of a large message on only
     one side. A replayed pipeline would then hang."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # Copies between GPUs (private.py) need no multicast, whose setup can wait forever.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if has_pipeline:
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 

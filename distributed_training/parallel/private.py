@@ -119,26 +119,48 @@ _copy_from_buffer = _fsdp_param_group.foreach_all_gather_copy_out
 _LARGE_BYTES = 2**20  # from which an all-gather is bound by bandwidth
 
 
-def share_frozen_shards(modules: Sequence[Any]) -> None:
-    """Move the shards of large frozen parameters of FSDP modules to memory that all GPUs of the
-    FSDP group can read. Raises RuntimeError if the GPUs cannot access each other's memory. All
-    ranks must call this function."""
+def move_frozen_shards(modules: Sequence[Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Move the shards of large frozen parameters of FSDP modules to memory that other GPUs can
+    read. Return each module that has any, and the bytes of its shards. Raises RuntimeError if the
+    memory is too small."""
+    moved = []
     for module in modules:
         (group,) = module._get_fsdp_state()._fsdp_param_groups
-        ranks = group._all_gather_process_group
-        for parameter in filter(_is_large_and_frozen, group.fsdp_params):
+        parameters = [*filter(_is_large_and_frozen, group.fsdp_params)]
+        if not parameters:
+            continue
+        sizes = [parameter._sharded_param_data.nbytes for parameter in parameters]
+        starts = [0, *itertools.accumulate(-(-size // 256) * 256 for size in sizes)]  # aligned
+        # Unlike symmetric_memory.empty, torch counts what it allocates in the pool.
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(group.device)):
+            buffer = torch.empty(starts[-1], dtype=torch.uint8, device=group.device)
+        for parameter, start, size in zip(parameters, starts, sizes, strict=False):
             weight = parameter.sharded_param
+            parameter.place = slice(start, start + size)
+            values = buffer[parameter.place].view(weight.dtype)
             shard = weight._local_tensor
-            # Unlike symmetric_memory.empty, torch counts what it allocates in the pool.
-            with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(shard.device)):
-                shared = torch.empty_like(shard)
-            handle = symmetric_memory.rendezvous(shared, ranks.group_name)
-            weight._local_tensor = shared.copy_(shard)
-            parameter._sharded_param_data = shared.view(-1)
-            size = (shared.numel(),)
-            parameter.shards = [
-                handle.get_buffer(rank, size, shared.dtype) for rank in range(ranks.size())
-            ]
+            weight._local_tensor = values.view(shard.shape).copy_(shard)
+            parameter._sharded_param_data = values
+        torch.cuda.empty_cache()  # The old shards would otherwise keep their memory from the pool.
+        moved.append((module, buffer))
+    return moved
+
+
+def connect_frozen_shards(moved: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Let each GPU of an FSDP group read the shards that `move_frozen_shards` has moved. Raises
+    RuntimeError if the GPUs cannot access each other's memory. All ranks must call this
+    function."""
+    for module, buffer in moved:
+        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        ranks = group._all_gather_process_group
+        handle = symmetric_memory.rendezvous(buffer, ranks.group_name)
+        parts = [
+            handle.get_buffer(rank, (len(buffer),), torch.uint8) for rank in range(ranks.size())
+        ]
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "place"):
+                dtype = parameter.sharded_param.dtype
+                parameter.shards = [part[parameter.place].view(dtype) for part in parts]
     torch.cuda.synchronize()
 
 

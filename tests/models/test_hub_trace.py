@@ -43,6 +43,8 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     per_key = (long - short) / 64
     assert per_key >= 4 * 3  # heads x (at least scores, tanh and weights)
     assert windowed.attention_width == 4 * 8
+    saved = [windowed.split_values("offload-attention", length) for length in (64, 128)]
+    assert saved[0] == saved[1] == windowed.split_values("selective", 64) - 2 * 48  # gate and up
 
     model = f"{HUB_PREFIX}{folder}"
     for name in UNSPLIT:

@@ -194,6 +194,15 @@ def test_selective_checkpointing_repeats_the_product_after_an_all_to_all():
     assert decided == ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SAVE"]
 
 
+def test_under_cp_the_mlp_begins_after_the_product_that_follows_the_exchange():
+    saves = saving_policy("offload-attention")
+    x = torch.ones(4, 2)
+    product, exchange = torch.ops.aten.mm.default, "distributed_training.all_to_all.default"
+    ops = (product, "distributed_training.delta_rule.default", exchange, product, product)
+    decided = [saves(op, x, x) for op in ops]
+    assert decided == ["MUST_SAVE"] * 2 + ["PREFER_RECOMPUTE"] * 3
+
+
 def test_dropout_acts_in_training_only():
     model = random_model(dropout=0.5)
     inputs, _ = random_batch()

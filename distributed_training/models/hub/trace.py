@@ -222,6 +222,7 @@ class _Recorder(private.TorchDispatchMode):
         self.attention_values: _Storages = set()  # inputs and results of attention
         self.results = [*_storages(x)]  # x, and results of matrix multiplications and attention
         self.mlp_results: _Storages = set()  # those after the product that follows attention
+        self.stacked_results: _Storages = set()  # which no mode saves
         self.follows_attention = False  # whether no product has followed attention
         self.in_mlp = False
         self.sums = _storages(x)  # `results`, and sums of them
@@ -260,6 +261,7 @@ class _Recorder(private.TorchDispatchMode):
             product = (num_outputs, num_inputs, num_rows / self.num_tokens)
             self.expert_products.append(product)
         elif operation in _STACKED_MATMULS:
+            self.stacked_results |= outputs
             left, right = args[-2:] if operation is _aten.baddbmm else args[:2]
             num_outputs = right.shape[-1]
             num_inputs = left.shape[-1]
@@ -301,9 +303,9 @@ class _Recorder(private.TorchDispatchMode):
             kept = self.saved - self.constants
         elif mode == "selective":
             # The last result is the block's output, which is the next block's input.
-            kept = set(self.results[:-1])
+            kept = set(self.results[:-1]) - self.stacked_results
         elif mode == "offload-attention":
-            kept = set(self.results[:-1]) - self.mlp_results
+            kept = set(self.results[:-1]) - self.stacked_results - self.mlp_results
         else:
             inputs = self.attention_values if mode == "adapters" else self.matrix_inputs
             kept = inputs | (self.sums & self.saved)
