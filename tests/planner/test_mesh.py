@@ -55,4 +55,5 @@ def test_nccls_defaults_are_set_only_if_the_user_did_not(monkeypatch, given, has
     monkeypatch.setattr(os, "environ", environment)
     set_nccl_variables(has_pipeline=has_pipeline)
     channels = {"NCCL_MAX_P2P_NCHANNELS": "4"} if has_pipeline else {}
-    assert environment == {"NCCL_GRAPH_REGISTER": "0", **channels} | given
+    defaults = {"NCCL_GRAPH_REGISTER": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    assert environment == defaults | channels | given
