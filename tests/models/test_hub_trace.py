@@ -64,21 +64,14 @@ def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tm
     assert any("flash-linear-attention" in note for note in notes)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
-def test_blocks_without_attention_are_predicted_in_each_mode(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid", "llama4_text"])
+def test_unusual_blocks_are_predicted_in_each_mode(kind, tmp_path):
+    """Some have no attention, and Llama 4's experts cannot have adapters."""
     config = {"model": f"{HUB_PREFIX}{make_folder(kind, tmp_path / kind)}", "weights": "random"}
     data = {"dataset": "embedded", "tokenizer": "embedded", "max_length": 64}
     for mode in ("selective", "offload-attention", "offload", "full"):
         values = {"activation_checkpointing": mode, "lora_rank": 4, **config, **data}
         assert plan_for(tmp_path, GPU_MACHINE, 1, **values).prediction["step_time_s"] > 0
-
-
-def test_a_mixture_whose_experts_cannot_have_adapters_is_predicted(tmp_path):
-    folder = make_folder("llama4_text", tmp_path / "llama4")
-    config = {"model": f"{HUB_PREFIX}{folder}", "weights": "random", "max_length": 64}
-    data = {"dataset": "embedded", "tokenizer": "embedded"}
-    plan = plan_for(tmp_path, GPU_MACHINE, 1, lora_rank=4, **config, **data)
-    assert plan.prediction["step_time_s"] > 0
 
 
 def test_matrices_that_fused_kernels_read_get_no_adapters(tmp_path):
