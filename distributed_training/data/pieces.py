@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     spans: Sequence[Span] | None = None  # characters in the loss; None if all are
     begins: bool = True  # whether the document begins with this piece
     ends: bool = True  # whether the document ends with this piece
-    # Whether a chat template wrote all special tokens. Otherwise, the document gets those that the
+    # True if a chat template wrote all special tokens. Otherwise, the document gets those that the
     # tokenizer adds, and ends with an end-of-text token.
     templated: bool = False
 

@@ -110,7 +110,7 @@ class _SelectivePolicy:
         self.compiled = compiled
         self.latest_is_sum = False  # whether the latest collective computes a sum
         self.follows_exchange = False  # whether no product has followed the latest all-to-all
-        self.follows_attention = False  # whether no product has followed attention
+        self.follows_attention = False  # until a product has followed attention
         self.in_mlp = False
 
     def __call__(

@@ -14,7 +14,6 @@ Here and in the other modules of predict/, floats are added with `math.fsum`, be
 differently since Python 3.12."""
 
 import math
-from collections import defaultdict
 from typing import NamedTuple
 
 from distributed_training.plan.orders import Step, find_orders
@@ -150,21 +149,26 @@ class StepCosts(Timing):
         num_collectives = (
             1 / steps if steps else (process.num_blocks + 1.0) * self.exchanges_per_step
         )
-        seconds: dict[bool, float] = defaultdict(float)  # keys say whether no kernel is needed
+        kernels_s = copies_s = 0.0
         for mechanism in self.mechanisms:
             for (axis, operation), size in mechanism.data_parallel_traffic(process).items():
-                if self.mesh[axis] > 1:
-                    seconds[operation == "copy"] += self.collective_s(
-                        axis, operation, size, num_collectives
-                    )
-        total_s = math.fsum(seconds.values())
+                if self.mesh[axis] == 1:
+                    continue
+                seconds = self.collective_s(axis, operation, size, num_collectives)
+                if operation == "copy":  # which needs no kernel
+                    copies_s += seconds
+                else:
+                    kernels_s += seconds
+        total_s = kernels_s + copies_s
         # These collectives do not overlap, because they run after the pipeline's passes or after
         # the update.
         if self.pp > 1 or steps:
             return total_s
-        overlapped = min(1, computing_s / max(total_s, 1e-9))
-        share = FITTED.interference * seconds[False] + FITTED.copy_interference * seconds[True]
-        return overlapped * share + (1 - overlapped) * total_s
+        interfering_s = FITTED.interference * kernels_s + FITTED.copy_interference * copies_s
+        if total_s <= computing_s:
+            return interfering_s
+        overlapped = computing_s / total_s
+        return overlapped * interfering_s + (1 - overlapped) * total_s
 
     def launch_s(self) -> dict[Step, float]:
         """Return the time in seconds that the host needs to launch each operation on each stage."""

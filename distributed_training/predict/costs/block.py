@@ -85,7 +85,7 @@ def attention_cost(timing: Timing) -> Cost:
     on_gpu = timing.config.precision == "bf16" and not timing.rates.on_host
     is_fast = on_gpu and not timing.config.dropout
     head_size = timing.kind.attention_width // timing.size.num_heads
-    # Whether models/attention.py uses a special kernel for packed records and windows
+    # models/attention.py has a special kernel for packed records and windows.
     has_kernel = is_fast and head_size % 8 == 0 and head_size <= 256
     packing = timing.plan.packing
     uses_mask = packing is not None and not has_kernel
