@@ -198,6 +198,11 @@ def resolve_data_values(
             "records are padded instead of packed, because "
             f"{draft.model.label} cannot keep packed records apart"
         )
+    if config.system is not None and not data.is_chat:
+        notes.append(
+            "system has no effect, because the data is not rendered with a chat template; for "
+            "prompts and completions, set chat_template to chatml"
+        )
     if not data.error:
         notes += report.describe(data.counts, config.max_length)
     batch_size = draft.batch.global_batch_size
