@@ -97,6 +97,7 @@ def parallelize(
             mesh[axes],
             stage.compute_dtype,
             keep_gathered=topology.pp > 1,
+            keep_outer_gathered=plan.keeps_outer_weights_gathered,
         )
     weights.fill(stage, topology.device, locate_local)  # only this rank's shards
     if plan.uses_fsdp:
@@ -400,9 +401,10 @@ class NativeEngine(base.Engine):
         run = self.module if self.pipeline is None else self.pipeline.forward
         output = run(*tensors, **options)
         # Free gathered parameters. A replayed step gathers its own copies and would not update
-        # these.
+        # these. It reads those that stay gathered.
         for module in self.stages.modules():
-            if isinstance(module, FSDPModule):
+            is_kept = self.plan.keeps_outer_weights_gathered and module is self.module
+            if isinstance(module, FSDPModule) and not is_kept:
                 module.reshard()
         return output
 

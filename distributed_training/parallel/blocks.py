@@ -227,6 +227,7 @@ def apply_fsdp(
     dtype: torch.dtype | None,
     *,
     keep_gathered: bool,
+    keep_outer_gathered: bool,
 ) -> None:
     """Shard each block and then the remaining parameters in place with FSDP2.
 
@@ -236,12 +237,14 @@ def apply_fsdp(
     all-reduces the sharded gradients over replicas. The root module's parameters stay gathered,
     because both the first and the last operation use a tied embedding. If `keep_gathered` is set,
     the blocks also stay gathered. This setting is for pipeline stages, which use each block for
-    many micro-batches."""
+    many micro-batches. If `keep_outer_gathered` is set, the root module's parameters, which must be
+    frozen, stay gathered after the step."""
     weight_dtype = next(weight.dtype for weight in model.parameters() if weight.requires_grad)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=weight_dtype)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    root: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    root.set_reshard_after_backward(not keep_outer_gathered, recurse=False)
     if mesh.device_type == "cuda":
         stream = torch.cuda.current_stream()
         num_replicas = mesh.size(0) if mesh.ndim == 2 else 1

@@ -82,12 +82,18 @@ class Draft:
         return is_frozen and on_gpu and self.only_copies
 
     @property
+    def keeps_outer_weights_gathered(self) -> bool:
+        """Return whether FSDP gathers the weights outside the blocks only once, because LoRA never
+        changes them. Other runs gather them in each step, and keep them until its end."""
+        return self.uses_fsdp and self.config.lora_rank > 0 and self.mesh["pp"] == 1
+
+    @property
     def shares_frozen_shards(self) -> bool:
         """Return whether FSDP copies frozen weights from GPU to GPU (parallel/private.py), which
         needs all shards of a weight on one machine."""
         ranks = self.mesh["dp_shard"] * self.mesh["cp"]
         is_here = self.processes_here % (ranks * self.mesh["tp"]) == 0
-        is_frozen = self.uses_fsdp and self.config.lora_rank > 0 and self.mesh["pp"] == 1
+        is_frozen = self.keeps_outer_weights_gathered
         return is_frozen and is_here and ranks > 1 and self.machine.num_gpus > 0
 
     @property

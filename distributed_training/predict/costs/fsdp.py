@@ -21,9 +21,9 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
         outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
         times = rank.exchanges_per_step * (1 if rank.pp > 1 else 2)
         frozen = "copy" if rank.plan.shares_frozen_shards else "all_gather"
+        outer_times = 0 if rank.plan.keeps_outer_weights_gathered else rank.exchanges_per_step
         traffic["dp_shard", "all_gather"] = (
-            rank.exchanges_per_step * outer_bytes
-            + times * rank.dtype_bytes * rank.adapter_parameters
+            outer_times * outer_bytes + times * rank.dtype_bytes * rank.adapter_parameters
         )
         traffic["dp_shard", frozen] = traffic.get(("dp_shard", frozen), 0) + times * (
             base_bytes(rank) - outer_bytes
