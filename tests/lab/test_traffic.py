@@ -15,7 +15,7 @@ from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.parity.support import BASE, micro_batches, run_cases
 from tests.parity.test_fewer_bytes import CASES
-from tests.parity.test_layouts import FULL, UNTIED
+from tests.parity.test_layouts import FULL, LORA, UNTIED
 from tests.support import CPU_MACHINE, cpu_topology
 
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
@@ -61,9 +61,14 @@ def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
 
 def test_counted_bytes_equal_the_formulas():
     cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
-    cases = {"cp": cp, "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL}}
-    cases["dp, cp"] = {**cp, "strategy": "dp", "cp": 2}
-    cases["fsdp"] = {**BASE, "strategy": "fsdp", **micro_batches(2)}  # gathers each block twice
+    fsdp = {**BASE, "strategy": "fsdp", **micro_batches(2)}
+    cases = {
+        "cp": cp,
+        "cp, full": {**cp, "dp_shard": 2, "cp": 2, **FULL},
+        "dp, cp": {**cp, "strategy": "dp", "cp": 2},
+        "fsdp": fsdp,  # gathers each block twice
+        "fsdp, LoRA": {**fsdp, **LORA},  # gathers weights outside the blocks once
+    }
     found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():
         for rank in ranks:
