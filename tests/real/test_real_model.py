@@ -37,9 +37,9 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def batches():
-    """Return the batches of eight steps."""
+    """Return the batches of three steps."""
     cases = {"one": {**VALUES, **ONE}}
-    return run_cases(cases, 1, steps=8, function="batches")["one"]
+    return run_cases(cases, 1, steps=3, function="batches")["one"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_tokens_and_masks_equal_transformers(batches):
 @pytest.mark.parametrize(
     ("layouts", "num_processes", "steps"),
     [
-        ({"dp": {"strategy": "dp"}}, 2, 8),
+        ({"dp": {"strategy": "dp"}}, 2, 3),
         ({"fsdp": {"strategy": "fsdp"}, "zero3": {"strategy": "zero3"}, "pp": PIPELINE}, 2, 1),
         ({"cp": mesh(cp=3)}, 3, 1),  # which divides the 9 heads
     ],
@@ -122,7 +122,7 @@ def run(tmp_path, **changes):
 
 
 def test_all_weights_train_and_are_exported_as_in_transformers(batches, tmp_path):
-    run_dir, _ = run(tmp_path, learning_rate=1e-5, batch_size=BATCH, max_steps=8)
+    run_dir, _ = run(tmp_path, learning_rate=1e-5, batch_size=BATCH, max_steps=3)
     ours = load_file(run_dir / "hf" / "model.safetensors")
     assert_same_updates(ours, *train_as_peft(load_base(FOLDER), batches, 1e-5))
 
