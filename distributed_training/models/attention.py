@@ -176,7 +176,10 @@ def _attend_in_documents(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    batch, _, seq_len, _ = q.shape
+    batch, _, seq_len, head_size = q.shape
+    value_size = v.shape[-1]
+    if value_size < head_size:  # DeepSeek's heads; the kernel needs equal sizes
+        v = F.pad(v, (0, head_size - value_size))
     y: Any = varlen_attn(
         to_rows(q),
         to_rows(k),
@@ -189,4 +192,4 @@ def _attend_in_documents(
         window_size=window_size(window),
         enable_gqa=True,
     )
-    return y.unflatten(0, (batch, seq_len))
+    return y.unflatten(0, (batch, seq_len))[..., :value_size]

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ class InitialWeights:
         on_gpu = device.type == "cuda"
         if on_gpu:  # The threads use a different stream.
             torch.cuda.synchronize(device)
-        with ThreadPoolExecutor(2) as pool:
+        # Threads begin on the first GPU, whose fake tensors torch would later reuse for this one.
+        begin = partial(torch.cuda.set_device, device) if on_gpu else None
+        with ThreadPoolExecutor(2, initializer=begin) as pool:
             list(pool.map(fill, pending))
         if on_gpu:
             torch.cuda.synchronize(device)

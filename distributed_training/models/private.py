@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401
 
@@ -84,6 +86,18 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_fused_attention(operation: Any) -> bool:
     """Return whether an operation is a kernel of scaled_dot_product_attention."""
     return "_scaled_dot_product" in str(operation)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Mode in which attention whose values are narrower than its keys is one operation, as on
+    GPUs. Its arguments must be fake tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        is_attention = func is F.scaled_dot_product_attention and options.get("attn_mask") is None
+        if is_attention and args[1].shape[-1] != args[2].shape[-1]:
+            return torch.ops.aten._scaled_dot_product_efficient_attention(*args, None, True)[0]
+        return func(*args, **options)
 
 
 def build_hub_model(

@@ -77,12 +77,14 @@ def test_layouts_on_several_gpus_equal_one_gpu(count, data):
         assert_equal_runs(values, reference)
 
 
-@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize(("groups", "value_size"), [(8, 64), (2, 64), (8, 32)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_document_attention_kernel_equals_the_document_mask(groups, compiled):
+def test_document_attention_kernel_equals_the_document_mask(groups, value_size, compiled):
     ends = torch.tensor([[5, 70, 128, 128], [128, 128, 128, 128]], device="cuda")
     positions = torch.tensor([[*range(5), *range(65), *range(58)], [*range(128)]], device="cuda")
-    shapes = [(2, heads, 128, 64) for heads in (8, groups, groups)]
+    shapes = [
+        (2, heads, 128, size) for heads, size in ((8, 64), (groups, 64), (groups, value_size))
+    ]
     torch.manual_seed(0)
     tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     found = []

@@ -29,7 +29,7 @@ ACCEPTED = "accepted"
 UNTRIED = "not tried"
 # Values of a config's keys, for those keys that a type has
 _SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 48,
+    "vocab_size": 67, "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 48,
     "ffn_dim": 48, "n_inner": 48, "decoder_ffn_dim": 48, "num_hidden_layers": 2, "n_layer": 2,
     "n_layers": 2, "num_layers": 2, "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4,
     "n_heads": 4, "attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
@@ -43,7 +43,7 @@ _SMALL = {
     "rotary_dim": 4, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
     "state_size": 16, "shared_intermediate_size": 48, "word_embed_proj_dim": 32,
-    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 64, "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 67, "global_head_dim": 16,
     "num_kv_shared_layers": 0, "attention_chunk_size": 16, "intermediate_size_mlp": 48,
     "ffn_hidden_size": 48, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8,
 }  # fmt: skip

@@ -55,6 +55,11 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     find_model(model).check_weights(folder)
 
 
+def test_attention_with_narrow_values_is_fused_as_on_gpus(tmp_path):
+    size = find_model(f"{HUB_PREFIX}{make_folder('deepseek_v3', tmp_path)}").size
+    assert all(kind.fuses_attention for kind in size.kinds)
+
+
 def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tmp_path):
     folder = make_folder("qwen3_5_text", tmp_path)
     config = {"model": str(folder), "lora_rank": 4, "lora_targets": "q_proj,v_proj"}

@@ -66,16 +66,6 @@ def test_rows_of_a_report_are_oldest_first_and_name_what_differs():
     assert "data_fingerprint" in find_verdict(layouts)
 
 
-def test_a_row_names_few_of_the_requested_settings():
-    requested = [
-        {key: index for key in ("strategy", "lr", *"abcdefghijklmnop")} for index in (0, 1)
-    ]
-    records = [made_record(config_requested=values) for values in requested]
-    name = list(rows_of(compare_runs(records)))[1]
-    assert name.startswith("x zero2, lr 1, a 1")
-    assert len(name) < 80
-
-
 def test_an_unfinished_run_shows_its_last_step():
     def status(**changes):
         return LayoutRow(name="dp", record=made_record(**changes)).status

@@ -56,7 +56,7 @@ def trace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_mode, record_windows() as windows:
+        with fake_mode, private.FusedAttention(), record_windows() as windows:
             private.replace_parameters(net, lambda tensor: torch.empty_like(tensor, device="cpu"))
             run = functools.partial(_run_blocks, inner, blocks, firsts, windows)
             short = run(torch.zeros(1, short_length))
