@@ -109,11 +109,10 @@ def unsloth_calls(pattern: str) -> list[dict[str, float]]:
         for row, values in load_json(RECORDS_DIR / f"{file}.json", "record")["rows"].items():
             if values["ours / Unsloth"]:
                 calls[f"{file}: {row}"] = values
-    for name in ("unsloth-8b", "unsloth-8b-2", "unsloth-4b-nf4"):
-        record = load_json(RECORDS_DIR / f"h200-torch-2.14/{name}.json", "record")
-        for number, turn in enumerate(record["turns"]):
+    for path in sorted((RECORDS_DIR / "h200-torch-2.14").glob("unsloth-*.json")):
+        for number, turn in enumerate(load_json(path, "record")["turns"]):
             peaks = {"GiB": turn["ours"]["GiB"], "Unsloth GiB": turn["Unsloth"]["GiB"]}
-            calls[f"{name} {number}"] = {**peaks, "ours / Unsloth": turn["ratio"]}
+            calls[f"{path.stem} {number}"] = {**peaks, "ours / Unsloth": turn["ratio"]}
     return [call for name, call in calls.items() if re.search(pattern, name)]
 
 
