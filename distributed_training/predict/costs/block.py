@@ -136,10 +136,10 @@ def statistics_bytes(rank: PipelineRank) -> float:
 
 
 def mlp_values(sizes: Sizes) -> tuple[int, int]:
-    """Return (values per token in the output of an MLP's first matrix, values per token in the
-    input of the MLP's second matrix). They are a block's longest output and longest input."""
+    """Return (values per token in the outputs of an MLP's first matrices, values per token in the
+    input of its last matrix). They are a block's longest outputs and longest input."""
     rows, columns = zip(*sizes.kind.matrices, strict=True)
-    return max(rows), max(columns)
+    return rows.count(max(rows)) * max(rows), max(columns)
 
 
 def backward_bytes(rank: PipelineRank, recomputed: float) -> float:
