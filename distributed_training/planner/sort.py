@@ -3,9 +3,7 @@ layout, and `plan` lists all. This module does not import torch."""
 
 import bisect
 import contextlib
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,8 +18,6 @@ from distributed_training.planner.layouts import (
     format_settings,
 )
 from distributed_training.predict.predict import MEMORY_FITS, Cluster, Prediction
-from distributed_training.predict.rates import FITTED
-from distributed_training.predict.speed import StepTime
 from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
@@ -41,14 +37,15 @@ def choose_candidate(
     request: Request,
     cluster: Cluster,
     notes: list[str],
+    names: Iterable[str] | None = None,
 ) -> Candidate:
     """Return what `request`, which must have a batch size, asks for: a model, a strategy and its
-    mesh. With strategy=auto, they are those of the first choice. Raises UserError if the model is
-    unknown or no layout is valid."""
+    mesh. With strategy=auto, they are those of the first choice among `names`, by default all
+    strategies. Raises UserError if the model is unknown or no layout is valid."""
     request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
         return _name_candidate(request, model)
-    first = find_first(predict_all(request, cluster))
+    first = sort_layouts(request, cluster, names)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
@@ -79,9 +76,6 @@ class Fit(NamedTuple):
     memory_fit: int  # index in MEMORY_FITS
 
 
-BEST_FIT = Fit(is_unlikely=False, offloads=False, memory_fit=MEMORY_FITS.index("yes"))
-
-
 class Preference(NamedTuple):
     """How much a practitioner would like a layout. Smaller values are preferred, from the first
     field on."""
@@ -92,51 +86,17 @@ class Preference(NamedTuple):
     num_settings: int  # settings to type, besides the strategy
 
 
-def sort_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
+def sort_layouts(
+    request: Request, cluster: Cluster, names: Iterable[str] | None = None
+) -> list[Prediction]:
     """Return predictions for all valid layouts in the order of `preference`, best first. If the
     user did not set activation_checkpointing, layouts that would not fit use as much of it as
-    necessary. `request` must have a batch size. Raises UserError if no layout is valid."""
-    layouts = [_with_checkpointing(choice) for choice in predict_all(request, cluster)]
+    necessary. `request` must have a batch size, and `names` restricts strategy=auto to these
+    strategies. Raises UserError if no layout is valid."""
+    layouts = [_with_checkpointing(choice) for choice in predict_all(request, cluster, names)]
     layouts.sort(key=preference)
     layouts[0] = _with_some_blocks(layouts[0])
     return layouts
-
-
-def find_first(layouts: Sequence[Prediction]) -> Prediction:
-    """Return the layout that `sort_layouts` puts first. Activation checkpointing never shortens a
-    step, so it is not tried with layouts that are slower without it than the best layout."""
-    by_least_cost = sorted(layouts, key=_least_cost)
-    best = _with_checkpointing(by_least_cost[0])
-    for choice in by_least_cost[1:]:
-        least = Preference(BEST_FIT, _least_cost(choice), is_complex=False, num_settings=0)
-        if preference(best) < least:
-            break
-        best = min(best, _with_checkpointing(choice), key=preference)
-    return _with_some_blocks(best)
-
-
-def _least_cost(choice: Prediction) -> float:
-    """Return the least cost with which the layout can fit, whatever its activation
-    checkpointing."""
-    if not choice.state_fits:
-        return math.inf
-    if choice.step is None:
-        return 0.0
-    likely_shares = [1, 1] if choice.validated else FITTED.unvalidated_s
-    return _time_cost(choice, choice.step, likely_shares)
-
-
-def _time_cost(
-    choice: Prediction,
-    step: StepTime,
-    likely_shares: Sequence[float],
-) -> float:
-    """Return the time of a step, increased for each setting that a user has to type and, unless the
-    layout is as simple as dp and fsdp, by the typical error of the prediction."""
-    num_settings = len(layout_settings(choice.plan))
-    cost = step.seconds * (1 + MIN_GAIN) ** num_settings
-    low, high = likely_shares
-    return cost * (high / low) if _is_complex(choice.plan) else cost
 
 
 def _is_complex(plan: Draft) -> bool:
@@ -157,17 +117,23 @@ def preference(choice: Prediction) -> Preference:
     """Return the sort key that puts the layout first that a practitioner would choose.
 
     Layouts that fit equally well are sorted by their predicted time, and layouts that do not fit by
-    the memory that they need."""
+    the memory that they need. The time is increased for each setting that a user has to type and,
+    unless the layout is as simple as dp and fsdp, by the typical error of the prediction."""
+    is_complex = _is_complex(choice.plan)
+    num_settings = len(layout_settings(choice.plan))
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
         cost = choice.memory.needed_bytes
     elif choice.step is not None:
-        cost = _time_cost(choice, choice.step, choice.likely_shares)
+        cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
+        if is_complex:
+            low, high = choice.likely_shares
+            cost *= high / low
     return Preference(
         fit=fit(choice),
         cost=cost,
-        is_complex=_is_complex(choice.plan),
-        num_settings=len(layout_settings(choice.plan)),
+        is_complex=is_complex,
+        num_settings=num_settings,
     )
 
 
@@ -194,7 +160,7 @@ def _may_recompute(plan: Draft) -> bool:
 def _with_checkpointing(choice: Prediction) -> Prediction:
     """Return the layout with the least activation checkpointing with which it fits best."""
     plan = choice.plan
-    if not (_may_recompute(plan) and choice.state_fits):
+    if not _may_recompute(plan):
         return choice
     for mode in MODES:
         if choice.memory_fit == "yes" or plan.schedule.splits_backward:
@@ -431,28 +397,14 @@ def _speeds_by_batch_size(
     GPU's rates are unknown, return the batch size instead of the speed. `names` restricts
     strategy=auto to these strategies."""
     speeds: dict[int, float] = {}
-    if is_auto := request.strategy == AUTO:
-        candidates = _find_candidates(request, cluster, names)
-    else:
-        candidates = [_name_candidate(*choose_model(request, cluster.machine, []))]
     for size in BATCH_SIZES:
-        varied = []
-        for candidate in candidates:
-            sized = replace(candidate, request=as_typed(candidate.request, batch_size=size))
-            varied.append(list(_vary_microbatches(sized, cluster)))
-        layouts = list(itertools.chain.from_iterable(varied))
-        if not layouts:
-            continue
-        first = find_first(layouts) if is_auto else layouts[0]
-        if first.memory_fit != "yes":
-            break
-        speeds[size] = first.tokens_per_s or size
-        # Whether the state fits does not depend on the batch size.
-        candidates = [
-            candidate
-            for candidate, choices in zip(candidates, varied, strict=True)
-            if not choices or any(choice.state_fits for choice in choices)
-        ]
+        sized = as_typed(request, batch_size=size)
+        with contextlib.suppress(UserError):
+            candidate = choose_candidate(sized, cluster, [], names)
+            first = Prediction(lay_out(candidate, cluster), cluster.rates)
+            if first.memory_fit != "yes":
+                break
+            speeds[size] = first.tokens_per_s or size
     return speeds
 
 
@@ -481,7 +433,7 @@ def suggest(
     for alternative in _alternatives(request):
         try:
             sized = choose_batch_size(as_typed(request, **alternative), cluster, [])
-            first = find_first(predict_all(sized, cluster, strategies))
+            first = sort_layouts(sized, cluster, strategies)[0]
         except UserError:
             continue
         if not first.fits:

@@ -100,17 +100,6 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
     )
 
 
-def state_fits(plan: Draft) -> bool:
-    """Return whether the GPUs may hold the state. If not, the plan does not fit, whatever its
-    activations need."""
-    fullest = max(pipeline_ranks(plan), key=lambda process: process.parameters)
-    state = _estimate_state(fullest)
-    state_bytes = sum(state[component] for component in STATE)
-    low_share, _ = vars(FITTED.likely_bytes)[fullest.compile_mode]
-    least_bytes = low_share * state_bytes + _context_bytes(plan)
-    return plan.machine.num_gpus == 0 or least_bytes <= plan.machine.gpu_memory_bytes
-
-
 def _context_bytes(plan: Draft) -> int:
     """Return the GPU memory outside PyTorch's allocator."""
     if plan.machine.num_gpus == 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.memory import MemoryEstimate, estimate_memory, state_fits
+from distributed_training.predict.memory import MemoryEstimate, estimate_memory
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, gpu_rates
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
@@ -115,10 +115,6 @@ class Prediction:
     @functools.cached_property
     def step(self) -> StepTime | None:
         return None if self.rates is None else estimate_step(self.plan, self.rates)
-
-    @functools.cached_property
-    def state_fits(self) -> bool:
-        return state_fits(self.plan)
 
     @property
     def ram_bytes(self) -> int:

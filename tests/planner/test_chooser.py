@@ -5,15 +5,8 @@ import dataclasses
 
 import pytest
 
-from distributed_training.planner.answer import describe_layout
 from distributed_training.planner.make_plan import draft_plan, make_plan
-from distributed_training.planner.sort import (
-    find_first,
-    layout_settings,
-    predict_all,
-    sort_layouts,
-    suggest,
-)
+from distributed_training.planner.sort import layout_settings, sort_layouts, suggest
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.request import build_config
@@ -37,15 +30,6 @@ def test_the_first_choice_is_one_that_a_practitioner_would_accept():
         assert first_of(cluster, **values)[0].plan.strategy.name in names
     listed = {choice.plan.strategy.name for choice in first_of("H100-80GB", model="gpt2-xl")}
     assert listed == {"dp", "offload", "infinity"}
-
-
-@pytest.mark.parametrize("gpus", ["2xRTX-3060", "4xT4", "8xRTX-4090", "2x4xH100-80GB"])
-@pytest.mark.parametrize("values", [{}, {"batch_size": 32}, {"lora_rank": 16}])
-def test_the_first_layout_is_found_without_predicting_all(gpus, values):
-    request = build_config({"model": "Qwen/Qwen3-4B", **values})
-    cluster = parse_cluster(gpus)
-    first = find_first(predict_all(request, cluster))
-    assert describe_layout(first) == describe_layout(sort_layouts(request, cluster)[0])
 
 
 def test_no_more_blocks_recompute_than_necessary_if_that_is_clearly_faster():
