@@ -70,8 +70,8 @@ def run_planned_rank(run_dir: str) -> int:
     command line."""
     process = current_process()
     assert process is not None
-    code = run_rank(load_plan(Path(run_dir)), process)
-    os._exit(code)  # a normal exit takes seconds, because torch shuts down its compile workers
+    # A normal exit takes seconds, because torch shuts down its compile workers.
+    os._exit(run_rank(load_plan(Path(run_dir)), process))
 
 
 def run_rank(plan: Plan, process: Process) -> int:

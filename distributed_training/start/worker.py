@@ -27,7 +27,7 @@ from distributed_training.supervise.process import (
     Process,
     handle_signals,
 )
-from distributed_training.train.run import build_topology, train
+from distributed_training.train.run import build_topology, stop_compilers, train
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
@@ -61,6 +61,7 @@ def run(
         # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into
         # another error, such as an unreadable checkpoint.
         def end_run(signum: int, _frame: object) -> None:
+            stop_compilers()
             interrupt = KeyboardInterrupt(signal.Signals(signum).name)
             end_failed(plan, topology, interrupt)
 
@@ -94,12 +95,11 @@ def connect_launcher() -> list[int]:
 def open_store(process: Process, limit_s: float) -> dist.Store:
     """Return the store that all ranks share. A single process gets a local store, without a
     rendezvous."""
-    fds = connect_launcher()
-    if process.world_size > 1 and not fds:
-        return rendezvous.connect_ranks(process, limit_s)
-    if fds:
+    if fds := connect_launcher():
         return dist.FileStore(f"/proc/self/fd/{fds[0]}", process.world_size)
-    return dist.HashStore()
+    if process.world_size == 1:
+        return dist.HashStore()
+    return rendezvous.connect_ranks(process, limit_s)
 
 
 def prepare_device(num_gpus: int, process: Process) -> torch.device:

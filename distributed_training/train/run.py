@@ -4,8 +4,7 @@ the parts of the run with the functions below it."""
 import contextlib
 import shlex
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,12 +29,7 @@ from distributed_training.records.display import Display, fold, header_rows, sho
 from distributed_training.records.results import summary_rows
 from distributed_training.supervise import claims
 from distributed_training.supervise.ending import explain_continuing
-from distributed_training.supervise.process import (
-    END_ACTIVITY,
-    STOP_SIGNALS,
-    Process,
-    handle_signals,
-)
+from distributed_training.supervise.process import END_ACTIVITY, Process
 from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
 from distributed_training.train.profiling import build_profiler
@@ -202,26 +196,17 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
-        with stop_build_on_signal():
-            ALL_OPS[name].load(verbose=False)
+        ALL_OPS[name].load(verbose=False)
     dist.barrier()
 
 
-@contextlib.contextmanager
-def stop_build_on_signal() -> Iterator[None]:
-    """If a stop signal arrives inside the `with` block, terminate the compilers that this process
-    has started. Then call the signal's previous handler, which ends this process at once."""
-
-    def stop_build(signum: signal.Signals, frame: object) -> None:
-        children = psutil.Process().children(recursive=True)
-        compilers = [child for child in children if not child.name().startswith("python")]
-        for compiler in compilers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                compiler.terminate()
-        previous_handlers[signum](signum, frame)
-
-    with handle_signals(dict.fromkeys(STOP_SIGNALS, stop_build)) as previous_handlers:
-        yield
+def stop_compilers() -> None:
+    """Terminate the compilers that this process has started to build an extension. Torch's own
+    child processes, which run Python, end with this process."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not child.name().startswith("python"):
+                child.terminate()
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:

@@ -1,17 +1,21 @@
 """Test the parts of a worker that do not need a second process."""
 
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed_training.models import find_model
 from distributed_training.records.record import load_record
 from distributed_training.settings.request import build_config
 from distributed_training.start import launched, worker
+from distributed_training.start.ranks import single_process
 from distributed_training.supervise import ending
 from distributed_training.supervise.process import Process
 from distributed_training.train.run import build_model
@@ -114,3 +118,13 @@ def test_a_full_cache_disk_is_reported_to_all_ranks(tmp_path, monkeypatch):
         )
     assert sent[-1] == ("OSError", 28, "No space left on device", "cache")
     assert raised.value.errno == 28
+
+
+def test_a_stopped_build_leaves_no_compiler(tmp_path, monkeypatch):
+    compiler = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(worker, "train", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(worker, "end_failed", lambda *_: None)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    process = single_process()
+    worker.run(plan_for(tmp_path, CPU_MACHINE, 1), process, dist.HashStore())
+    assert compiler.wait(10) == -signal.SIGTERM

@@ -2,7 +2,6 @@ import itertools
 import math
 import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,11 +21,9 @@ from distributed_training.records.record import History
 from distributed_training.settings.errors import RunError
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
-from distributed_training.supervise.process import handle_signals
 from distributed_training.train import around_steps, loop
 from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer, learning_rate
-from distributed_training.train.run import stop_build_on_signal
 from tests.checkpoint.test_checkpoint import TOPOLOGY
 
 
@@ -388,18 +385,6 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
     assert trainer.recorder.step_times == [0.5, 0.25]
     assert trainer.history.skipped_steps == [3]
-
-
-def test_a_stopped_build_leaves_no_compiler():
-    signals = []
-    with (
-        handle_signals({signal.SIGTERM: lambda number, _: signals.append(number)}),
-        stop_build_on_signal(),
-    ):
-        compiler = subprocess.Popen(["sleep", "60"])
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert compiler.wait(10) == -signal.SIGTERM
-    assert signals == [signal.SIGTERM]
 
 
 def test_a_sample_asks_what_the_first_dataset_holds_out():
