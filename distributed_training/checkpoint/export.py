@@ -20,6 +20,7 @@ from distributed_training.settings.files import atomic_folder, is_outside
 # cuDNN is left out because it compiles a new plan for each sequence length, and the length changes
 # with every generated token.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+TOP_K = 40
 
 
 def generate_ids(
@@ -30,21 +31,20 @@ def generate_ids(
     context: int,
     eos_ids: Sequence[int],
     seed: int,
-    top_k: int = 40,
     temperature: float = 0.7,
-    past: KVCache | None = None,
     broadcast_choice: Callable[[torch.Tensor], object] = lambda choice: None,
 ) -> Iterator[int]:
     """Yield up to `num_tokens` token ids that continue `prompt_ids`. Stop early if an id in
-    `eos_ids` is chosen; this id is not yielded. Each id is sampled from the `top_k` most likely
+    `eos_ids` is chosen; this id is not yielded. Each id is sampled from the TOP_K most likely
     tokens. If `temperature` is 0, the most likely token is always chosen.
 
     `compute_logits` maps ids [1, T], with T at most `context`, to logits [1, T, V], where V is the
-    vocabulary size. If a cache `past` is given, `compute_logits` receives each token only once as
-    long as all tokens fit in the context. `broadcast_choice` modifies the chosen id, int64 [1], in
+    vocabulary size. It receives each token only once, with a cache of the earlier ones, as long as
+    all tokens fit in the context. `broadcast_choice` modifies the chosen id, int64 [1], in
     place so that all ranks use the same id. Raises UserError if the logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
+    past: KVCache | None = KVCache()
     for _ in range(num_tokens):
         if len(ids) > context:
             past = None
@@ -52,7 +52,7 @@ def generate_ids(
         with sdpa_kernel(ATTENTION_BACKENDS):
             logits = compute_logits(torch.tensor([model_ids]), past)
         last_logits = logits[0, -1].float().cpu()
-        num_candidates = min(top_k, len(last_logits)) if temperature else 1
+        num_candidates = min(TOP_K, len(last_logits)) if temperature else 1
         top_logits, candidates = torch.topk(last_logits, num_candidates)
         if not top_logits[0].isfinite():
             why = "its weights are damaged, or the values of its adapters are too large"

@@ -162,7 +162,6 @@ def generate(arguments: argparse.Namespace) -> int:
             num_tokens=arguments.num_tokens,
             context=model.size.num_positions,
             seed=arguments.seed,
-            past=KVCache(),
             temperature=temperature,
             eos_ids=eos_ids,
         )

@@ -19,7 +19,7 @@ from distributed_training.checkpoint.trained import trained_model_of_run
 from distributed_training.data.pieces import ASSISTANT
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
-from distributed_training.models.decoder import EXPERT_ENDS, KVCache
+from distributed_training.models.decoder import EXPERT_ENDS
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -449,7 +449,6 @@ class Trainer:
                 seed=self.plan.config.seed,
                 temperature=export.default_temperature(is_chat),
                 eos_ids=eos_ids,
-                past=KVCache(),
                 broadcast_choice=lambda choice: dist.broadcast(choice, src=0),
             ):
                 if self._should_stop():
