@@ -367,15 +367,9 @@ def count_targets(
     The targets of part i are the tokens `starts[i] + 1` to `starts[i] + lengths[i]`, and `mask` is
     True for tokens in the loss. Each part must have at least one target, and `starts` must be in
     ascending order."""
-    if len(starts) == 0:
-        return np.zeros(0, np.int64)
-    edges = np.stack(
-        [starts + 1, starts + lengths + 1],
-        axis=1,
-    ).ravel()
-    if edges[-1] == len(mask):
-        edges = edges[:-1]
-    return np.add.reduceat(mask, edges, dtype=np.int64)[::2]
+    edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
+    padded = np.append(mask, False)  # The last part may end at the end of the mask.
+    return np.add.reduceat(padded, edges, dtype=np.int64)[::2]
 
 
 def _concatenate_ranges(counts: np.ndarray) -> np.ndarray:
