@@ -222,24 +222,32 @@ def _tokenize_split(
     unknown_id = tokenizer.unknown_id
     is_special = np.zeros(tokenizer.num_tokens, bool)
     is_special[tokenizer.special_ids[tokenizer.special_ids != unknown_id]] = True
-    num_added = sum(map(len, tokenizer.added_ids))
-    num_special = num_unknown = 0  # special and unknown tokens in the current document so far
+    prefix, suffix = tokenizer.added_ids
+    begins = True  # whether the next piece is the first one of a document
+    num_special = num_unknown = 0  # special and unknown tokens in the text of the document so far
     for batch in iter(partial(_take_batch, pieces), []):
         rows = []
         masks = []
         for piece, (row, mask) in zip(batch, tokenizer.encode_pieces(batch), strict=True):
-            if piece.begins:
+            if begins:
                 num_special = num_unknown = 0
             num_special += int(is_special[row].sum())
             num_unknown += int((row == unknown_id).sum())
+            if begins and not piece.templated:
+                row = np.append(prefix, row)
+                mask = np.append(np.zeros(len(prefix), bool), mask)
             if piece.ends and num_unknown:
                 counts.notes[UNKNOWN] += 1
             if piece.ends and not piece.templated:
-                if num_special > num_added:
+                if num_special:
                     counts.notes[SPECIAL] += 1
+                # An added end belongs to an answer that ends the text.
+                row = np.append(row, suffix)
+                mask = np.append(mask, np.full(len(suffix), mask[-1:].any()))
                 if len(row) == 0 or row[-1] != tokenizer.eos_id:
                     row = np.append(row, tokenizer.eos_id)
                     mask = np.append(mask, True)
+            begins = piece.ends
             rows.append(row)
             masks.append(mask)
         ends = np.cumsum([len(row) for row in rows])

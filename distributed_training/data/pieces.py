@@ -28,7 +28,6 @@ class Piece(NamedTuple):
 
     text: str
     spans: Sequence[Span] | None = None  # characters in the loss; None if all are
-    begins: bool = True  # whether the document begins with this piece
     ends: bool = True  # whether the document ends with this piece
     # True if a chat template wrote all special tokens. Otherwise, the document gets those that the
     # tokenizer adds, and ends with an end-of-text token.
@@ -46,7 +45,7 @@ def cut_text(
     document is too long to be tokenized at once and cannot be cut."""
     pending = ""
     start = 0
-    begins = True
+    is_cut = False
     for block in blocks:
         pending = pending[start:] + block
         start = 0
@@ -54,13 +53,9 @@ def cut_text(
             boundary = _BREAK.search(pending, start + _MIN_CHARACTERS)
             if boundary is None:
                 break
-            yield Piece(
-                pending[start : boundary.start()],
-                begins=begins,
-                ends=False,
-            )
+            yield Piece(pending[start : boundary.start()], ends=False)
             start = boundary.start()
-            begins = False
+            is_cut = True
         if len(pending) - start > _MAX_UNCUT:
             what = (
                 f"text of more than {_MAX_UNCUT / 1e6:.0f} million characters cannot be tokenized"
@@ -68,8 +63,8 @@ def cut_text(
             why = "it has no spaces to split it at" if can_cut else "the tokenizer needs whole text"
             fix = 'split it into records, one per line: {"text": "..."}'
             raise UserError(what, why, fix)
-    if not begins or pending.strip():
-        yield Piece(pending[start:], begins=begins)
+    if is_cut or pending.strip():
+        yield Piece(pending[start:])
 
 
 def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:

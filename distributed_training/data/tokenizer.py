@@ -330,27 +330,16 @@ class Tokenizer:
         self,
         batch: Sequence[Piece],
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return (ids, loss mask) for each piece. Concatenating the ids of the pieces of a document
-        gives the ids of `tokenizer(document)`. No special tokens are added to pieces that a chat
-        template rendered."""
-        prefix, suffix = self.added_ids
+        """Return (ids, loss mask) for each piece, without the special tokens of `added_ids`.
+        Concatenating the ids of the pieces of a document gives the ids of the whole document."""
         encoded = iter(self.encode_texts([piece.text for piece in batch if piece.spans is None]))
         rows = []
         for piece in batch:
             if piece.spans is None:
                 ids = next(encoded)
-                mask = np.ones(len(ids), bool)
+                rows.append((ids, np.ones(len(ids), bool)))
             else:
-                ids, mask = self._encode_spans(piece)
-            if piece.ends and not piece.templated:
-                # An added end belongs to an answer that ends the text.
-                is_in_loss = mask[-1:].any()
-                ids = np.append(ids, suffix)
-                mask = np.append(mask, np.full(len(suffix), is_in_loss))
-            if piece.begins and not piece.templated:
-                ids = np.append(prefix, ids)
-                mask = np.append(np.zeros(len(prefix), bool), mask)
-            rows.append((ids, mask))
+                rows.append(self._encode_spans(piece))
         return rows
 
     def _encode_spans(

@@ -85,11 +85,13 @@ def folder(tmp_path_factory):
     return save_tokenizer(folder, built, eos, bos_token="<|begin|>", chat_template=PLAIN)
 
 
-def test_ids_equal_transformers(folder):
+def test_ids_equal_transformers(folder, tmp_path):
     tokenizer, hf_tokenizer = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     text = "A list isn't a tuple: 2 + 2\n\n"
     assert tokenizer.encode_prompt(text) == hf_tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokenizer.encode_prompt(text)) == text
+    data = prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path, [{"text": text}] * 2))
+    assert data.train.tokens.tolist() == [*hf_tokenizer(text)["input_ids"], tokenizer.eos_id] * 2
     question_ids = hf_tokenizer.apply_chat_template(SAID[:3], add_generation_prompt=True)[
         "input_ids"
     ]

@@ -56,7 +56,7 @@ def read_pieces(
     with nothing to train on are left out. Raises UserError if a record has no known form."""
     if source.columns is None:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
-            if piece.begins:
+            if piece.ends:
                 counts.records += 1
             yield piece
         return
