@@ -31,7 +31,6 @@ class _Answer(NamedTuple):
     text: str  # the conversation up to and including this answer
     start: int  # index of the answer's first character
     end: int  # index after the answer and its end token; 0 if unknown
-    is_prefix: bool  # whether the template itself renders this text for the conversation so far
     stop: str = ""  # special token of the next turn, if only this token ends the answer
 
 
@@ -82,16 +81,16 @@ def align(
     separate_samples = list[Rendered]()
     num_without_end_token = 0
     for index in trained_indices:
-        text, start, end, is_prefix, stop = _find_answer(render, messages, index, special_pattern)
+        text, start, end, stop = _find_answer(render, messages, index, special_pattern)
         if start == len(text) and messages[index].get("content"):
             raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
         is_silent = special_pattern.sub("", text[start:]).strip() == ""
         if is_silent and messages[index].get("tool_calls"):
             continue  # The template omits the calls, and silence is not an answer.
         lacks_end_token = 0 if stop or special_pattern.search(text, start) else 1
-        if is_prefix and full_text.startswith(text):
+        if full_text.startswith(text):
             end = len(text)
-        elif is_prefix and start < end and full_text.startswith(text[:end]):
+        elif start < end and full_text.startswith(text[:end]):
             # White space after the end token belongs to the answer, as at the end of the text.
             end = len(full_text) - len(full_text[end:].lstrip())
         else:
@@ -156,7 +155,7 @@ def _find_answer(
         overlap = text[len(header) : start]
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
             start = len(header)  # The answer begins with the end of the question.
-        return _Answer(text, start, end, is_prefix=True, stop=stop)
+        return _Answer(text, start, end, stop)
     if header and prompt and earlier_messages:
         # The template renders a question without an answer differently from a question with an
         # answer.
@@ -166,13 +165,7 @@ def _find_answer(
         pieces = _try_render(render, [*probe_messages, reply]).split(_PLACEHOLDER)
         if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
             answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(
-                prompt + answer_text,
-                len(prompt),
-                end=0,
-                is_prefix=False,
-                stop=stop,
-            )
+            return _Answer(prompt + answer_text, len(prompt), 0, stop)
     if not header:
         # The answer has reasoning, but the prompt ends with an empty block of reasoning. As in
         # TRL's templates for training, the answer begins with its own block.
@@ -181,13 +174,7 @@ def _find_answer(
         if not (header and text.startswith(header)):
             which = f"message {index + 1}, an answer,"
             raise AlignmentError(f"{which} is not at the position where the template puts answers")
-    return _Answer(
-        text,
-        len(header),
-        end,
-        is_prefix=True,
-        stop=stop,
-    )
+    return _Answer(text, len(header), end, stop)
 
 
 def _try_render(
