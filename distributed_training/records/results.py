@@ -23,6 +23,7 @@ from distributed_training.records.record import BEST, Record, is_alive
 from distributed_training.settings.files import plural
 
 EMPTY_CELL = "-"
+NOT_RUN = "not run yet"
 _LONGEST_ERROR = 300  # maximum length of a run's error in a table's notes, in characters
 _NAME_WIDTH = 26  # width of the first column on a terminal
 # Left-aligned columns
@@ -67,19 +68,13 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
 
-def _yes_or_no(value: bool | str) -> str:
-    if isinstance(value, str):
-        return value
-    return "yes" if value else "no"
-
-
 # Columns that show the settings of runs, except the strategy
 SETTINGS = {
     "model": Column(lambda r: r.config["model"], short_name),
     "processes": Column(lambda r: str(r.world_size)),
     "batch": Column(lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}"),
     "precision": Column(lambda r: r.config["precision"]),
-    "compile": Column(lambda r: r.config["compile"], _yes_or_no),
+    "compile": Column(lambda r: r.config["compile"]),
     "dataset": Column(lambda r: r.config["dataset"], short_name),
 }
 # GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
@@ -106,13 +101,13 @@ RESULTS = {
 _COMPARED = ("tokens/s", "reserved GPU memory", "validation loss")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LayoutRow:
     """Row of a table: a run."""
 
     name: str
-    record: Record | None = None
-    why: str = ""  # reason why a requested run has no record
+    record: Record | None = None  # None if the run has not started
+    why: str = ""  # reason why a requested run did not start or failed; "" if there is none
 
     @property
     def finished_record(self) -> Record | None:
@@ -127,7 +122,7 @@ class LayoutRow:
             return "failed"
         r = self.record
         if r is None:
-            return "not run yet"
+            return NOT_RUN
         word: str = r.status
         if word == "running" and r.hostname == platform.node() and not is_alive(r):
             word = "killed"
@@ -177,7 +172,7 @@ def describe_problems(layouts: Sequence[LayoutRow]) -> list[str]:
     notes = [f"{layout.name} failed: {layout.why}" for layout in layouts if layout.why]
     for layout in layouts:
         r = layout.record
-        if r is None:
+        if r is None or layout.why:
             continue
         if r.error:
             error = textwrap.shorten(r.error, _LONGEST_ERROR, placeholder=" ...")

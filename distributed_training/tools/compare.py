@@ -26,7 +26,7 @@ from pydantic_core import to_json
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import fold, short_path
-from distributed_training.records.results import LayoutRow, differing_keys
+from distributed_training.records.results import NOT_RUN, LayoutRow, differing_keys
 from distributed_training.settings.config import AUTO, CAPPED_NUM_SAMPLES, KEYS, Request
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError
@@ -60,27 +60,19 @@ class ComparisonPlan(BaseModel):
     runs: list[Values] = Field(min_length=1)
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Run:
+@dataclasses.dataclass(kw_only=True)
+class Run(LayoutRow):
     """One requested training run and its result."""
 
+    name: str = ""  # strategy and the keys that the plan sets for this run
     values: Values  # keys that override CONFIG, including strategy
     command: list[str]  # command without these values
     num_processes: int
-    name: str = ""  # strategy and the keys that the plan sets for this run
     config: Request | None = None  # None if CONFIG was rejected
-    record: records.Record | None = None  # None if the run has not started
-    why: str = ""  # reason why the run did not start or failed; "" if there is none
     seconds: float = 0.0
     exit_code: int = 0  # of the training process
     verdict: str = ""  # of `parity`; "" until the run has a result
     differences: Differences = dataclasses.field(default_factory=dict)  # of `parity`
-
-    @property
-    def status(self) -> str:
-        if self.record is None:
-            return "not run" if self.why else "remaining"
-        return "failed" if self.why else "ok"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +117,7 @@ def run(
         train_each(runs, out, lambda run: run.why or "ok")
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        print(f"\nInterrupted with {plural(count_runs(runs, 'remaining'), 'run')} remaining.")
+        print(f"\nInterrupted with {plural(count_runs(runs, NOT_RUN), 'run')} remaining.")
         print("Run the same command again to continue.")
     write_page(runs, out)
     if code == 0 and count_runs(runs, "ok") == 0:
@@ -216,7 +208,7 @@ def build_run(
 def print_settings(runs: Sequence[Run]) -> None:
     """For a dry run, print the settings of each run that remains to be trained."""
     for run in runs:
-        if run.status == "remaining":
+        if run.status == NOT_RUN:
             print(f"  {' '.join(format_options(run.values))}")
 
 
@@ -253,7 +245,7 @@ def train_each(
         if run.status == "ok":
             continue
         prefix = f"{number:>3}/{len(runs)}  "
-        if run.status == "remaining":
+        if run.status == NOT_RUN:
             print(f"{prefix}{run.name} ...", flush=True)
             start = time.monotonic()
             train(run, out)
@@ -301,14 +293,10 @@ def train(run: Run, out: Path) -> None:
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
     """Print the tables, and write them to a file."""
-    layouts = []
-    for run in runs:
-        record = None if run.why else run.record
-        layouts.append(LayoutRow(name=run.name, record=record, why=run.why))
     heading = (
         f"{count_runs(runs, 'ok')} of {plural(len(runs), 'run')} finished. The runs were executed "
         "one after another, each in new processes."
     )
-    text = report.render(heading, layouts)
+    text = report.render(heading, runs)
     (out / "compare.txt").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")

@@ -35,7 +35,7 @@ def test_names_hold_the_keys_that_a_plan_sets_for_a_run(tmp_path):
     names = ["dp", "dp bucket_cap_mb=1"]
     assert [run.name for run in (plain, bucket)] == names
     assert (bucket.values["max_length"], bucket.values["learning_rate"]) == (64, "0.5")
-    assert (refused.status, plain.status) == ("not run", "remaining")
+    assert (refused.status, plain.status) == ("failed", "not run yet")
     assert "max_length" in refused.why
 
 
@@ -53,7 +53,7 @@ def run_stub(tmp_path, code):
 def test_a_run_that_does_not_start_gives_its_error(tmp_path):
     code = "print('error: no GPU. To see, run:\\n  ls\\nnote'); raise SystemExit(2)"
     run = run_stub(tmp_path, code)
-    assert (run.status, run.exit_code, run.why) == ("not run", 2, "no GPU. To see, run: ls")
+    assert (run.status, run.exit_code, run.why) == ("failed", 2, "no GPU. To see, run: ls")
     assert run_stub(tmp_path, "").why == "exit code 0"
 
 
