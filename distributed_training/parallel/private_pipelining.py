@@ -45,9 +45,9 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     """Schedule that runs forward passes and the two halves of each backward pass in the planned
     order.
 
-    If the plan stores predicted durations, messages are sorted by their expected times.
-    By default, torch orders messages as if all operations took the same time. A receive that is
-    posted too early would then block operations that are ready."""
+    If the plan stores when operations are expected to end, messages are sorted by these times. By
+    default, torch orders messages as if all operations took the same time. A receive that is posted
+    too early would then block operations that are ready."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
             for rank, order in enumerate(find_orders(plan))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-        if plan.pipeline_times is not None:
+        if plan.operation_ends:
             end_s = {
                 operation: end
                 for order, ends in zip(find_orders(plan), plan.operation_ends, strict=True)

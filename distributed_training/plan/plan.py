@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from distributed_training.models import ModelSpec
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.layout import Amount, Batch, Stages, format_axes
-from distributed_training.plan.schedules import PipelineTimes, Schedule, find_schedule
+from distributed_training.plan.schedules import Schedule, find_schedule
 from distributed_training.settings.config import KEYS, DraftConfig, Request, RunConfig
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import JsonObject, load_object
@@ -60,8 +60,6 @@ class Draft:
     # gradients are averaged in every step
     steps_between_exchanges: int | None = None
     engine_bytes_per_parameter: float = 0  # bytes of state that the strategy's engine adds
-    # Times by which pipeline ranks sort their messages, if the schedule is V-shaped
-    pipeline_times: PipelineTimes | None = None
     packing: Packing | None = None  # None if records are not packed, or not read yet
     tokenized: bool = False  # whether the token cache contained the samples before this plan
 
@@ -177,8 +175,9 @@ class Plan(Draft):
     state_bytes: dict[str, int] = field(default_factory=dict)
     # Fraction of a step's time that ranks of the pipeline wait if all stages take equally long
     ideal_bubble: float = 0.0
-    # Predicted end in seconds of each operation, by pipeline rank and in the rank's order; () if
-    # `orders` is None
+    # Predicted end in seconds of each operation, by pipeline rank and in the rank's order, by which
+    # ranks sort their messages; () unless the schedule is V-shaped. The plan stores these times,
+    # because ranks with different orders of messages would deadlock.
     operation_ends: tuple[tuple[float, ...], ...] = ()
     # Settings that are predicted to need clearly less GPU memory; "" without a GPU
     lighter_settings: str = ""

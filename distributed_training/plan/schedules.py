@@ -38,14 +38,6 @@ class Schedule:
         return [m for m in divisors(num_sequences) if self.accepts(p, m)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineTimes:
-    """Predicted times of a V-shaped pipeline, in seconds."""
-
-    stage_s: tuple[tuple[float, ...], ...]  # durations of each stage's F, I and W
-    message_s: float  # time until a result has reached the next rank
-
-
 SCHEDULES = {
     "1f1b": Schedule(
         kept_micro_batches=lambda p, m: min(p, m),

@@ -16,7 +16,6 @@ from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
 from distributed_training.plan.plan import Draft
-from distributed_training.plan.schedules import PipelineTimes
 from distributed_training.planner.conflicts import check_settings
 from distributed_training.planner.layouts import (
     OPEN_BATCH,
@@ -26,10 +25,7 @@ from distributed_training.planner.layouts import (
     fill_mesh,
     split_batch,
 )
-from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.predict.rates import Rates, gpu_rates
-from distributed_training.predict.speed import StepCosts
 from distributed_training.settings.config import (
     AUTO,
     CAPPED_NUM_SAMPLES,
@@ -41,7 +37,7 @@ from distributed_training.settings.config import (
 )
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import plural
-from distributed_training.settings.machine import Machine, parse_gpu
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import load_preset
 
 WORDS_PRESET = "words"  # for training on a small amount of text without a GPU
@@ -227,7 +223,7 @@ def lay_out(
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    return _complete(draft, cluster.rates, notes)
+    return _complete(draft, notes)
 
 
 def with_checkpointing(choice: Prediction, **settings: Any) -> Prediction:
@@ -235,16 +231,12 @@ def with_checkpointing(choice: Prediction, **settings: Any) -> Prediction:
     nor the batch depends. Raises UserError if settings are incompatible."""
     draft = choice.plan.with_config(**settings)
     draft = replace(draft, requested=draft.requested.model_copy(update=settings))
-    return Prediction(_complete(draft, choice.rates, []), choice.rates)
+    return Prediction(_complete(draft, []), choice.rates)
 
 
-def _complete(
-    draft: Draft,
-    rates: Rates | None,
-    notes: list[str],
-) -> Draft:
-    """Return a draft with the switches and times that follow from its other fields, after checking
-    that its settings can be combined."""
+def _complete(draft: Draft, notes: list[str]) -> Draft:
+    """Return a draft with the switches that follow from its other fields, after checking that its
+    settings can be combined."""
     draft = draft.with_config(**_choose_switches(draft, notes))
     tp = draft.mesh["tp"]
     processes_here = draft.processes_here
@@ -255,8 +247,6 @@ def _complete(
             "factor"
         )
     check_settings(draft, notes)
-    if draft.schedule.v_shaped:
-        draft = replace(draft, pipeline_times=_predict_times(draft, rates))
     return draft
 
 
@@ -366,19 +356,6 @@ def _graph_obstacle(plan: Draft) -> str:
     if has_dropout and (plan.mesh["tp"] > 1 or recomputes):
         return "dropout under tp or activation checkpointing, which sets random generators"
     return "a CPU" if plan.machine.num_gpus == 0 else ""
-
-
-def _predict_times(plan: Draft, rates: Rates | None) -> PipelineTimes:
-    """Return the durations by which the ranks of a V-shaped pipeline sort their messages. If the
-    rates are unknown, the durations are predicted with those of an H200. The plan stores the
-    durations, because ranks with different orders of messages would deadlock."""
-    step = StepCosts(plan, rates or gpu_rates(parse_gpu("H200")))
-    costs = step.operation_costs()
-    seconds = tuple(
-        tuple(costs[kind, stage].total_s for kind in "FIW")
-        for stage in range(len(plan.stages.ranks))
-    )
-    return PipelineTimes(stage_s=seconds, message_s=message_s(step))
 
 
 def note_experts(

@@ -23,7 +23,8 @@ from distributed_training.planner.sort import (
     suggest_settings,
 )
 from distributed_training.predict.predict import Cluster, Prediction
-from distributed_training.predict.simulate import ideal_bubble, predict_ends
+from distributed_training.predict.simulate import ideal_bubble
+from distributed_training.predict.speed import predict_ends
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -71,7 +72,7 @@ def make_plan(
         **vars(draft),
         **folders,
         "config": _resolve_rest(prediction, amount, notes),
-        "operation_ends": predict_ends(draft),
+        "operation_ends": predict_ends(draft, cluster.rates),
         **_deepspeed_fields(draft, notes),
         **_statements(prediction, cluster, amount),
     }

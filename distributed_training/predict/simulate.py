@@ -4,21 +4,10 @@ module does not import torch."""
 import itertools
 from collections.abc import Mapping, Sequence
 
-from distributed_training.plan.orders import Order, Step, build_orders, find_orders
-from distributed_training.plan.plan import Draft
+from distributed_training.plan.orders import Order, Step, build_orders
 from distributed_training.plan.schedules import find_schedule
 
 Spans = dict[Step, list[tuple[float, float]]]  # start and end of each micro-batch
-
-
-def durations_by_step(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
-    """Map each (kind, stage) to its duration in seconds. `stage_s` contains three durations per
-    stage: forward pass (F), input gradients (I) and weight gradients (W)."""
-    return {
-        (kind, stage): duration
-        for stage, durations in enumerate(stage_s)
-        for kind, duration in zip("FIW", durations, strict=True)
-    }
 
 
 def map_consumers(
@@ -100,8 +89,8 @@ def ideal_bubble(schedule: str, p: int, m: int) -> float:
     """Return the fraction of a step's time that ranks wait if messages take no time, all stages
     take equally long, and a backward pass takes twice as long as a forward pass."""
     ranks = find_schedule(schedule, {"pp": p}).ranks(p)
-    durations = durations_by_step([(1.0, 1.0, 1.0)] * len(ranks))
-    durations |= {("B", stage): 2.0 for stage in range(len(ranks))}
+    units = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    durations = {(kind, stage): unit for kind, unit in units.items() for stage in range(len(ranks))}
     consumers = map_consumers(ranks, 0.0)
     duration = total_duration(
         simulate(
@@ -111,17 +100,3 @@ def ideal_bubble(schedule: str, p: int, m: int) -> float:
         )
     )
     return 1 - 3 * m * len(ranks) / (p * duration)
-
-
-def predict_ends(plan: Draft) -> tuple[tuple[float, ...], ...]:
-    """Return the expected end of each operation of each rank in seconds, given the durations that
-    the plan stores, or () if it stores none."""
-    times = plan.pipeline_times
-    if times is None:
-        return ()
-    orders = find_orders(plan)
-    durations = durations_by_step(times.stage_s)
-    spans = simulate(orders, durations, map_consumers(plan.stages.ranks, times.message_s))
-    return tuple(
-        tuple(spans[kind, stage][number][1] for kind, stage, number in order) for order in orders
-    )

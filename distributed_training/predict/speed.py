@@ -30,8 +30,9 @@ from distributed_training.predict.mechanism import (
     Timing,
     pipeline_ranks,
 )
-from distributed_training.predict.rates import FITTED, Rates
+from distributed_training.predict.rates import FITTED, Rates, gpu_rates
 from distributed_training.predict.simulate import map_consumers, simulate, total_duration
+from distributed_training.settings.machine import parse_gpu
 
 
 class StepTime(NamedTuple):
@@ -86,6 +87,20 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     return StepTime(
         total_s,
         max(bottlenecks, key=lambda name: bottlenecks[name]),
+    )
+
+
+def predict_ends(plan: Draft, rates: Rates | None) -> tuple[tuple[float, ...], ...]:
+    """Return the expected end of each operation of each rank in seconds if the pipeline is
+    V-shaped, otherwise (). If the rates are unknown, use those of an H200."""
+    if not plan.schedule.v_shaped:
+        return ()
+    step = StepCosts(plan, rates or gpu_rates(parse_gpu("H200")))
+    durations = {key: cost.total_s for key, cost in step.operation_costs().items()}
+    orders = find_orders(plan)
+    spans = simulate(orders, durations, map_consumers(plan.stages.ranks, message_s(step)))
+    return tuple(
+        tuple(spans[kind, stage][number][1] for kind, stage, number in order) for order in orders
     )
 
 
