@@ -131,16 +131,17 @@ def attend(
         y = SinkAttention.apply(
             q,
             k,
-            v,
+            _as_wide(v, q),
             sinks.float()[:, None],
             ends,
             mask,
             scale,
             window,
         )
-        return y.transpose(1, 2)
+        return y[..., : v.shape[-1]].transpose(1, 2)
     if ends is not None and has_kernel(q.shape[-1]):
-        return _attend_in_documents(q, k, v, ends, scale, window)
+        y = _attend_in_documents(q, k, _as_wide(v, q), ends, scale, window)
+        return y[..., : v.shape[-1]]
     is_wide = q.is_cuda and q.dtype is torch.bfloat16 and q.shape[-1] > _MAX_HEAD_SIZE
     if is_wide and is_causal and not dropout:
         wide_y = wide_attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
@@ -176,10 +177,7 @@ def _attend_in_documents(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    batch, _, seq_len, head_size = q.shape
-    value_size = v.shape[-1]
-    if value_size < head_size:  # DeepSeek's heads; the kernel needs equal sizes
-        v = F.pad(v, (0, head_size - value_size))
+    batch, _, seq_len, _ = q.shape
     y: Any = varlen_attn(
         to_rows(q),
         to_rows(k),
@@ -192,4 +190,11 @@ def _attend_in_documents(
         window_size=window_size(window),
         enable_gqa=True,
     )
-    return y.unflatten(0, (batch, seq_len))[..., :value_size]
+    return y.unflatten(0, (batch, seq_len))
+
+
+def _as_wide(v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return values with zeros up to the width of the queries. Some kernels need equal widths, but
+    the values of DeepSeek's heads are narrower."""
+    missing = q.shape[-1] - v.shape[-1]
+    return F.pad(v, (0, missing)) if missing > 0 else v

@@ -68,8 +68,8 @@ class InitialWeights:
         on_gpu = device.type == "cuda"
         if on_gpu:  # The threads use a different stream.
             torch.cuda.synchronize(device)
-        # Threads begin on the first GPU, whose fake tensors torch would later reuse for this one.
-        begin = partial(torch.cuda.set_device, device) if on_gpu else None
+        # A new thread uses the first GPU, and so do the fake tensors that DTensor makes and keeps.
+        begin = None if device.index is None else partial(torch.cuda.set_device, device)
         with ThreadPoolExecutor(2, initializer=begin) as pool:
             list(pool.map(fill, pending))
         if on_gpu:

@@ -95,7 +95,7 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         is_attention = func is F.scaled_dot_product_attention and options.get("attn_mask") is None
-        if is_attention and args[1].shape[-1] != args[2].shape[-1]:
+        if is_attention and args[1].shape[-1] > args[2].shape[-1]:
             return torch.ops.aten._scaled_dot_product_efficient_attention(*args, None, True)[0]
         return func(*args, **options)
 

@@ -234,6 +234,7 @@ def test_low_precision_learns_and_records_memory(precision, tmp_path):
     assert record["status"] == "ok"
     assert record["loss_curve"][-1][1] < record["loss_curve"][0][1] - 0.5
     assert record["memory"]["peak_reserved_bytes"] > record["memory"]["peak_allocated_bytes"] / 2
+    assert_ok(run_command([sys.executable, SCRIPT, "eval", record["run_dir"]]))
 
 
 def test_out_of_memory_is_recorded_and_explained(tmp_path):

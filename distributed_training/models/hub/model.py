@@ -224,8 +224,6 @@ class HubDecoder(private.MovedModule, Decoder):
             column = scale * bias.to(x.dtype)[:, None]
             weight = torch.cat([weight, F.pad(column, (0, 7))], 1)
             x = F.pad(x, (0, 8), value=1.0)
-        if len(weight) % 8:  # GPUs multiply unaligned rows at a fraction of their speed
-            weight = F.pad(weight, (0, 0, 0, self.size.padded_vocab_size - len(weight)))
         if targets is None:
             return project_to_vocabulary(
                 x,
@@ -233,6 +231,8 @@ class HubDecoder(private.MovedModule, Decoder):
                 self.size.vocab_size,
                 cap=head["cap"],
             )
+        if len(weight) % 8:  # GPUs multiply unaligned rows at a fraction of their speed
+            weight = F.pad(weight, (0, 0, 0, self.size.padded_vocab_size - len(weight)))
         return self.loss(
             x,
             weight,

@@ -144,8 +144,8 @@ def mlp_values(sizes: Sizes) -> tuple[int, int]:
 
 def backward_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of additional bytes that a block's backward pass needs at its peak. The
-    peak occurs in the MLP, where these bytes hold the gradient of the first matrix's output. The
-    gradient of the second matrix's input needs no additional bytes, because it replaces that
+    peak occurs in the MLP, where these bytes hold the gradients of the first matrices' outputs. The
+    gradient of the last matrix's input needs no additional bytes, because it replaces that
     input."""
     return rank.value_bytes * mlp_values(rank)[0] / rank.tp
 
