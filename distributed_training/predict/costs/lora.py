@@ -117,14 +117,16 @@ def adapter_backward_bytes(rank: PipelineRank, recomputed: float) -> float:
 
 
 def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
-    """Return the number of bytes by which a block's largest dequantized matrix exceeds the
-    gradients in the block's MLP, or 0 if the matrix is smaller. If the matrix is larger, memory
-    peaks at the end of the backward pass, when the matrix is in memory. Otherwise, memory peaks in
-    the MLP."""
+    """Return the number of bytes by which a block's largest dequantized matrix, or stack of experts
+    with the gradients of its rows, exceeds the gradients in the block's MLP, or 0 if it is smaller.
+    If it is larger, memory peaks at the end of the backward pass, when it is in memory. Otherwise,
+    memory peaks in the MLP."""
     stacks = map(math.prod, rank.kind.stacks.values())
     largest = max(*(rows * columns for rows, columns in matrix_shapes(rank)), *stacks)
+    products = rank.kind.expert_products
+    row_values = max((count * (rows + columns) for rows, columns, count in products), default=0)
     mlp_bytes = backward_bytes(rank, recomputed) + adapter_backward_bytes(rank, recomputed)
-    return max(0, rank.dtype_bytes * largest - mlp_bytes)
+    return max(0, rank.dtype_bytes * largest + rank.value_bytes * row_values - mlp_bytes)
 
 
 def dequantize_costs(timing: Timing) -> PassCosts:
