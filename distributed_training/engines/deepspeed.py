@@ -71,7 +71,7 @@ class DeepSpeedEngine(base.Engine):
         else:
             optimizer = torch.optim.AdamW(
                 groups,
-                fused=topology.device_type == "cuda",
+                fused=True,
                 **settings,
             )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its arguments

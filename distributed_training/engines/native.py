@@ -197,13 +197,9 @@ class NativeEngine(base.Engine):
             local = nn.Parameter(local_part(parameter.detach()))
             self.local_params[parameter] = local
             origins[local] = (name, parameter)
-        self.optimizer: Any = build_optimizer(self.config, device, origins)
-        lr = self.config.learning_rate
-        self.lr_tensor = None
-        # A CUDA graph and compiled code read the learning rate of each step from memory.
-        if device.type == "cuda" or self.config.optimizer != "adamw":
-            self.lr_tensor = torch.tensor(lr, device=device)
-        self.set_learning_rate(lr)
+        # The optimizer's step, which may be captured or compiled, reads this tensor.
+        self.lr_tensor = torch.tensor(self.config.learning_rate, device=device)
+        self.optimizer: Any = build_optimizer(self.config, self.lr_tensor, origins)
         self.loss_factor = torch.zeros((), device=device)  # multiplies summed losses
         self.fp16 = self.compute_dtype is torch.float16
         # fp32 scalars at fixed addresses, because a CUDA graph reads and writes them
@@ -262,9 +258,7 @@ class NativeEngine(base.Engine):
             time.sleep(0.3)  # the watchdog checks every 0.1 s
 
     def set_learning_rate(self, rate: float) -> None:
-        if self.lr_tensor is not None:  # captured and compiled steps read this tensor
-            self.lr_tensor.fill_(rate)
-        super().set_learning_rate(rate if self.lr_tensor is None else self.lr_tensor)
+        self.lr_tensor.fill_(rate)
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # The backward pass averages gradients over dp and cp ranks, but the loss is divided by the
@@ -330,21 +324,16 @@ class NativeEngine(base.Engine):
             self.parameters, self.topology, self.embedding_copies
         )
         overflow = grad_norm.isfinite().logical_not()
-        apply_update = True
         if self.fp16 or self.config.on_nonfinite == "skip":
-            if self.optimizer.is_fused:  # The host need not wait for the norm.
-                self.optimizer.found_inf = overflow.float()
-            else:
-                apply_update = not overflow
-        if apply_update:
-            self._clip(grad_norm)
-            if not self.optimizer.state:
-                # Return cached memory to the driver, because Adam moments in that memory would
-                # fragment the segments that activations use.
-                if self.topology.device_type == "cuda":
-                    torch.cuda.empty_cache()
-                self.init_optimizer_state(0)
-            self.optimizer.step()
+            self.optimizer.found_inf = overflow.float()  # The host need not wait for the norm.
+        self._clip(grad_norm)
+        if not self.optimizer.state:
+            # Return cached memory to the driver, because Adam moments in that memory would fragment
+            # the segments that activations use.
+            if self.topology.device_type == "cuda":
+                torch.cuda.empty_cache()
+            self.init_optimizer_state(0)
+        self.optimizer.step()
         for parameter in (*self.parameters, *self.local_params.values()):
             parameter.grad = None
         if self.fp16:
@@ -357,14 +346,11 @@ class NativeEngine(base.Engine):
         init_state(self.optimizer, step)
 
     def _clip(self, grad_norm: torch.Tensor) -> None:
-        """Scale the gradients so that their global norm is at most max_grad_norm."""
+        """Let the optimizer divide the gradients so that their global norm is at most
+        max_grad_norm."""
         limit = self.config.max_grad_norm
-        if limit is None:
-            return
-        if self.optimizer.is_fused:  # The kernel divides, which saves one pass over the gradients.
+        if limit is not None:
             self.optimizer.grad_scale = ((grad_norm + 1e-6) / limit).clamp(min=1.0)
-        else:
-            nn.utils.clip_grads_with_norm_(self.local_params.values(), limit, grad_norm)
 
     def _update_loss_scale(self, overflow: torch.Tensor) -> None:
         """Update the loss scale for the next step."""

@@ -39,30 +39,25 @@ def parameter_groups(
 
 def build_optimizer(
     config: RunConfig,
-    device: torch.device,
+    lr: torch.Tensor,
     origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
-    step. If its attribute `is_fused` is True, the step divides gradients by the attribute
-    `grad_scale`, and skips the update if the attribute `found_inf` is 1.
+    step, which reads the learning rate from the tensor `lr`. If they are set, the step divides
+    gradients by the attribute `grad_scale`, and skips the update if the attribute `found_inf` is 1.
 
     `origins` maps each parameter of the optimizer to the name and the DTensor of the parameter
     whose shard it is. The DTensor is the parameter itself if it is not sharded."""
     groups = parameter_groups(origins, config.weight_decay)
-    lr = config.learning_rate
-    compiled = config.compile
     if config.optimizer != "adamw":
-        return AdamWBf16(groups, lr, origins, config.seed, compiled=compiled)
-    is_fused = device.type == "cuda"
-    optimizer: Any = torch.optim.AdamW(
+        return AdamWBf16(groups, lr, origins, config.seed, compiled=config.compile)
+    return torch.optim.AdamW(
         groups,
         lr,
-        fused=is_fused,
-        capturable=is_fused,
+        fused=True,
+        capturable=True,
         **ADAM,
     )
-    optimizer.is_fused = is_fused
-    return optimizer  # type: ignore[no-any-return]
 
 
 def init_state(optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:
@@ -81,14 +76,13 @@ class AdamWBf16(torch.optim.Optimizer):
     """AdamW with Adam moments in bf16 that are rounded stochastically. Weights are fp32 or, also
     with stochastic rounding, bf16."""
 
-    is_fused = True
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        lr: float,
+        lr: torch.Tensor,
         origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
         seed: int,
         *,

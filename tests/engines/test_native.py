@@ -88,10 +88,9 @@ def test_loss_scale_does_not_change_norms_and_weights(tmp_path):
 
 def test_learning_rate_is_updated_in_place_for_cuda_graphs(plan):
     engine = build_engine(plan)
-    engine.lr_tensor = lr_tensor = torch.tensor(1.0)
     engine.set_learning_rate(0.5)
-    assert float(lr_tensor) == 0.5
-    assert all(group["lr"] is lr_tensor for group in engine.optimizer.param_groups)
+    assert float(engine.lr_tensor) == 0.5
+    assert all(group["lr"] is engine.lr_tensor for group in engine.optimizer.param_groups)
 
 
 def test_a_loss_scale_falls_at_an_overflow_and_rises_again(tmp_path, monkeypatch):
