@@ -31,6 +31,10 @@ def block_costs(timing: Timing) -> PassCosts:
         weights += timing.gemm_cost(k, timing.tokens, n)
     expert_counts = [experts for experts, *_ in timing.kind.stacks.values()]
     num_experts = max(expert_counts, default=0)
+    if expert_counts:  # short kernels choose, count and sort
+        routing = Cost(memory_s=FITTED.routing_starts * FITTED.kernel_s)
+        forward += routing
+        inputs += 2 * routing
     for n, k, rows_per_token in timing.kind.expert_products:
         num_rows = timing.tokens * rows_per_token
         # Tiles of matrices are partly empty at the end of each expert's rows.
