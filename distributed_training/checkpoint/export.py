@@ -44,13 +44,12 @@ def generate_ids(
     place so that all ranks use the same id. Raises UserError if the logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
-    past: KVCache | None = KVCache()
+    past = KVCache()
     for _ in range(num_tokens):
-        if len(ids) > context:
-            past = None
-        model_ids = ids[past.length :] if past else ids[-context:]
+        fits = len(ids) <= context
+        model_ids = ids[past.length :] if fits else ids[-context:]
         with sdpa_kernel(ATTENTION_BACKENDS):
-            logits = compute_logits(torch.tensor([model_ids]), past)
+            logits = compute_logits(torch.tensor([model_ids]), past if fits else None)
         last_logits = logits[0, -1].float().cpu()
         num_candidates = min(TOP_K, len(last_logits)) if temperature else 1
         top_logits, candidates = torch.topk(last_logits, num_candidates)

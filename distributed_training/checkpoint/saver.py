@@ -62,9 +62,7 @@ class Saver:
         # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps_memory = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
-        self._is_disk_leader = topology.rank == 0
-        if plan.has_node_local_files:
-            self._is_disk_leader = topology.local_rank == 0
+        self._is_disk_leader = topology.rank == plan.ranks_on_disk(topology.rank)[0]
         self._group: Any = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
         self.pending_write: Future[Path] | None = None  # the current save; None between saves

@@ -89,9 +89,9 @@ def trained_model_of_run(
     `read` returns the tensor of a name."""
     config = plan.config
     spec = plan.model
+    base = functools.cache(lambda: base_source(plan, torch.device("cpu")))
     if not config.lora_rank:
         trained_names = set(names)
-        base = functools.cache(lambda: _base_source(plan))
 
         def read_any(name: str, slices: Slices) -> torch.Tensor:
             if name in trained_names:
@@ -106,19 +106,15 @@ def trained_model_of_run(
         base_fingerprint=str(base_fingerprint),
         origin=plan.run_dir,
     )
-    return TrainedModel(spec=spec, weights=_base_source(plan), adapters=adapters)
+    return TrainedModel(spec=spec, weights=base(), adapters=adapters)
 
 
-def _base_source(plan: Plan) -> WeightSource:
-    """Return the weights with which a run began."""
-    spec = plan.model
+def base_source(plan: Plan, device: torch.device) -> WeightSource:
+    """Return the weights with which a run begins. Random weights are drawn on `device`."""
     if plan.weights_dir is not None:
-        return spec.weights_source(plan.weights_dir)
-    return spec.build_meta_model().random_source(
-        plan.config.seed,
-        torch.device("cpu"),
-        hashed=plan.machine.num_gpus > 0,
-    )
+        return plan.model.weights_source(plan.weights_dir)
+    model = plan.model.build_meta_model()
+    return model.random_source(plan.config.seed, device, hashed=plan.machine.num_gpus > 0)
 
 
 def open_trained_folder(spec: ModelSpec, folder: Path, base: Path) -> TrainedModel:

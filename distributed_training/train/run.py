@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.checkpoint.saver import seed_dropout
+from distributed_training.checkpoint.trained import base_source
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine
 from distributed_training.models import peft
@@ -242,11 +243,7 @@ def build_model(
     model.compute_dtype = compute_dtype
     if plan.packing:
         model.max_documents = plan.packing.max_documents
-    if plan.weights_dir is not None:
-        source = plan.model.weights_source(plan.weights_dir)
-    else:
-        on_gpu = topology.device_type == "cuda"
-        source = model.random_source(config.seed, topology.device, hashed=on_gpu)
+    source = base_source(plan, topology.device)
     fingerprint = weights_checksum(model, source) if config.lora_rank or plan.weights_dir else 0
     if config.has_quantized_base:
         source = quantize_matrices(model, source, topology.device, str(config.base_dtype))

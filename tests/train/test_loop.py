@@ -103,7 +103,7 @@ def make_trainer(engine=None, record=None, **config):
             config=config,
             strategy=load_strategy(config),
             run_dir=Path("x"),
-            has_node_local_files=False,
+            ranks_on_disk=lambda rank: [0],
             num_steps=NUM_STEPS,
             weights_dir=None,
         ),
