@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -108,7 +109,6 @@ def build_batch_script(
         # Relative paths in the options refer to the current folder.
         run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
         changes = {
-            "# Submit:  sbatch --nodes=2 configs/train.slurm --strategy fsdp ...": comments,
             "train-gpt2": shlex.quote(printable(name)),
             "--nodes=1": f"--nodes={num_nodes}",
             "--gpus-per-node=4": f"--gpus-per-node={processes_here}",
@@ -120,44 +120,42 @@ def build_batch_script(
             "run=(real_model_example.py --strict --resume auto": run_line,
             "--dry-run)  # here": shlex.join([*machine_options, "--dry-run"]) + ")",
         }
-        # A user may have changed some of these lines in the template.
-        pattern = "|".join(map(re.escape, changes))
-        return re.sub(
-            pattern,
-            lambda match: changes[match[0]],
-            job,
-        )
-    import yaml
-
-    job, setup, shell_text = job.partition("setup:")
-    document = yaml.safe_load(job)
-    if template == "skypilot.yaml":
+    elif template == "skypilot.yaml":
         gpu = find_gpu(plan.machine.gpu_name)
         gpu_name = str(gpu.name if gpu else plan.machine.gpu_name).replace("RTX-", "RTX")
         accelerators = f"{SKYPILOT_GPUS.get(gpu_name, gpu_name)}:{processes_here}"
-        document |= {
-            "name": name,
-            "num_nodes": num_nodes,
-            "workdir": str(script.parent),
+        changes = {
+            "train-gpt2": _quoted(name),
+            "num_nodes: 2": f"num_nodes: {num_nodes}",
+            "workdir: .": f"workdir: {_quoted(str(script.parent))}",
+            "H100:8": _quoted(accelerators),
+            "64+": f"{gib}+",
+            "--strategy fsdp": _quoted(shlex.join(options)),
         }
-        document["resources"] |= {"accelerators": accelerators, "memory": f"{gib}+"}
-        document["envs"]["TRAIN"] = shlex.join(options)
     else:
-        document["metadata"]["generateName"] = f"{name}-"
-        trainer = document["spec"]["trainer"]
-        trainer |= {"numNodes": num_nodes, "numProcPerNode": processes_here}
-        limits = {"nvidia.com/gpu": processes_here, "memory": f"{gib}Gi"}
-        trainer["resourcesPerNode"]["limits"] = limits
-        trainer["args"] = [*trainer["args"][:-1], *options]  # without the example --strategy
-    instructions = "".join(
-        re.findall(
-            "^#.*\n",
-            job.partition("\n")[2],
-            re.MULTILINE,
-        )
+        changes = {
+            "train-gpt2-": _quoted(f"{name}-"),
+            "numNodes: 2": f"numNodes: {num_nodes}",
+            "numProcPerNode: 8": f"numProcPerNode: {processes_here}",
+            "gpu: 8": f"gpu: {processes_here}",
+            "64Gi": f"{gib}Gi",
+            "--strategy=fsdp": ", ".join(map(_quoted, options)),
+        }
+    # A user may have changed some of these lines in the template.
+    pattern = "|".join(["^# Submit: .*", *map(re.escape, changes)])
+    return re.sub(
+        pattern,
+        lambda match: changes.get(match[0], comments),
+        job,
+        flags=re.MULTILINE,
     )
-    text = yaml.safe_dump(document, sort_keys=False)
-    return f"{comments}\n{instructions}{text}{setup}{shell_text}"
+
+
+def _quoted(text: str) -> str:
+    """Return a YAML string on one line."""
+    import yaml
+
+    return str(yaml.safe_dump(text, default_style='"', width=sys.maxsize)).rstrip()
 
 
 def job_template(file: Path) -> tuple[str, str]:
