@@ -47,16 +47,16 @@ def summarize(
     num_cut = 0
     if num_short and form != RUNNING:
         left_out["fewer than two tokens"] = num_short
+    if "loss_mask" in split or not packs:  # If texts are packed, long texts are split instead.
+        documents = np.searchsorted(split["starts"], samples.starts, "right") - 1
+        num_cut = int((lengths[documents] - 1 > config.max_length).sum())
     if "loss_mask" in split:
-        num_cut = _count_cut(samples, split["starts"], config.max_length)
         num_filled = len(lengths) - num_short - len(samples)
         # A record may have several samples, one per answer. Count omitted samples in a note then.
         if num_filled and len(lengths) == num_read:
             left_out[FILLED] = num_filled
         elif num_filled:
             notes[f"sample of a record with several answers left out ({FILLED})"] = num_filled
-    elif not packs:  # If texts are packed, long texts are split instead of being cut.
-        num_cut = _count_cut(samples, split["starts"], config.max_length)
     num_used = counts["records"] - sum(left_out.values())
     num_sample_tokens = samples.lengths.sum()
     if packs and form == RUNNING:
@@ -84,18 +84,6 @@ def summarize(
         "loss_share": float(samples.num_targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
     }
-
-
-def _count_cut(
-    samples: Samples,
-    bounds: np.ndarray,
-    max_length: int,
-) -> int:
-    """Return the number of samples that are cut at max_length. Each sample must be a document of
-    the split or the beginning of one. `bounds` are the `starts` of the split."""
-    documents = np.searchsorted(bounds, samples.starts, "right") - 1
-    full_lengths = np.diff(bounds)[documents] - 1
-    return int((full_lengths > max_length).sum())
 
 
 def describe(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -218,7 +219,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UserError(what, fix="name a dataset with --dataset")
     trained, tokenizer, _ = find_trained(arguments.run, choose_weights(arguments))
     size = trained.spec.size
-    config: Config = plan.config if plan else build_config({"model": arguments.run})
+    config: Any = plan.config if plan else build_config({"model": arguments.run})
     length = config.max_length
     if arguments.dataset is not None:  # the same for a model before and after its training
         length = min(MAX_LENGTH, size.num_positions)
@@ -230,8 +231,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     display = Display(enabled=True)
     if arguments.dataset is None:
         assert plan is not None
-        run_config = with_values(plan.config, max_length=config.max_length)
-        data = load_data(replace(plan, config=run_config))
+        data = load_data(replace(plan, config=config))
         samples, bytes_per_token = data.validation, data.bytes_per_token
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
@@ -361,8 +361,7 @@ def merge_adapters(
         raise UserError(f"{exported} has no adapters to merge", fix=fix)
     folder = _new_folder(to, exported.with_name(MERGED))
     trained, tokenizer, chat = find_trained(str(exported), LAST)
-    base = base_folder(exported)
-    export.save_full_model(trained, tokenizer, chat, base, folder, text=text)
+    export.save_full_model(trained, tokenizer, chat, trained.base, folder, text=text)
     if trained.adapters and trained.adapters.config.has_quantized_base:
         base_dtype = trained.adapters.config.base_dtype
         note = f"the base model was in {base_dtype}. The export contains its dequantized weights "
