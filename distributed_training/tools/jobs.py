@@ -96,18 +96,14 @@ def build_batch_script(
     comments = "\n".join(f"# {printable(line)}" for line in header)
     job = (ROOT / "configs" / template).read_text(encoding="utf-8")
     if template == "train.slurm":
-        script_words = [str(script), *options]
-        if "--strict" not in script_words:
-            script_words.append("--strict")
-        if "--resume" not in script_words:
-            script_words += ["--resume", "auto"]
         own_file = ROOT / "configs/site.slurm"
         own_lines = ""
         if own_file.is_file():
             own_lines = own_file.read_text(encoding="utf-8").rstrip()
         num_cpus = min(4 * processes_here, plan.machine.num_cpus)  # unless it has fewer
         # Relative paths in the options refer to the current folder.
-        run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({shlex.join(script_words)}"
+        words = shlex.join([str(script), "--strict", "--resume", "auto", *options])
+        run_line = f"cd {shlex.quote(str(Path.cwd()))}\nrun=({words}"
         changes = {
             "train-gpt2": shlex.quote(printable(name)),
             "--nodes=1": f"--nodes={num_nodes}",
