@@ -61,7 +61,7 @@ def run(
         # ends the run immediately. Otherwise, libraries would convert a KeyboardInterrupt into
         # another error, such as an unreadable checkpoint.
         def end_run(signum: int, _frame: object) -> None:
-            stop_compilers()
+            stop_compilers(plan)
             interrupt = KeyboardInterrupt(signal.Signals(signum).name)
             end_failed(plan, topology, interrupt)
 

@@ -201,9 +201,12 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     dist.barrier()
 
 
-def stop_compilers() -> None:
+def stop_compilers(plan: Plan) -> None:
     """Terminate the compilers that this process has started to build an extension. Torch's own
-    child processes, which run Python, end with this process."""
+    child processes, which run Python, end with this process. After the run has begun, other
+    programs may run, such as a tracker's."""
+    if records.has_begun(plan.run_dir):
+        return
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if not child.name().startswith("python"):
