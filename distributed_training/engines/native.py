@@ -19,6 +19,7 @@ from distributed_training.engines.graphs import StepGraph, to_device
 from distributed_training.engines.optimizers import build_optimizer, init_state
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.initial_weights import InitialWeights
+from distributed_training.models.private import locate_local
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
@@ -35,13 +36,7 @@ from distributed_training.parallel.private import (
     reset_fsdp_shards,
 )
 from distributed_training.parallel.tensor import apply_tp, shard_loss
-from distributed_training.parallel.tensor_files import (
-    Part,
-    TensorFiles,
-    build_part,
-    choose_writer,
-    locate_local,
-)
+from distributed_training.parallel.tensor_files import Part, TensorFiles, build_part, choose_writer
 from distributed_training.plan.plan import Plan
 
 # fp16's dynamic loss scale, as in DeepSpeed's configuration. An overflow halves the scale.
@@ -99,7 +94,7 @@ def parallelize(
             keep_gathered=topology.pp > 1,
             keep_outer_gathered=plan.keeps_outer_weights_gathered,
         )
-    weights.fill(stage, topology.device, locate_local)  # only this rank's shards
+    weights.fill(stage, topology.device)  # only this rank's shards
     if plan.uses_fsdp:
         reset_fsdp_shards(stage)
     if plan.shares_frozen_shards:

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from distributed_training.engines.base import ADAM, MOMENTS
-from distributed_training.parallel.tensor_files import locate_local
+from distributed_training.models.private import locate_local
 from distributed_training.settings.config import RunConfig
 
 # Maximum number of values per update. If the update is not compiled, the limit saves memory.
@@ -51,13 +51,7 @@ def build_optimizer(
     groups = parameter_groups(origins, config.weight_decay)
     if config.optimizer != "adamw":
         return AdamWBf16(groups, lr, origins, config.seed, compiled=config.compile)
-    return torch.optim.AdamW(
-        groups,
-        lr,
-        fused=True,
-        capturable=True,
-        **ADAM,
-    )
+    return torch.optim.AdamW(groups, lr, fused=True, capturable=True, **ADAM)
 
 
 def init_state(optimizer: torch.optim.Optimizer, step: torch.Tensor) -> None:

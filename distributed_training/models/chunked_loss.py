@@ -3,7 +3,6 @@
 The letters in shapes are defined in decoder.py. In addition, N = B T, and R is the number of ranks
 that shard the vocabulary."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.decoder import softcap
+from distributed_training.models.private import all_gather_functional
 
 
 class VocabularyShard(NamedTuple):
@@ -18,8 +18,6 @@ class VocabularyShard(NamedTuple):
 
     first: int  # token id of the first row
     group: Any
-    # Function of (tensor, dim, group) that all-gathers a tensor along `dim`, also in compiled code
-    gather: Callable[[torch.Tensor, int, Any], torch.Tensor]
 
 
 class ChunkedCrossEntropy:
@@ -143,7 +141,7 @@ def loss_and_gradient(
     target_logit = target_logits.sum(-1, keepdim=True)
     if shard is not None:
         pair = torch.stack([normalizer, target_logit])
-        gathered = shard.gather(pair, 0, shard.group)
+        gathered = all_gather_functional(pair, 0, shard.group)
         normalizers, target_logits = gathered.unflatten(0, (-1, 2)).unbind(1)
         normalizer = torch.logsumexp(normalizers, 0)
         target_logit = target_logits.sum(0)

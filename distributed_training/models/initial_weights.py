@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from distributed_training.models.private import locate_local
+
 # Constants of SplitMix64 as int64: the step between two states, and (shift, factor) of each round
 _STEP = -0x61C8864680B583EB
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
@@ -20,14 +22,6 @@ _KEY_FACTOR = 0x2545F4914F6CDD1D  # an odd number
 Slices = tuple[slice, ...]
 # Function of (name, slices) that returns this part of the named parameter's initial values
 WeightSource = Callable[[str, Slices], torch.Tensor]
-# Function that returns this rank's shard of a parameter, without copying it, and the indices at
-# which the shard begins
-ShardLocator = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
-
-
-def locate_unsharded(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return an unsharded parameter and its offset, which is 0 in each dimension."""
-    return parameter.detach(), (0,) * parameter.dim()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +34,7 @@ class InitialWeights:
     # Earlier adapters of all blocks, to continue training (peft.py); {} for new adapters
     adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def fill(
-        self, model: nn.Module, device: torch.device, locate: ShardLocator = locate_unsharded
-    ) -> None:
+    def fill(self, model: nn.Module, device: torch.device) -> None:
         """Allocate the model's meta-device parameters on `device`, and fill this rank's shards with
         initial values.
 
@@ -52,7 +44,7 @@ class InitialWeights:
         parameters = dict(model.named_parameters())
 
         def fill(name: str) -> None:
-            local, start = locate(parameters[name])
+            local, start = locate_local(parameters[name])
             if local.numel() == 0:
                 return
             sizes = zip(start, local.shape, strict=True)

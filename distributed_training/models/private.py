@@ -9,9 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as functional_collectives
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: F401
@@ -22,6 +25,8 @@ grouped_mm = torch.ops.aten._grouped_mm  # multiplies rows by the matrices of th
 # Attention's kernels and their backward passes, which return and take logarithms of sums
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Collective that torch.compile can capture. Its arguments are (tensor, dimension, group).
+all_gather_functional = functional_collectives.all_gather_tensor
 
 
 def varlen_attention() -> Any:
@@ -32,6 +37,17 @@ def varlen_attention() -> Any:
 def varlen_attention_backward() -> Any:
     """Return the backward pass of the kernel on GPUs."""
     return torch.ops.torch_attn._varlen_attn_backward
+
+
+def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's shard of a parameter, without copying it, and the shard's first index."""
+    values = parameter.detach()
+    if not isinstance(values, DTensor):
+        return values, (0,) * values.dim()
+    _, start = compute_local_shape_and_global_offset(
+        values.shape, values.device_mesh, values.placements
+    )
+    return values.to_local(), tuple(start)
 
 
 class MovedModule(nn.Module):

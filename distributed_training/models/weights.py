@@ -172,11 +172,8 @@ def read_stored(file: Path, name: str, *slices: slice) -> Any:
 
 def stored_dtype(folder: Path) -> str:
     """Return torch's name for the dtype of the largest tensor in a folder of weights that is not
-    quantized. Raises UserError if there is no such tensor."""
+    quantized."""
     tensors = [tensor for tensor in open_weights(folder).values() if tensor.dtype in TORCH_DTYPES]
-    if not tensors:
-        why = f"no tensor is {', '.join(TORCH_DTYPES)}"
-        raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
     return TORCH_DTYPES[max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype]
 
 
@@ -193,7 +190,7 @@ def is_tied(folder: Path, tied: bool, embedding: str) -> bool:
     head_weight = stored.get("lm_head.weight")
     if embedding_weight is None or head_weight is None:
         return True
-    if embedding_weight.shape != head_weight.shape or embedding_weight.dtype != head_weight.dtype:
+    if embedding_weight.dtype != head_weight.dtype:
         return False
     import torch
 

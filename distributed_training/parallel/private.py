@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
 # Fused operations on lists of tensors, which torch's optimizers also use
@@ -41,8 +38,6 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
     import torch.nn.attention.varlen  # registers the operation with torch
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
-# Collective that torch.compile can capture. Its arguments are (tensor, dimension, group).
-all_gather_functional = functional_collectives.all_gather_tensor
 group_of_name = _distributed_c10d._resolve_process_group
 # Names of the operations that these collectives become in a graph
 COLLECTIVE_PREFIX = "_c10d_functional."
@@ -98,12 +93,6 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
             for parameter in group.fsdp_params
             if parameter.sharded_param.requires_grad
         )
-
-
-def first_index(tensor: DTensor) -> tuple[int, ...]:
-    """Return the global index of the first element of this rank's shard of a DTensor."""
-    mesh = tensor.device_mesh
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
 def reset_fsdp_shards(model: torch.nn.Module) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
-from distributed_training.parallel.private import LayerStyle, all_gather_functional
+from distributed_training.parallel.private import LayerStyle
 
 
 def apply_tp(
@@ -183,7 +183,7 @@ def _vocab_parallel_loss(
     over the ranks."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
-    shard = VocabularyShard(first, mesh.get_group(), all_gather_functional)
+    shard = VocabularyShard(first, mesh.get_group())
     own_tokens = DTensor.from_local(x, mesh, [placement])
     gathered = own_tokens.redistribute(placements=[Replicate()])
     # The backward pass sums the gradients over the ranks.

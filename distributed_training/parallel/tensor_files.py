@@ -16,8 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed_training.models.weights import all_finite, open_file, write_tensors
-from distributed_training.parallel.mesh import Topology, local_part
-from distributed_training.parallel.private import first_index
+from distributed_training.parallel.mesh import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +65,6 @@ def build_part(
         dtype=tensor.dtype,
         get=unpadded.detach,
     )
-
-
-def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a parameter, without copying it, and the shard's first index."""
-    is_sharded = isinstance(parameter, DTensor)
-    start = first_index(parameter) if is_sharded else (0,) * parameter.dim()
-    return local_part(parameter.detach()), start
 
 
 def choose_writer(

@@ -187,9 +187,7 @@ def _draw(leaf: Any) -> Any:
 
 def _draw_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """Return random values of a parameter, so large that all results are of the order of 1. Numbers
-    repeat, to save time, and experts are equal, to save memory. Buffers keep their values."""
-    if not isinstance(tensor, nn.Parameter):
-        return tensor
+    repeat, to save time, and experts are equal, to save memory."""
     is_stack = tensor.dim() > 2 and tensor.shape[1] > 1  # otherwise a convolution
     shape = tensor.shape[1:] if is_stack else tensor.shape
     num_values = shape.numel()
