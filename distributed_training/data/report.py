@@ -1,7 +1,6 @@
 """Compute statistics for a training set: records used and left out, lengths, and the share of
-tokens in the loss. Also read the first samples of the set."""
+tokens in the loss."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.pieces import MESSAGES, RUNNING
-from distributed_training.data.samples import Samples, divide, read_samples
+from distributed_training.data.samples import divide, read_samples
 from distributed_training.settings.config import Config
 from distributed_training.settings.files import plural, shown
 
@@ -108,18 +107,3 @@ def describe(
         noun, _, rest = note.partition(" ")
         lines.append(f"{plural(count, noun)} {rest}")
     return lines
-
-
-def first_samples(
-    samples: Samples,
-    count: int,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) for each of the first `count` samples, which are not packed. The mask is
-    True for ids that are targets in the loss."""
-    for start, length in zip(samples.starts[:count], samples.lengths[:count], strict=True):
-        token_range = slice(start, start + length + 1)
-        mask = np.ones(length + 1, bool)
-        if samples.loss_mask is not None:
-            mask = np.array(samples.loss_mask[token_range])
-        mask[0] = False  # The first token is never a target.
-        yield samples.tokens[token_range], mask

@@ -98,6 +98,17 @@ class Samples:
         parts = np.repeat(self.firsts[real], counts) + _concatenate_ranges(counts)
         return parts, np.repeat(rows, counts)
 
+    def part(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, mask) of a part. The mask is True for ids that are targets in the loss."""
+        start = self.starts[index]
+        token_range = slice(start, start + self.lengths[index] + 1)
+        ids = self.tokens[token_range]
+        mask = np.ones(len(ids), bool)
+        if self.loss_mask is not None:
+            mask = np.array(self.loss_mask[token_range])
+        mask[0] = False  # The first token is never a target.
+        return ids, mask
+
     def batch(
         self,
         indices: np.ndarray,
@@ -149,12 +160,9 @@ class Samples:
         """Return the size in UTF-8 bytes of the text that all targets in the loss represent.
         `bytes_per_token` contains the number of bytes for each token id."""
         total = 0
-        for start, length in zip(self.starts, self.lengths, strict=True):
-            targets = slice(start + 1, start + length + 1)
-            sizes = bytes_per_token[self.tokens[targets]]
-            if self.loss_mask is not None:
-                sizes = sizes[self.loss_mask[targets]]
-            total += int(sizes.sum())
+        for index in range(len(self.starts)):
+            ids, mask = self.part(index)
+            total += int(bytes_per_token[ids[mask]].sum())
         return total
 
     @property

@@ -72,7 +72,8 @@ def run(
     counts["tokenizer"] = tokenizer.facts.kind
     counts["tokenizer_name"] = tokenizer_name
     counts["special_tokens"] = tokenizer.facts.special
-    shown_samples = list(report.first_samples(samples, arguments.show))
+    num_shown = min(arguments.show, len(samples))
+    shown_samples = [samples.part(index) for index in range(num_shown)]
     if arguments.json:
         sample_dicts = []
         for ids, mask in shown_samples:
