@@ -480,10 +480,10 @@ class Trainer:
         prompt = str(self.plan.config.generate)
         if held_out.loss_mask is not None and not self.plan.requested.is_set("generate"):
             prompts = []
-            starts = held_out.starts[held_out.owners.argsort(kind="stable")]
-            for start in starts[: 2 if is_chat else 1]:
-                stop = start + 1 + int(held_out.loss_mask[start + 1 :].argmax())
-                prompts.append(held_out.tokens[start:stop].tolist())
+            parts = held_out.owners.argsort(kind="stable")
+            for part in parts[: 2 if is_chat else 1]:
+                ids, mask = held_out.part(part)
+                prompts.append(ids[: mask.argmax()].tolist())
             if is_chat and self.plan.weights_dir is not None:
                 prompts.append(tokenizer.encode_chat_prompt([GENERAL_QUESTION]))
             return prompts

@@ -388,12 +388,8 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
 
 
 def test_a_sample_asks_what_the_first_dataset_holds_out():
-    held_out = SimpleNamespace(
-        tokens=np.arange(20),
-        starts=np.array([0, 10]),
-        owners=np.array([1, 0]),
-        loss_mask=np.arange(20) % 10 > 2,
-    )
+    ids, two = np.arange(20), np.full(2, 9)
+    held_out = Samples(ids, ids[::10], two, 9, 0, two, np.array([1, 0]), ids % 10 > 2)
     data = SimpleNamespace(tokenizer=None, validation=held_out, is_chat=False)
     config = SimpleNamespace(generate="The")
     plan = SimpleNamespace(config=config, requested=SimpleNamespace(is_set=lambda key: False))
