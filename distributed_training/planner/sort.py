@@ -200,27 +200,20 @@ def predict_all(
     request: Request, cluster: Cluster, names: Iterable[str] | None = None
 ) -> list[Prediction]:
     """Return predictions for all layouts that CONFIG allows, without activation checkpointing that
-    it does not set. `names` restricts strategy=auto to these strategies. Raises UserError if no
+    it does not set. If several strategies give the same layout, use the one with which a user types
+    the fewest settings. `names` restricts strategy=auto to these strategies. Raises UserError if no
     layout is valid."""
-    layouts: list[Prediction] = []
-    for candidate in _find_candidates(request, cluster, names):
-        layouts += _vary_microbatches(candidate, cluster)
-    if not layouts:
-        raise _explain_no_layout(request, cluster)
-    return layouts
-
-
-def _find_candidates(
-    request: Request, cluster: Cluster, names: Iterable[str] | None
-) -> list[Candidate]:
-    """Return a candidate for each layout that CONFIG allows. If several strategies give the same
-    layout, use the one with which a user types the fewest settings."""
     candidates: dict[tuple[object, ...], Candidate] = {}
     for named in _useful_candidates(request, cluster, names or list_strategies()):
         for candidate in _vary_mesh(named, cluster.num_processes):
             key = _layout_key(candidate)
             candidates[key] = min(candidates.get(key, candidate), candidate, key=_typing_effort)
-    return list(candidates.values())
+    layouts: list[Prediction] = []
+    for candidate in candidates.values():
+        layouts += _vary_microbatches(candidate, cluster)
+    if not layouts:
+        raise _explain_no_layout(request, cluster)
+    return layouts
 
 
 def _useful_candidates(
