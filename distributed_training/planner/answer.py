@@ -268,7 +268,8 @@ def build_options(plan: Draft) -> list[str]:
     request = plan.requested
     values: Settings = {**request.typed}
     for name, value in request.to_key_values().items():
-        if request.set_by.get(name) == "command line":
+        # The name of a template was replaced by its text.
+        if request.set_by.get(name) == "command line" and name != "chat_template":
             values[name] = value
     values |= {"strategy": plan.strategy.name} | layout_settings(plan)
     options = [] if request.preset is None else ["--preset", request.preset]

@@ -184,7 +184,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     table = tmp_path / "large.csv"
     table.write_text("text\n" + "one more word\n" * 300_000)
     values = {**SMALL, "dataset": table, "strategy": "zero3", "grad_accum_steps": 3}
-    values |= {"output_dir": output_dir}
+    values |= {"output_dir": output_dir, "chat_template": "chatml"}
     command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *settings(values), "--dry-run"]
     result = run_command([*command, "--num_gpus", "2", "--explain"])
     assert_ok(result)
@@ -197,7 +197,8 @@ def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path
     assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
     line = text.partition("launch command\n")[2].splitlines()[0]
     assert line.startswith(" python real_model_example.py ")
-    assert line.count("--num_gpus 2") == 1, "as typed"
+    for typed in ("--num_gpus 2", "--chat_template chatml"):
+        assert line.count(typed) == 1
     document = json.loads(text.partition("DeepSpeed configuration (from ")[2].partition("\n")[2])
     assert document["zero_optimization"]["stage"] == 3
     assert document["gradient_accumulation_steps"] == 3
