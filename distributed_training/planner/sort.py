@@ -99,11 +99,6 @@ def sort_layouts(
     return layouts
 
 
-def _is_complex(plan: Draft) -> bool:
-    is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
-    return is_split or not plan.strategy.traits.averages_with_torch
-
-
 def fit(choice: Prediction) -> Fit:
     """Return how well a layout fits. Layouts that fit without offload come first."""
     return Fit(
@@ -119,8 +114,10 @@ def preference(choice: Prediction) -> Preference:
     Layouts that fit equally well are sorted by their predicted time, and layouts that do not fit by
     the memory that they need. The time is increased for each setting that a user has to type and,
     unless the layout is as simple as dp and fsdp, by the typical error of the prediction."""
-    is_complex = _is_complex(choice.plan)
-    num_settings = len(layout_settings(choice.plan))
+    plan = choice.plan
+    is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
+    is_complex = is_split or not plan.strategy.traits.averages_with_torch
+    num_settings = len(layout_settings(plan))
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
         cost = choice.memory.needed_bytes
