@@ -45,7 +45,7 @@ from distributed_training.settings.files import did_you_mean, resolve_user_path
 from distributed_training.settings.request import build_config
 from distributed_training.tools.data import escape_controls
 
-EXPORT = "python real_model_example.py export"
+EXPORT = shlex.join(["python", sys.argv[0], "export"])  # as this command was typed
 MERGED = "merged"  # folder in a LoRA run that contains the merged model
 TOKENS_AT_ONCE = 2048  # tokens evaluated together; memory must hold all their logits
 MAX_LENGTH = 1024  # sequence length in tokens if the model belongs to no run
