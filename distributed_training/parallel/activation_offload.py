@@ -62,11 +62,12 @@ class _HostStore:
         block: nn.Module,
         forward: Callable[..., Any],
         x: torch.Tensor,
+        *inputs: Any,
         **options: Any,
     ) -> Any:
         """Run a block's forward pass. Move the large tensors that it saves, except its weights and
-        those that all blocks share, such as masks."""
-        shared = (*block.parameters(), *block.buffers(), *tree_leaves(options))
+        tensors that the model keeps anyway, such as masks and Gemma 4's input for each block."""
+        shared = (*block.parameters(), *block.buffers(), *tree_leaves((inputs, options)))
         staying = {local_part(t).data_ptr() for t in shared if isinstance(t, torch.Tensor)}
         # torch keeps `save`, which must therefore not refer to `x`.
         min_size, device = MIN_SIZE * x.numel(), x.device
@@ -79,7 +80,7 @@ class _HostStore:
             return self._save(tensor.detach(), current)
 
         with saved_tensors_hooks(save, self._load):
-            return forward(x, **options)
+            return forward(x, *inputs, **options)
 
     def _save(self, tensor: torch.Tensor, by: _Pass) -> _Saved:
         # The first pass of a step must not wait, because a step that is captured as a CUDA graph

@@ -75,8 +75,8 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
-    def forward(self, x, documents):
-        return x + torch.tanh(self.linear(x)) * documents[0]
+    def forward(self, x, factors, documents):
+        return x + torch.tanh(self.linear(x)) * factors * documents[0]
 
 
 def train(order, newest_first, num_offloading):
@@ -91,6 +91,7 @@ def train(order, newest_first, num_offloading):
         offload_saved(SimpleNamespace(blocks=blocks), num_offloading)
     waiting, inputs, in_use = [], [], 0
     mask = torch.ones(4, 16)  # saved, but the same for all blocks
+    factors = torch.rand(NUM_BLOCKS, 4, 16)  # a block's part is saved, but the others keep it
     stream = torch.cuda.Stream()
     for _ in range(3):
         stream.is_captured = False
@@ -99,9 +100,9 @@ def train(order, newest_first, num_offloading):
                 waiting.pop(-1 if newest_first else 0).backward()
                 continue
             x = torch.randn(4, 16)
-            for block in blocks.values():
+            for block, part in zip(blocks.values(), factors, strict=True):
                 inputs.append(StorageWeakRef(x.untyped_storage()))
-                x = block(x, documents=(mask,))
+                x = block(x, part, documents=(mask,))
             waiting.append(x.square().sum())
             in_use = max(in_use, sum(not storage.expired() for storage in inputs))
         assert not stream.copies, "a captured step ends before its copies"
