@@ -152,7 +152,8 @@ def test_from_a_plan_to_a_job_on_two_nodes(repository, inside, tmp_path):
 def test_a_job_is_queued_again_only_after_progress(repository, inside):
     write_job(repository, "1x1xL4", "--epochs", "20", "--seed", "7")
     job = Job(inside, repository)
-    job.wait_for(lambda: "launch command" in job.log)
+    # SLURM loses signals to processes that it has not started yet.
+    job.wait_for(lambda: "importing torch" in job.log.partition("launch command")[2])
     job.stop()
     job.wait_for("JobState=FAILED")
     job.wait_for("Restarts=0")
