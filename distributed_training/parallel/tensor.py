@@ -52,7 +52,7 @@ def apply_tp(
         "whole": _LayerParallel(),
         "heads": _LayerParallel(),
         "positions": _LayerParallel(position_parts=tp_parts),
-        "vocabulary": _LayerParallel(Replicate(), placement, dim=0),
+        "vocabulary": _TableParallel(placement),
     }
     roles = model.find_roles()
     for name, role in roles.items():
@@ -91,12 +91,11 @@ class _LayerParallel(LayerStyle):
     """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
     is sharded along `dim`.
 
-    A sharded layer (a matrix sharded by columns, or an embedding sharded by rows) computes a
-    partial sum. Each rank adds the bias after the reduction, so the matrix multiplication and the
-    reduction can be fused. Without this class, DTensor would sum the gradients of replicated
-    parameters one at a time, per micro-batch and in bf16. The class RowwiseParallel in torch can
-    return a tensor whose collective has not finished. A compiled block cannot use such a tensor,
-    because the gradient of the block's input would be incomplete."""
+    A matrix sharded by columns computes a partial sum. Each rank adds the bias after the reduction,
+    so the matrix multiplication and the reduction can be fused. Without this class, DTensor would
+    sum the gradients of replicated parameters one at a time, per micro-batch and in bf16. The class
+    RowwiseParallel in torch can return a tensor whose collective has not finished. A compiled block
+    cannot use such a tensor, because the gradient of the block's input would be incomplete."""
 
     input_layout: Placement = field(default_factory=Replicate)
     output_layout: Placement = field(default_factory=Replicate)
@@ -142,6 +141,37 @@ class _LayerParallel(LayerStyle):
             return y if bias is None else y + bias.to_local().to(y.dtype)
 
         return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
+
+
+@dataclass
+class _TableParallel(LayerStyle):
+    """Parallel style for a table of embeddings whose rows are sharded over the vocabulary. DTensor
+    would compute the gradient of all rows on each rank."""
+
+    output_layout: Placement
+
+    def apply(
+        self,
+        module: Any,
+        device_mesh: DeviceMesh,
+    ) -> nn.Module:
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+        module.forward = partial(self._look_up, module, device_mesh)
+        return module  # type: ignore[no-any-return]
+
+    def _look_up(
+        self,
+        table: Any,
+        mesh: DeviceMesh,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = table.weight.to_local()
+        own_ids = ids - mesh.get_local_rank() * rows.shape[0]
+        is_missing = (own_ids < 0) | (own_ids >= rows.shape[0])
+        found = F.embedding(own_ids.masked_fill(is_missing, 0), rows)
+        own_term = found.masked_fill(is_missing[..., None], 0)
+        embedded = DTensor.from_local(own_term, mesh, [Partial()], run_check=False)
+        return embedded.redistribute(placements=[self.output_layout]).to_local()
 
 
 def _local_positions(

@@ -51,7 +51,7 @@ class WeightGradients:
             block.forward = functools.partial(self._forward, linears, block.forward)
         if stage.is_first:
             embedding: Any = stage.token_embedding
-            embedding.forward = functools.partial(_look_up, embedding)
+            embedding.forward = functools.partial(_look_up, embedding, embedding.forward)
 
     def build_dw_runner(self) -> Callable[[], None]:
         """Return a function that computes the weight gradients of all backward passes since the
@@ -124,13 +124,17 @@ class _AttachTap(torch.autograd.Function):
 
 
 @torch.compiler.disable  # compiled code could not register the hook
-def _look_up(embedding: Any, ids: torch.Tensor) -> torch.Tensor:
+def _look_up(
+    embedding: Any,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    ids: torch.Tensor,
+) -> torch.Tensor:
     """Return the embeddings of token ids, [B, T] -> [B, T, D]. The backward pass adds the gradient
     to the rows of these tokens in the weight's `.grad`."""
     weight = embedding.weight
     # tp shards the weight by vocabulary, and LoRA freezes it.
     if isinstance(weight, DTensor) or not weight.requires_grad:
-        return F.embedding(ids, weight, embedding.padding_idx)
+        return forward(ids)
 
     is_padding = ids == (-1 if embedding.padding_idx is None else embedding.padding_idx)
 

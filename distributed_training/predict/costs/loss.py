@@ -83,7 +83,8 @@ def _second_gradient_bytes(rank: PipelineRank, point: StepPoint) -> ComponentByt
     gradient."""
     in_fsdp_buffers = rank.plan.uses_fsdp and rank.pp == 1
     if point == "update" and rank.trained_share and not in_fsdp_buffers:
-        return {"buffers": rank.weight_bytes * rank.embedding_parameters}
+        copies = 2 if rank.tp > 1 else 1  # autograd adds DTensors in new memory
+        return {"buffers": copies * rank.weight_bytes * rank.embedding_parameters}
     return {}
 
 
