@@ -48,10 +48,14 @@ def additional_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     processes or fetched from RAM or disk, and of the gradients that Adam needs for this process's
     shard: fp32 gradients and a flat copy in the compute dtype."""
     sizes = {"copies": 0.0, "buffers": 0.0}
-    if rank.zero.stage == 3:
-        max_gathered = min(rank.zero.stage3_max_live_parameters, rank.parameters)
-        missing_share = 1 if rank.strategy.fetches_parameters else 1 - 1 / rank.shards
-        sizes["copies"] = rank.dtype_bytes * max_gathered * missing_share
+    if rank.strategy.fetches_parameters:
+        max_fetched = min(rank.zero.stage3_max_live_parameters, rank.parameters)
+        sizes["copies"] = rank.dtype_bytes * max_fetched
+    elif rank.zero.stage == 3 and rank.shards > 1 and point != "update":
+        # A parameter stays gathered from its forward pass to its backward pass if few others are
+        # used in between: the blocks after it, twice, and the output layer.
+        reused = (rank.zero.stage3_max_reuse_distance + rank.embedding_parameters) / 2
+        sizes["copies"] = rank.dtype_bytes * min(reused, rank.parameters)
     if point == "update" and not rank.strategy.steps_on_host:
         sizes["buffers"] = (4 + rank.dtype_bytes) * rank.trained_parameters / rank.shards
     return sizes
