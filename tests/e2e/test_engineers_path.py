@@ -153,7 +153,7 @@ def test_a_job_is_queued_again_only_after_progress(repository, inside):
     write_job(repository, "1x1xL4", "--epochs", "20", "--seed", "7")
     job = Job(inside, repository)
     # SLURM loses signals to processes that it has not started yet.
-    job.wait_for(lambda: "importing torch" in job.log.partition("launch command")[2])
+    job.wait_for(lambda: "importing torch" in job.log)
     job.stop()
     job.wait_for("JobState=FAILED")
     job.wait_for("Restarts=0")
