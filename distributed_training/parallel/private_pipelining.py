@@ -102,10 +102,14 @@ def _sort_messages(
     keys: list[tuple[Any, ...]] = []
     for action in actions:
         kind, stage, number = action.computation_type, action.stage_index, action.microbatch_index
-        if kind in _PRODUCERS:
-            operation, stage_offset = _PRODUCERS[kind]
+        # torch 2.15 also lists where a rank waits for its sends, which must follow them.
+        is_wait = kind.name.startswith("WAIT_")
+        message = schedules._ComputationType[kind.name.removeprefix("WAIT_")]
+        if message in _PRODUCERS:
+            operation, stage_offset = _PRODUCERS[message]
             producer = (operation, stage - stage_offset, number)
-            keys.append((end_s[producer], *producer))
+            time = max(end, end_s[producer]) if is_wait else end_s[producer]
+            keys.append((time, *producer, is_wait))
             continue
         if kind in _OPERATION_NAMES:
             end = end_s[_OPERATION_NAMES[kind], stage, number]
