@@ -11,14 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data.cache import (
-    load_bytes,
-    load_tokens,
-    read_meta,
-    token_cache_dir,
-    tokenize,
-)
-from distributed_training.data.corpus import find_corpus, split_weights
+from distributed_training.data.cache import load_bytes, load_tokens, read_meta
+from distributed_training.data.corpus import split_weights
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
@@ -203,27 +197,6 @@ class StepBatch:
     micro_batches: list[tuple[np.ndarray, ...]]  # results of `Samples.batch`
     num_targets: int  # targets in the loss of the global batch, over all replicas
     num_tokens: int  # input tokens of the global batch, including prompts
-
-
-def load_data(
-    cache: str | None,
-    tokenizer: Tokenizer,
-    config: Config,
-    *,
-    can_pack: bool,
-    embedding_rows: int,
-) -> Data:
-    """Return a run's samples. `cache` is the name of their folder in the token cache, which the
-    planner has verified, so that ranks do not read all tokens again. If there is no such folder,
-    read the text. The last arguments are those of `cut_samples` and `tokenize`."""
-    if cache is not None and (folder := token_cache_dir() / cache).is_dir():
-        tokenizer.restore_facts(read_meta(folder)["tokenizer"])
-    else:
-        corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
-        folder = tokenize(
-            corpus, tokenizer, config, token_cache_dir(), embedding_rows=embedding_rows
-        )
-    return cut_samples(folder, tokenizer, config, can_pack=can_pack)
 
 
 def cut_samples(

@@ -3,8 +3,9 @@ predictions need neither. This module does not import torch."""
 
 from pathlib import Path
 
-from distributed_training.data import samples
-from distributed_training.data.samples import Data
+from distributed_training.data.cache import read_meta, token_cache_dir, tokenize
+from distributed_training.data.corpus import find_corpus
+from distributed_training.data.samples import Data, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Draft, Plan
 
@@ -23,11 +24,15 @@ def build_tokenizer(draft: Draft, folder: Path) -> Tokenizer:
 
 
 def load_data(plan: Plan) -> Data:
-    """Return a run's samples. They are tokenized if the token cache does not have them."""
-    return samples.load_data(
-        plan.cache,
-        build_tokenizer(plan, plan.tokenizer_dir),
-        plan.config,
-        can_pack=plan.size.packs,
-        embedding_rows=plan.size.vocab_size,
-    )
+    """Return a run's samples. The planner has verified the folder `cache` in the token cache, so
+    that ranks do not read all tokens again. If there is no such folder, read the text."""
+    config = plan.config
+    tokenizer = build_tokenizer(plan, plan.tokenizer_dir)
+    if plan.cache is not None and (folder := token_cache_dir() / plan.cache).is_dir():
+        tokenizer.restore_facts(read_meta(folder)["tokenizer"])
+    else:
+        corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+        folder = tokenize(
+            corpus, tokenizer, config, token_cache_dir(), embedding_rows=plan.size.vocab_size
+        )
+    return cut_samples(folder, tokenizer, config, can_pack=plan.size.packs)
