@@ -30,7 +30,7 @@ from distributed_training.data.folders import (
     is_hidden,
 )
 from distributed_training.data.pieces import Piece
-from distributed_training.settings.config import AUTO
+from distributed_training.settings.config import AUTO, Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, shown
 
@@ -151,27 +151,20 @@ def split_weights(dataset: str) -> dict[str, float]:
     return weights
 
 
-def find_corpus(
-    dataset: str,
-    validation: str | None = None,
-    columns: str | None = None,
-) -> Corpus:
-    """Find the sources of the datasets in `dataset` (see `split_weights`). If `validation` names
-    another dataset, the validation text comes from that dataset. Running text in files is not read
-    until the sources are used.
-
-    `columns` has the form "our_name=dataset_name,...". Raises UserError if a dataset is missing,
-    empty or of an unsupported kind, or if only some of the datasets consist of records."""
-    names = parse_columns(columns)
+def find_corpus(config: Config) -> Corpus:
+    """Find the sources of the datasets in CONFIG. Running text in files is not read until the
+    sources are used. Raises UserError if a dataset is missing, empty or of an unsupported kind, or
+    if only some of the datasets consist of records."""
+    names = parse_columns(config.columns)
     corpus: Corpus = {}
-    for name in split_weights(dataset):
+    for name in split_weights(config.dataset):
         for split, source in _find_sources(name, "dataset", names).items():
             corpus.setdefault(split, []).append(source)
     if len({source.columns is None for source in corpus["train"]}) > 1:
-        what = f"dataset={dataset!r} mixes running text and records"
+        what = f"dataset={config.dataset!r} mixes running text and records"
         raise UserError(what, fix='write each text as a record: {"text": "..."}')
-    if validation is not None:
-        sources = _find_sources(validation, "validation_dataset", names)
+    if config.validation_dataset is not None:
+        sources = _find_sources(config.validation_dataset, "validation_dataset", names)
         corpus["validation"] = [sources.get("validation", sources["train"])]
     return corpus
 

@@ -31,7 +31,7 @@ def load_data(plan: Plan) -> Data:
     if plan.cache is not None and (folder := token_cache_dir() / plan.cache).is_dir():
         tokenizer.restore_facts(read_meta(folder)["tokenizer"])
     else:
-        corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+        corpus = find_corpus(config)
         folder = tokenize(
             corpus, tokenizer, config, token_cache_dir(), embedding_rows=plan.size.vocab_size
         )

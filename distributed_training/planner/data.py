@@ -110,7 +110,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
         hub.fetch_dataset(keys[name], name, download=False)
     if on_hub:
         return None
-    corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+    corpus = find_corpus(config)
     num_bytes = count_corpus_bytes(corpus)
     tokenizer = build_tokenizer(draft, tokenizer_dir)
     with TemporaryDirectory() as cache_dir:
@@ -139,7 +139,7 @@ def read_data(
     config = draft.config
     is_sample = corpus is not None
     if corpus is None:
-        corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+        corpus = find_corpus(config)
     tokenizer = build_tokenizer(draft, tokenizer_dir)
     folder = tokenize(
         corpus,

@@ -58,7 +58,7 @@ def run(
         config.chat_template,
         config.system,
     )
-    corpus = find_corpus(config.dataset, config.validation_dataset, config.columns)
+    corpus = find_corpus(config)
     folder = tokenize(
         corpus, tokenizer, config, token_cache_dir(), embedding_rows=spec.size.vocab_size
     )

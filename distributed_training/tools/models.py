@@ -240,6 +240,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         config = with_values(
             config,
             dataset=dataset,
+            validation_dataset=None,
             columns=arguments.columns or config.columns,
         )
         samples, bytes_per_token, split = _load_samples(config, tokenizer, size, notes)
@@ -268,7 +269,7 @@ def _load_samples(
     """Return (samples, number of bytes for each token id, note about the split). The samples come
     from the dataset's validation split if there is one. Notes about records that are omitted or
     truncated are added to `notes`."""
-    corpus = find_corpus(config.dataset, None, config.columns)
+    corpus = find_corpus(config)
     split = "validation" if "validation" in corpus else "train"
     split_corpus = {"train": corpus[split]}
     folder = tokenize(

@@ -28,7 +28,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from tests.data.test_samples import prepare, find_corpus
+from tests.data.test_samples import prepare, corpus_of
 
 def peak():
     status = Path("/proc/self/status").read_text()
@@ -37,7 +37,7 @@ def peak():
 tokenizer = Tokenizer(EMBEDDED_DIR)
 tokenizer.facts  # imports transformers and torch, whose CUDA build takes 500 MiB by itself
 before = peak()
-data = prepare(Path(sys.argv[2]), tokenizer, find_corpus(sys.argv[1]))
+data = prepare(Path(sys.argv[2]), tokenizer, corpus_of(sys.argv[1]))
 print(before, peak(), len(data.train.tokens))
 """
 

@@ -11,11 +11,16 @@ from distributed_training.data import hub
 from distributed_training.data.chats.prepare import Counts, read_pieces
 from distributed_training.data.corpus import Source, find_corpus, fingerprint
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.settings.request import build_config
 from tests.support import refused
 
 ROWS = ["", " = Robert Boulter = \n", "", " An English film , television and theatre actor . \n"]
 ROWS += [" = = Career = = \n", " = = = 2000 to 2005 = = = \n", " In 2000 = a year = a role . \n"]
 ROWS += [" = Du Fu = \n", " Du Fu was a Chinese poet . \n"]
+
+
+def corpus_of(dataset):
+    return find_corpus(build_config({"dataset": str(dataset)}))
 
 
 def pieces_of(source, *, by_line=False):
@@ -44,13 +49,13 @@ def write(path, *lines):
 def test_a_document_is_a_file_a_line_or_a_record(tmp_path):
     """Blank documents are skipped. The text of a JSON Lines record may contain Unicode line
     separators."""
-    corpus = find_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
+    corpus = corpus_of(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
     assert (list(corpus), corpus["train"][0].columns) == (["train"], None)
     assert texts_of(corpus["train"][0]) == ["one\n\ntwo ä ☃"]
     assert texts_of(corpus["train"][0], by_line=True) == ["one", "two ä ☃"]
     rows = ['{"text": "1\\n2", "id": 1}', "", '{"text": "  "}', '{"text": "\\u2603\u2028b\x85"}\n']
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
-    source = find_corpus(str(tmp_path / "a.jsonl"))["train"][0]
+    source = corpus_of(tmp_path / "a.jsonl")["train"][0]
     assert source.columns == {}
     assert texts_of(source) == texts_of(source, by_line=True) == ["1\n2", "☃\u2028b\x85"]
 
@@ -61,7 +66,7 @@ def test_files_of_a_folder_are_read_in_name_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, name)
     write(tmp_path / "blank.txt", " ")
-    assert texts_of(find_corpus(str(tmp_path))["train"][0]) == [
+    assert texts_of(corpus_of(tmp_path)["train"][0]) == [
         "a.txt",
         "ab.md",
         "b.txt",
@@ -81,7 +86,7 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with refused(str(tmp_path), *words):
-        texts_of(find_corpus(str(tmp_path))["train"][0])
+        texts_of(corpus_of(tmp_path)["train"][0])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
 def test_unusable_path_is_refused(name, words, tmp_path):
     (tmp_path / "a").touch()
     with refused("dataset", f"{tmp_path}/{name}", words):
-        find_corpus(str(tmp_path / name))
+        corpus_of(tmp_path / name)
 
 
 def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch):
@@ -99,7 +104,7 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
     for split, rows in splits.items():
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), files[split])
     monkeypatch.setattr(hub, "fetch_wikitext", lambda: files)
-    corpus = find_corpus("wikitext-2")
+    corpus = corpus_of("wikitext-2")
     assert corpus["train"][0].columns is None
     intro, *articles = texts_of(corpus["train"][0])
     assert intro == "intro \n"
@@ -111,7 +116,7 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
 def test_embedded_corpora_come_from_the_standard_library():
     """Embedded corpora contain no installed packages and no tests, so they are identical on all
     machines with the same Python."""
-    texts = texts_of(find_corpus("embedded")["train"][0])
+    texts = texts_of(corpus_of("embedded")["train"][0])
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "argparse.py").read_text() in texts
@@ -120,7 +125,7 @@ def test_embedded_corpora_come_from_the_standard_library():
         files = sorted(file for file in root.glob(f"{folder}/*.py") if file.stat().st_size > 999)
         for file in files[:5]:
             assert file.read_text(encoding="utf-8", errors="replace") not in texts
-    lines = "".join(texts_of(find_corpus("embedded-prose")["train"][0])).splitlines()
+    lines = "".join(texts_of(corpus_of("embedded-prose")["train"][0])).splitlines()
     assert sum(map(len, lines)) > 200_000
     assert len(lines) == len(set(lines)), "what validates would be in what trains"
     assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
@@ -137,8 +142,8 @@ def test_fingerprint_depends_on_texts_split_and_form(tmp_path):
         {"train": [*running("a"), *running("b")]},
         {"train": running("a"), "validation": running("b")},
         {"train": running("a", "b", columns={})},
-        *(find_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
+        *(corpus_of(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
     ]
     assert len({*map(fingerprint, corpora)}) == len(corpora)
-    same_corpus = find_corpus(write(tmp_path / "same.md", "one"))
+    same_corpus = corpus_of(write(tmp_path / "same.md", "one"))
     assert fingerprint(same_corpus) == fingerprint(corpora[-2])

@@ -10,9 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import files
-from distributed_training.data.corpus import find_corpus
 from distributed_training.data.files import read_records, read_text
-from tests.data.test_corpus import pieces_of, texts_of
+from tests.data.test_corpus import corpus_of, pieces_of, texts_of
 from tests.support import refused
 
 STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
@@ -61,7 +60,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     dataset.to_parquet(tmp_path / "a.parquet", batch_size=2)
     dataset.to_csv(tmp_path / "b.csv", lineterminator="\r\n")  # as in spreadsheets' files
     dataset.to_json(tmp_path / "c.jsonl")
-    source = find_corpus(str(tmp_path))["train"][0]
+    source = corpus_of(tmp_path)["train"][0]
     assert source.columns == {}
     texts = [piece.text for piece in pieces_of(source)]
     assert texts == 3 * [row["prompt"] + row["completion"] for row in rows]
@@ -89,7 +88,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
 def test_unusable_records_are_refused_with_a_reason(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
-        texts_of(find_corpus(str(tmp_path / name))["train"][0])
+        texts_of(corpus_of(tmp_path / name)["train"][0])
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])
@@ -101,7 +100,7 @@ def test_pipes_and_devices_are_refused_without_blocking(kind, tmp_path):
     else:
         file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
     with refused(str(file)):
-        texts_of(find_corpus(str(tmp_path))["train"][0])
+        texts_of(corpus_of(tmp_path)["train"][0])
 
 
 def test_arrow_tables_are_read(tmp_path):

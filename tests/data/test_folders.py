@@ -5,9 +5,9 @@ import json
 import datasets
 import pytest
 
-from distributed_training.data.corpus import find_corpus, find_unread
+from distributed_training.data.corpus import find_unread
 from distributed_training.data.report import describe
-from tests.data.test_corpus import texts_of
+from tests.data.test_corpus import corpus_of, texts_of
 from tests.support import refused
 
 
@@ -20,7 +20,7 @@ def write(file, *texts):
 
 
 def splits_of(folder):
-    return {split: texts_of(source) for split, (source,) in find_corpus(str(folder)).items()}
+    return {split: texts_of(source) for split, (source,) in corpus_of(folder).items()}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines/b.json"])
@@ -36,7 +36,7 @@ def test_splits_are_recognized_by_file_names(tmp_path):
     assert splits_of(tmp_path) == {"train": ["train"], "validation": ["validation"]}
     (tmp_path / "train.jsonl").unlink()
     with refused("train", "validation, test"):
-        find_corpus(str(tmp_path))
+        corpus_of(tmp_path)
 
 
 def test_a_dataset_card_defines_the_splits_of_a_cloned_dataset(tmp_path):
@@ -78,7 +78,7 @@ def test_a_card_that_refers_to_files_outside_the_folder_is_refused(
     card = f"---\n{tail}configs:\n- config_name: default\n  {head}\n---\n"
     (folder / "README.md").write_text(card)
     with refused(str(folder), word):
-        find_corpus(str(folder))
+        corpus_of(folder)
 
 
 def test_files_beside_the_data_are_named_and_not_read(tmp_path):
@@ -90,7 +90,7 @@ def test_files_beside_the_data_are_named_and_not_read(tmp_path):
     write(tmp_path / "data.jsonl", "one")
     write(tmp_path / "more.json", "two")
     assert splits_of(tmp_path) == {"train": ["one", "two"]}
-    assert find_unread(str(tmp_path), find_corpus(str(tmp_path))) == [*beside, "stats.json"]
+    assert find_unread(str(tmp_path), corpus_of(tmp_path)) == [*beside, "stats.json"]
     (tmp_path / "data.jsonl").rename(tmp_path / "train.jsonl")
     assert splits_of(tmp_path) == {"train": ["one"]}
     for name in ("train.jsonl", "more.json", "docs/test.md", "stats.json"):
@@ -108,10 +108,10 @@ def test_links_that_leave_the_folder_are_not_read(tmp_path):
     (snapshot / "train.jsonl").symlink_to(tmp_path / "secret.jsonl")
     (snapshot / "more").symlink_to(tmp_path)
     assert splits_of(snapshot) == {"train": ["one"]}
-    assert find_unread(str(snapshot), find_corpus(str(snapshot))) == ["train.jsonl"]
+    assert find_unread(str(snapshot), corpus_of(snapshot)) == ["train.jsonl"]
     (snapshot / "a.jsonl").unlink()
     with refused(str(snapshot), "links"):
-        find_corpus(str(snapshot))
+        corpus_of(snapshot)
 
 
 def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
@@ -121,7 +121,7 @@ def test_a_card_with_several_configurations_must_name_the_default(tmp_path):
         card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
     (tmp_path / "README.md").write_text(f"{card}---\n")
     with refused(str(tmp_path), "'one', 'two'"):
-        find_corpus(str(tmp_path))
+        corpus_of(tmp_path)
     (tmp_path / "README.md").write_text(f"{card}  default: true\n---\n")
     assert splits_of(tmp_path) == {"train": ["two"]}
 
@@ -144,13 +144,13 @@ def test_files_that_are_not_read_are_named(tmp_path):
     for name in ("README.md", "notes.pdf", ".hidden", "state.json.bak"):
         (records / name).write_text("---\nlicense: mit\n---\n")
     unread = ["notes.pdf", "state.json.bak", "test.jsonl"]
-    assert find_unread(str(records), find_corpus(str(records))) == unread
+    assert find_unread(str(records), corpus_of(records)) == unread
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in ("README.md", "a.md", "b.txt"):
         (texts / name).write_text("A text.")
-    assert find_unread(str(texts), find_corpus(str(texts))) == ["README.md"]
-    assert find_unread(str(texts / "a.md"), find_corpus(str(texts / "a.md"))) == []
+    assert find_unread(str(texts), corpus_of(texts)) == ["README.md"]
+    assert find_unread(str(texts / "a.md"), corpus_of(texts / "a.md")) == []
     counts = {"left_out": {}, "cut": 0, "notes": {}, "unread": ["a\x1b.pdf", "b", "c", "d"]}
     (line,) = describe(counts, 8)
     assert "4 (a\\x1b.pdf, b, c, ...)" in line

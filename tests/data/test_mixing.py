@@ -10,6 +10,7 @@ from distributed_training.data.corpus import find_corpus, split_weights
 from distributed_training.data.estimate import sample_corpus
 from distributed_training.data.report import summarize
 from distributed_training.settings.request import build_config
+from tests.data.test_corpus import corpus_of
 from tests.data.test_folders import write
 from tests.data.test_samples import prepare
 from tests.support import refused
@@ -41,7 +42,7 @@ def test_each_dataset_has_its_share_of_an_epoch(weights, limit, expected, tokeni
     files = [write_records(tmp_path / f"{name}.jsonl", n) for name, n in (("a", 100), ("b", 40))]
     dataset = [f"{file}:{weight}" for file, weight in zip(files, weights, strict=True)]
     config = {"dataset": dataset, "pack": False, "num_samples": limit}
-    corpus = find_corpus(build_config(config).dataset)
+    corpus = find_corpus(build_config(config))
     data = prepare(tmp_path / "cache", tokenizer, corpus, **config)
     trained = texts_in(data.train, tokenizer)
     assert Counter(text[0] for text in trained) == dict(zip("ab", expected, strict=True))
@@ -54,7 +55,7 @@ def test_each_dataset_has_its_share_of_an_epoch(weights, limit, expected, tokeni
     folder = tmp_path / "cache" / data.cache
     counts = summarize(folder, build_config(config), can_pack=True)
     assert (counts["trained"], counts["held_out"]) == (sum(expected), 7)
-    own = find_corpus(build_config(config).dataset, files[1])
+    own = find_corpus(build_config({**config, "validation_dataset": files[1]}))
     folder = tmp_path / "cache" / prepare(tmp_path / "cache", tokenizer, own, **config).cache
     assert summarize(folder, build_config(config), can_pack=True)["held_out"] == 40
     again = prepare(tmp_path / "cache", tokenizer, corpus, **config)
@@ -85,7 +86,7 @@ def test_running_text_and_records_are_not_mixed(tmp_path):
     records = write_records(tmp_path / "a.jsonl", 5)
     (tmp_path / "b.txt").write_text("a text")
     with refused("a.jsonl", "b.txt"):
-        find_corpus(f"{records} {tmp_path / 'b.txt'}")
+        corpus_of(f"{records} {tmp_path / 'b.txt'}")
 
 
 def test_the_size_of_a_mix_is_estimated_from_chunks(tokenizer, tmp_path):
@@ -94,7 +95,7 @@ def test_the_size_of_a_mix_is_estimated_from_chunks(tokenizer, tmp_path):
         write_records(tmp_path / f"{name}.jsonl", n) for name, n in (("a", 300_000), ("b", 100_000))
     ]
     config = {"dataset": [f"{files[0]}:2", files[1]], "pack": False}
-    corpus = find_corpus(build_config(config).dataset)
+    corpus = find_corpus(build_config(config))
     chunks, scale, error = sample_corpus(corpus, tmp_path / "chunks")
     data = prepare(tmp_path / "cache", tokenizer, chunks, **config)
     assert scale * len(data.train) == pytest.approx(700_000 * 0.95, rel=error)
@@ -106,6 +107,6 @@ def test_lines_of_alternating_lengths_are_estimated(tokenizer, tmp_path):
     lines = (json.dumps({"text": "one two " * (1 + 60 * (n % 2))}) for n in range(20_000))
     file.write_text("\n".join(lines))
     config = {"dataset": str(file), "pack": False}
-    chunks, scale, error = sample_corpus(find_corpus(str(file)), tmp_path / "chunks")
+    chunks, scale, error = sample_corpus(corpus_of(file), tmp_path / "chunks")
     data = prepare(tmp_path / "cache", tokenizer, chunks, **config)
     assert scale * len(data.train) == pytest.approx(20_000 * 0.95, rel=error)

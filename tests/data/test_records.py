@@ -9,9 +9,9 @@ import pytest
 
 from distributed_training.data.chats import prepare
 from distributed_training.data.chats.records import Record
-from distributed_training.data.corpus import find_corpus
 from distributed_training.data.pieces import PROMPT, TEXT
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from tests.data.test_corpus import corpus_of
 from tests.data.test_samples import jsonl
 from tests.support import refused
 
@@ -224,7 +224,7 @@ def read_file(file, template):
     folder = shutil.copytree(EMBEDDED_DIR, file.parent / "tokenizer", dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(template)
     counts = prepare.Counts()
-    source = find_corpus(str(file))["train"][0]
+    source = corpus_of(file)["train"][0]
     pieces = prepare.read_pieces(source, Tokenizer(folder), by_line=False, counts=counts)
     trained = [piece.text[first:last] for piece in pieces for first, last in piece.spans]
     return trained, {note: count for note, count in counts.notes.items() if count}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from distributed_training.data import cache, pieces
-from distributed_training.data.corpus import Source, find_corpus
+from distributed_training.data.corpus import Source
 from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import with_values
 from distributed_training.settings.request import build_config
+from tests.data.test_corpus import corpus_of
 from tests.support import refused
 
 WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "called", "by", "name"]
@@ -73,7 +74,7 @@ def without_padding(row):
 def jsonl(folder, rows):
     folder.mkdir(exist_ok=True)
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return find_corpus(str(folder))
+    return corpus_of(folder)
 
 
 QUESTIONS = [

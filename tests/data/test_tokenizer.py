@@ -20,12 +20,13 @@ from distributed_training.data.chats.prepare import (
     Counts,
     read_pieces,
 )
-from distributed_training.data.corpus import find_corpus, read_prose
+from distributed_training.data.corpus import read_prose
 from distributed_training.data.pieces import Piece
 from distributed_training.data.report import summarize
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.files import load_model_json
 from distributed_training.settings.request import build_config, read_template
+from tests.data.test_corpus import corpus_of
 from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
 from tests.support import edit_json, refused
@@ -209,8 +210,8 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.request import build_config, read_template
 
 tokenizer = Tokenizer(Path(sys.argv[1]))
-config = build_config({"dataset": "made", "max_length": 200})
-folder = tokenize(find_corpus(sys.argv[2]), tokenizer, config, Path(sys.argv[3]))
+config = build_config({"dataset": sys.argv[2], "max_length": 200})
+folder = tokenize(find_corpus(config), tokenizer, config, Path(sys.argv[3]))
 form = cut_samples(folder, tokenizer, config).form
 print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.is_chat_form(form))
 """
@@ -227,7 +228,7 @@ def test_ranks_with_cached_tokens_do_not_import_transformers(folder, tmp_path):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
     edit_json(tmp_path / "big" / "vocab.json", extra=2048)
-    corpus = find_corpus("embedded-prose")
+    corpus = corpus_of("embedded-prose")
     config = build_config({"model": "gpt2-tiny"})
     with refused("2,049", "gpt2-tiny", "2,048"):
         tokenize(corpus, Tokenizer(tmp_path / "big"), config, tmp_path, embedding_rows=2048)
