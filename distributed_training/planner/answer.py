@@ -266,12 +266,7 @@ def build_options(plan: Draft) -> list[str]:
     """Return the options with which the script starts this plan: the preset, the typed keys, the
     keys that the planner set as if they were typed, and the layout."""
     request = plan.requested
-    values: Settings = {**request.typed}
-    for name, value in request.to_key_values().items():
-        # The name of a template was replaced by its text.
-        if request.set_by.get(name) == "command line" and name != "chat_template":
-            values[name] = value
-    values |= {"strategy": plan.strategy.name} | layout_settings(plan)
+    values = request.typed | {"strategy": plan.strategy.name} | layout_settings(plan)
     options = [] if request.preset is None else ["--preset", request.preset]
     options += [f"--{name}" for name in ("force", "strict") if getattr(request, name)]
     for name, value in values.items():

@@ -142,7 +142,7 @@ def _choose_for_cpu(
     if request.preset is not None:
         return {}
     if any(map(os.path.exists, split_weights(request.dataset))):
-        excluded_keys = IGNORED_PRESET_KEYS.union(request.set_by)
+        excluded_keys = IGNORED_PRESET_KEYS.union(request.set_keys)
         if request.is_set("epochs"):  # the preset's limit would end the run before these epochs
             excluded_keys |= {"max_steps"}
         settings = {
@@ -153,7 +153,7 @@ def _choose_for_cpu(
         notes.append(f"settings that you did not set come from {source}: {values}")
     else:
         defaults = {"eval_samples": CPU_EVAL_SAMPLES, "num_samples": CAPPED_NUM_SAMPLES}
-        settings = {key: value for key, value in defaults.items() if key not in request.set_by}
+        settings = {key: value for key, value in defaults.items() if key not in request.set_keys}
         if "num_samples" in settings:
             notes.append(
                 f"without a GPU, a first run trains on at most {CAPPED_NUM_SAMPLES:,} samples "

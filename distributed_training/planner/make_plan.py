@@ -234,10 +234,10 @@ def inherit_settings(
         if key not in lost
     }
     # Settings that the user made in the resumed run still count as the user's.
-    set_by = {key: by for key, by in earlier.requested.set_by.items() if key in inherited}
+    set_keys = earlier.requested.set_keys & inherited.keys()
     engine_options = {key: inherited.pop(key) for key in inherited.keys() - KEYS.keys()}
     inherited["engine_options"] = request.engine_options | engine_options
-    inherited["set_by"] = set_by | request.set_by
+    inherited["set_keys"] = set_keys | request.set_keys
     request = with_values(request, **inherited, date=earlier.requested.date)
     return request if is_batch_new else keep_global_batch(request, earlier, num_processes, notes)
 

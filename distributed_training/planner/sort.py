@@ -349,9 +349,10 @@ def find_fastest(choices: Iterable[Prediction]) -> Prediction:
 
 
 def as_typed(request: Request, **values: Any) -> Request:
-    """Return CONFIG with values that count as set by the user."""
-    set_by = request.set_by | dict.fromkeys(values, "command line")
-    return request.model_copy(update={**values, "set_by": set_by})
+    """Return CONFIG with values that count as typed by the user."""
+    set_keys = request.set_keys | values.keys()
+    typed = request.typed | {name: str(value) for name, value in values.items()}
+    return request.model_copy(update={**values, "set_keys": set_keys, "typed": typed})
 
 
 def choose_batch_size(
@@ -409,13 +410,13 @@ def suggest(
     other strategies than `strategies` are not tried."""
     requested = plan.requested
     # The user's number of blocks may be too small to fit, so the planner chooses another.
-    set_by = {key: by for key, by in requested.set_by.items() if key != "checkpointed_blocks"}
-    request = requested.model_copy(update={"checkpointed_blocks": None, "set_by": set_by})
-    changes: Settings = {
-        "strategy": AUTO,
-        "model": plan.config.model,
+    opened: Settings = {
+        "checkpointed_blocks": None,
+        "set_keys": requested.set_keys - {"checkpointed_blocks"},
         "engine_options": {},
     }
+    request = requested.model_copy(update=opened)
+    changes: Settings = {"strategy": AUTO, "model": plan.config.model}
     if request.batch_size != AUTO:
         changes["batch_size"] = plan.config.batch_size
     request = as_typed(request, **OPEN_SETTINGS, pipeline_schedule=AUTO, **changes)

@@ -305,8 +305,8 @@ class Request(Config):
 
     # Values of the keys that the strategy's engine declares
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    # key -> source of the value; "CONFIG" only if the value differs from the key's default
-    set_by: dict[str, Literal["CONFIG", "preset", "command line"]] = Field(default_factory=dict)
+    # Keys that the user set; those of CONFIG only if the value differs from the key's default
+    set_keys: set[str] = Field(default_factory=set)
     typed: dict[str, str] = Field(default_factory=dict)  # values on the command line, as typed
     preset: str | None = None
     force: bool = False  # start the run even if it is predicted not to fit
@@ -317,7 +317,7 @@ class Request(Config):
 
     def is_set(self, name: str) -> bool:
         """Return whether the user set the key `name`."""
-        return name in self.set_by
+        return name in self.set_keys
 
     def to_key_values(self) -> dict[str, Any]:
         """Return the value of each CONFIG key, followed by the engine's own options."""

@@ -48,16 +48,15 @@ def build_config(
     typed_values = {name: keys[name].parse(text) for name, text in typed_texts.items()}
     values = {**config, **preset_document, **typed_values}
     changed = [name for name, value in config.items() if value != keys[name].default]
-    set_by = dict.fromkeys(changed, "CONFIG")
-    set_by |= dict.fromkeys(preset_document, "preset") | dict.fromkeys(typed_texts, "command line")
-    set_by = {name: setter for name, setter in set_by.items() if values[name] != AUTO}
+    given = {*changed, *preset_document, *typed_texts}
+    set_keys = {name for name in given if values[name] != AUTO}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
     values["engine_options"] = validate(options_class, engine_values).model_dump()
     if isinstance(values.get("dataset"), list):
         names = map(str, values["dataset"])
         values["dataset"] = shlex.join(map(os.path.expanduser, names))
     values |= {
-        "set_by": set_by,
+        "set_keys": set_keys,
         "typed": typed_texts,
         "preset": preset,
         "force": force,

@@ -67,7 +67,7 @@ def test_every_key_sets_its_field_and_the_work(name, tmp_path):
     changed = build_config({name: other})
     values = RESOLVED.get(name, {name: other})
     assert changed.to_key_values() == {**Config().to_key_values(), **values}
-    assert with_values(Request(), **values, set_by={name: "CONFIG"}) == changed
+    assert with_values(Request(), **values, set_keys={name}) == changed
     assert Request.model_validate_json(changed.model_dump_json()) == changed
     assert KEYS[name].work == (name in WORK)
     typed = build_config({}, overrides={name: other})
