@@ -32,11 +32,10 @@ from distributed_training.settings.config import (
     Config,
     DraftConfig,
     Request,
-    validate,
     with_values,
 )
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import plural
+from distributed_training.settings.files import parse_as, plural
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import load_preset
 
@@ -191,7 +190,7 @@ def lay_out(
     if request.base_dtype == AUTO:
         resolved["base_dtype"] = None
     # Config's own method leaves out the options of the strategy's engine.
-    config = validate(DraftConfig, Config.to_key_values(request) | resolved | SWITCHES_OFF)
+    config = parse_as(DraftConfig, Config.to_key_values(request) | resolved | SWITCHES_OFF)
     output_dir = Path(config.output_dir)
     timestamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{timestamp}-{strategy.name}-{model.label}-x{num_processes}"

@@ -8,14 +8,12 @@ fields."""
 
 import functools
 import os
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import Model, shown
+from distributed_training.settings.files import parse_as
 from distributed_training.settings.keys import KeyModel, config_key, read_keys
 
 AUTO = "auto"
@@ -331,22 +329,4 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
     """Return a copy of `config` with changed values. Raises UserError for a value that its key does
     not accept."""
-    return validate(type(config), {**dict(config), **changes})
-
-
-def validate(
-    model: type[Model],
-    values: Mapping[str, Any],
-) -> Model:
-    """Return an instance of `model` with the given `values`. Raises UserError for a value that is
-    not accepted."""
-    try:
-        return model(**values)
-    except ValidationError as error:
-        errors = error.errors()
-    name = errors[0]["loc"][0]
-    # A key that accepts several types has an error for each of them.
-    rules = [error["msg"].partition(" should ")[2] for error in errors if error["loc"][0] == name]
-    what = f"{name}={shown(values[str(name)])} is not accepted"
-    fix = f"it should {' or '.join(rules)}".replace("a valid boolean", "True or False")
-    raise UserError(what, fix)
+    return parse_as(type(config), {**dict(config), **changes})

@@ -212,20 +212,28 @@ def crc32(file: Path) -> int:
 def parse_as(
     model: type[Model],
     document: Any,
-    source: str,
-    fix: str,
+    source: str = "",
+    fix: str = "",
 ) -> Model:
-    """Return a JSON document as a validated instance of `model`. Raises UserError with a message
-    that begins with `source` and, if possible, names the invalid key."""
+    """Return a JSON document or CONFIG as a validated instance of `model`. Raises UserError with a
+    message that begins with `source` and, if possible, names the invalid key."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-    name = ".".join(map(str, first["loc"])) or "it"
+        first, *others = error.errors()
+    place = first["loc"]
+    rules = [first["msg"].replace("Input", "it", 1)]
+    for other in others:
+        # A key that accepts several types has an error for each, which ends with the type.
+        if other["input"] is first["input"] and other["loc"][:-1] == first["loc"][:-1] != ():
+            place = first["loc"][:-1]
+            rules.append(other["msg"].partition(" should ")[2])
+    name = ".".join(map(str, place)) or "it"
+    what = f"{source}: {name}" if source else name
     if first["type"] in _ERROR_TEXTS:
-        raise UserError(f"{source}: {name} {_ERROR_TEXTS[first['type']]}", fix=fix)
-    rule = first["msg"].replace("Input", "it", 1)
-    raise UserError(f"{source}: {name}={shown(first['input'])} is not accepted", rule, fix)
+        raise UserError(f"{what} {_ERROR_TEXTS[first['type']]}", fix=fix)
+    why = " or ".join(rules).replace("a valid boolean", "True or False")
+    raise UserError(f"{what}={shown(first['input'])} is not accepted", why, fix)
 
 
 def shown(value: object) -> str:

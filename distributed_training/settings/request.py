@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distributed_training.settings import files
-from distributed_training.settings.config import AUTO, KEYS, Request, validate
+from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import check_names, read_keys
 from distributed_training.settings.strategies import strategy_options
@@ -51,7 +51,7 @@ def build_config(
     given = {*changed, *preset_document, *typed_texts}
     set_keys = {name for name in given if values[name] != AUTO}
     engine_values = {name: values.pop(name) for name in engine_keys if name in values}
-    values["engine_options"] = validate(options_class, engine_values).model_dump()
+    values["engine_options"] = files.parse_as(options_class, engine_values).model_dump()
     if isinstance(values.get("dataset"), list):
         names = map(str, values["dataset"])
         values["dataset"] = shlex.join(map(os.path.expanduser, names))
@@ -62,7 +62,7 @@ def build_config(
         "force": force,
         "strict": strict,
     }
-    request = validate(Request, values)
+    request = files.parse_as(Request, values)
     if request.chat_template is None:
         return request
     text = read_template(request.chat_template)
