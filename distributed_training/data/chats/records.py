@@ -33,13 +33,18 @@ _EXAMPLES = {
     MESSAGES: '{"messages": [{"role": "user", "content": "..."}, '
     '{"role": "assistant", "content": "..."}]}',
 }
-# Pairs of columns that contain a question and its answer, in order of preference
-_COLUMN_PAIRS = (
+# Columns of a conversation, of a question with its answer or of a text, in order of preference.
+# Conversation datasets often repeat the first question as "prompt", and a text beside an answer is
+# usually a copy of the record that was rendered for another model.
+_FORMS = (
     (PROMPT, "completion"),
+    (MESSAGES,),
     (PROMPT, "response"),
     ("question", "answer"),
     ("instruction", "output"),
     ("instruction", "response"),
+    ("conversations",),
+    (TEXT,),
 )
 # Other names of roles -> role that the chat template receives
 _ROLES = {
@@ -112,42 +117,28 @@ class Record:
         self._raw = raw
         self._columns = columns
 
-        def is_given(name: str) -> bool:
-            return not _is_empty(fields.get(name))
+        def rank(names: tuple[str, ...]) -> tuple[bool, bool]:
+            is_given = [not _is_empty(fields.get(name)) for name in names]
+            is_text = names == (TEXT,)
+            return is_given[-1] and not is_text, is_text or any(is_given)
 
-        pairs = [pair for pair in _COLUMN_PAIRS if fields.keys() >= {*pair}]
-        pair = max(
-            pairs,
-            key=lambda pair: is_given(pair[1]),
-            default=(),
-        )
-        has_pair = any(map(is_given, pair))
-        chats = [name for name in (MESSAGES, "conversations") if name in fields]
-        chat = max(chats, key=is_given, default="")
-        # Conversation datasets often repeat the first question as "prompt".
-        is_complete = "completion" in pair and is_given("completion")
-        prefers_chat = is_given(MESSAGES) and not is_complete
-        has_others = has_pair or is_given(chat)
-        self.form = MESSAGES
-        if TEXT in columns or (TEXT in fields and not has_others):
-            self.form = TEXT
-            self.names: tuple[str, ...] = (TEXT,)
-        elif pair and not prefers_chat and (has_pair or not chat):
-            self.names = pair
-            has_messages = any(isinstance(fields[name], list) for name in pair)
-            has_context = not fields.keys().isdisjoint(_CONTEXT_COLUMNS)
-            if not (has_messages or has_context or pair[0] == "instruction"):
-                self.form = PROMPT
-        elif chat:
-            self.names = (chat,)
-        else:
+        forms = [names for names in _FORMS if fields.keys() >= {*names}]
+        if TEXT in columns:
+            forms = [(TEXT,)]
+        if not forms:
             column = "completion" if PROMPT in fields else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
             fix += "prompt=QUESTION,completion=ANSWER"
             what = f'{where} has no "{columns.get(column, column)}" string'
             raise UserError(what, f"it has {shown(list(raw))}", fix)
-        # A text beside an answer is usually a copy of the record that was rendered for another
-        # model.
+        self.names: tuple[str, ...] = max(forms, key=rank)
+        self.form = MESSAGES
+        if self.names == (TEXT,):
+            self.form = TEXT
+        elif len(self.names) == 2 and self.names[0] != "instruction":
+            has_messages = any(isinstance(fields[name], list) for name in self.names)
+            if not has_messages and fields.keys().isdisjoint(_CONTEXT_COLUMNS):
+                self.form = PROMPT
         self.has_copy = self.form != TEXT and fields.get(TEXT) is not None
         # Names of the columns that have been read or, like a copy, have a separate note
         self._used = {TEXT} if self.has_copy else set[str]()
