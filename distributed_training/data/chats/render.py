@@ -91,11 +91,11 @@ class Renderer:
             raise UserError(what, why, fix) from None
 
     def render_prompt(self, messages: list[Message]) -> str:
-        """Return the text of a conversation up to the start of the answer to its last message.
-        Raises UserError if the template cannot render the conversation."""
+        """Return the text of a conversation, whose contents are strings, up to the start of the
+        answer to its last message. Raises UserError if the template cannot render the
+        conversation."""
         try:
-            conversation = self._adapt(Conversation(messages))
-            return self._render(conversation, conversation.messages, add_generation_prompt=True)[0]
+            return self._render(Conversation([]), messages, add_generation_prompt=True)[0]
         except Exception as error:  # A template can raise any error.
             what = "the chat template cannot render this question"
             raise UserError(what, describe(error)) from None
