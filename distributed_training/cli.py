@@ -126,7 +126,7 @@ def read_options(
     argv = [replace_dashes(word, names) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        fix = None
+        fix = ""
         if parser.keys:
             word = unknown[0].removeprefix("--").partition("=")[0]
             fix = _advise_on_file(unknown[0]) or advise_on_name(word, names)
@@ -145,9 +145,9 @@ def replace_dashes(word: str, names: Sequence[str]) -> str:
     return f"--{name}{equals}{value}" if option.startswith("--") and name in names else word
 
 
-def _advise_on_file(word: str) -> str | None:
+def _advise_on_file(word: str) -> str:
     if not Path(word).is_file():
-        return None
+        return ""
     return f"use --dataset {shlex.quote(word)}, and put several datasets in quotes"
 
 

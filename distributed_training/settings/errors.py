@@ -38,17 +38,13 @@ class UserError(ValueError):
         fix: str = "",
     ) -> None:
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
-        command = re.search(r"(?i)\brun: (.+)", remedy)
-        self.command = command[1] if command else ""
         super().__init__(" ".join(filter(None, (_sentence(what), reason, remedy))))
 
     @property
     def terminal_text(self) -> str:
         """Return the message for a terminal, with the command on a separate line."""
         message = f"{self.label}: {self}"
-        if not self.command:
-            return message
-        return f"{message.removesuffix(self.command).rstrip()}\n  {self.command}"
+        return re.sub(r"(?i)\b(run:) (.+)", r"\1\n  \2", message)
 
 
 def _sentence(text: str) -> str:

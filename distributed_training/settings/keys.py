@@ -144,13 +144,12 @@ def check_names(
             raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
 
 
-def advise_on_name(word: str, names: Iterable[str]) -> str | None:
+def advise_on_name(word: str, names: Iterable[str]) -> str:
     """Return advice on an unknown name: the corresponding option if it is an option of
     transformers' Trainer, accelerate or a launcher, otherwise the most similar of `names`. Return
-    None if no name is similar."""
+    "" if no name is similar."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
-    advice: str | None = table.get(word.lower().replace("-", "_")) or did_you_mean(word, names)
-    return advice or None
+    return str(table.get(word.lower().replace("-", "_")) or did_you_mean(word, names))
 
 
 class Parser(argparse.ArgumentParser):
