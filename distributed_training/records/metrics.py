@@ -125,11 +125,6 @@ class Tracker:
         self.send(values, row["step"])
 
 
-def perplexity(loss: float) -> float:
-    """Return `exp(loss)`. Losses above 700 are treated as 700 so that `exp` does not overflow."""
-    return math.exp(min(loss, 700.0))
-
-
 def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> JsonObject:
     """Return an entry for the record's `evaluations`. The caller adds the step number.
 
@@ -140,7 +135,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> JsonObject:
     loss = loss_sum / num_targets
     return {
         "loss": loss,
-        "perplexity": perplexity(loss),
+        "perplexity": math.exp(min(loss, 700.0)),  # exp(710) overflows
         "bits_per_byte": loss_sum / math.log(2) / num_bytes if num_bytes else None,
         "num_targets": num_targets,
         "num_bytes": num_bytes,
