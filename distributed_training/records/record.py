@@ -23,7 +23,6 @@ from distributed_training.settings.files import (
     JsonObject,
     crc32,
     load_json,
-    load_object,
     parse_as,
     replace_file,
 )
@@ -203,7 +202,7 @@ def load_record(path: Path) -> Record:
 def has_finished(run_dir: Path) -> bool:
     """Return whether a run's record has the status "ok"."""
     with contextlib.suppress(UserError):
-        return bool(load_object(run_dir / RECORD_FILE, "record").get("status") == "ok")
+        return load_record(run_dir).status == "ok"
     return False
 
 
