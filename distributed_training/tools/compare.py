@@ -134,9 +134,9 @@ def build_runs(
 ) -> tuple[list[Run], Path]:
     """Return the requested runs and the folder for their records. Values from the plan and from the
     command line override `defaults`. Raises UserError if CONFIG rejects every run."""
-    if bool(arguments.plan) == bool(arguments.strategies):
-        what = "compare needs either a plan or --strategies"
-        raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
+    if bool(arguments.plan) == bool(arguments.strategies) or "strategy" in arguments.overrides:
+        what = "compare needs either a plan or --strategies, and no --strategy"
+        raise UserError(what, fix="write --strategies dp,fsdp or the path of a PLAN.json")
     if arguments.plan:
         file = Path(arguments.plan).expanduser()
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'

@@ -101,6 +101,7 @@ def test_a_typed_option_of_an_engine_reaches_only_its_strategy():
     [
         (["--strategies", "dp,fspd"], ["strategy='fspd'", "fsdp"]),
         ([], ["--strategies"]),
+        (["--strategies", "dp,fsdp", "--strategy", "tp"], ["no --strategy"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["batch_size"]),
         (["--strategies", "dp", "--cluster", "8xH100"], ["--cluster"]),
         ([str(small_text())], ["JSON"]),
