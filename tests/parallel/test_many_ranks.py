@@ -79,6 +79,15 @@ def test_shards_of_128_ranks_have_the_planned_sizes(name, tmp_path, monkeypatch)
     assert largest_bytes == pytest.approx(estimate_memory(plan).state["optimizer"] / 2, rel=0.06)
 
 
+def test_a_rank_computes_the_gradient_of_its_own_rows(tmp_path):
+    plan = plan_for(tmp_path, CPU_MACHINE, 4, strategy="tp")
+    with fake_engine(plan, 1) as engine, torch.profiler.profile(record_shapes=True) as profile:
+        table = engine.stages["0"].token_embedding
+        table(torch.arange(64)[None]).sum().backward()
+    calls = [event for event in profile.events() if "embedding_dense_backward" in event.name]
+    assert {call.concrete_inputs[2] for call in calls} == {table.num_embeddings // 4}
+
+
 def run_updates(plan, rank):
     """Run two optimizer steps on one rank, with gradients that depend only on the parameter and the
     step. Return {part name: (slices of the whole tensor, values)}."""

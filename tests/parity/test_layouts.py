@@ -62,7 +62,6 @@ CASES = {
         "padded/fsdp": {"strategy": "fsdp", **micro_batches(2), **SELECTIVE, **CHUNKED},
         "packed/pp2-gpipe-1": {**mesh(pp=2), **micro_batches(1), "pipeline_schedule": "gpipe"},
         "padded/pp2-1f1b-2": {**mesh(pp=2), **micro_batches(2), "pipeline_cut": "5,1"},
-        "padded/pp2-interleaved-4": {**mesh(pp=2), **micro_batches(4), **INTERLEAVED},
         "packed/pp2-zb-v-8": {**mesh(pp=2), **micro_batches(8), **ZB_V},
         # These numbers of micro-batches are not multiples of the number of stages.
         "odd/pp2-interleaved-3": {
@@ -72,9 +71,7 @@ CASES = {
         "ten/pp2-zb-h1-5": {**mesh(pp=2), **micro_batches(5, global_batch=10), **ZB_H1, **CHUNKED},
         "packed/hybrid-auto": {**HYBRID, "global_batch": GLOBAL_BATCH},
         "packed/hybrid-8": {**HYBRID, **micro_batches(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
-        "tied/zero2": {"strategy": "zero2", **micro_batches(2)},
         "tied/tp2": {**mesh(tp=2), **micro_batches(2)},
-        "tied/hybrid": {**HYBRID, **micro_batches(4)},
         "padded/cp2": {**mesh(cp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
         "tied/cp2": {"strategy": "cp", **micro_batches(4)},
         "packed/dp-cp2": {"strategy": "dp", "cp": 2, **micro_batches(2)},
@@ -118,8 +115,7 @@ CASES = {
     },
 }  # fmt: skip
 if has_libaio():  # test_shipped_config.py runs infinity with the shipped buffers
-    for name in ("packed", "tied"):
-        CASES[2][f"{name}/infinity"] = {**small_infinity(), **micro_batches(2)}
+    CASES[2]["packed/infinity"] = {**small_infinity(), **micro_batches(2)}
 if shutil.which("c++") is not None:  # these cases run Inductor's generated code, in fp32
     CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **micro_batches(2), **COMPILED}
     CASES[2]["packed/tp2-compiled"] = {**mesh(tp=2), **micro_batches(4), **COMPILED, **CHUNKED}
