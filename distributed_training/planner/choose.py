@@ -222,7 +222,7 @@ def lay_out(
         steps_between_exchanges=options.steps_between_exchanges(),
         engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
-    return _complete(draft, notes)
+    return complete(draft, notes)
 
 
 def with_checkpointing(choice: Prediction, **settings: Any) -> Prediction:
@@ -230,10 +230,10 @@ def with_checkpointing(choice: Prediction, **settings: Any) -> Prediction:
     nor the batch depends. Raises UserError if settings are incompatible."""
     draft = choice.plan.with_config(**settings)
     draft = replace(draft, requested=draft.requested.model_copy(update=settings))
-    return Prediction(_complete(draft, []), choice.rates)
+    return Prediction(complete(draft, []), choice.rates)
 
 
-def _complete(draft: Draft, notes: list[str]) -> Draft:
+def complete(draft: Draft, notes: list[str]) -> Draft:
     """Return a draft with the switches that follow from its other fields, after checking that its
     settings can be combined."""
     draft = draft.with_config(**_choose_switches(draft, notes))

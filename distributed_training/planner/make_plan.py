@@ -12,14 +12,13 @@ from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.answer import describe_total, describe_verdict
 from distributed_training.planner.checks import check_run
-from distributed_training.planner.choose import lay_out
 from distributed_training.planner.data import find_sources, resolve_data_values
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json, other_settings
 from distributed_training.planner.layouts import OPEN_BATCH, OPEN_SETTINGS
 from distributed_training.planner.sort import (
     SIMPLE,
     choose_batch_size,
-    choose_candidate,
+    choose_layout,
     suggest_settings,
 )
 from distributed_training.predict.predict import Cluster, Prediction
@@ -183,8 +182,7 @@ def draft_plan(
     checked later."""
     notes = [] if notes is None else notes
     config = choose_batch_size(request, cluster, notes)
-    candidate = choose_candidate(config, cluster, notes)
-    return replace(lay_out(candidate, cluster, notes), requested=request)
+    return replace(choose_layout(config, cluster, notes), requested=request)
 
 
 def inherit_settings(

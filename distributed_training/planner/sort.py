@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.choose import choose_model, lay_out, with_checkpointing
+from distributed_training.planner.choose import choose_model, complete, lay_out, with_checkpointing
 from distributed_training.planner.layouts import (
     OPEN_SETTINGS,
     Candidate,
@@ -33,28 +33,23 @@ LORA_RANK = 16  # rank of the adapters that are suggested if training all weight
 MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
 
 
-def choose_candidate(
+def choose_layout(
     request: Request,
     cluster: Cluster,
     notes: list[str],
     names: Iterable[str] | None = None,
-) -> Candidate:
-    """Return what `request`, which must have a batch size, asks for: a model, a strategy and its
-    mesh. With strategy=auto, they are those of the first choice among `names`, by default all
-    strategies. Raises UserError if the model is unknown or no layout is valid."""
+) -> Draft:
+    """Return the draft plan for `request`, which must have a batch size. With strategy=auto, it is
+    the first choice among `names`, by default all strategies. Raises UserError if the model is
+    unknown or no layout is valid."""
     request, model = choose_model(request, cluster.machine, notes)
     if request.strategy != AUTO:
-        return _name_candidate(request, model)
+        return lay_out(_name_candidate(request, model), cluster, notes)
     first = sort_layouts(request, cluster, names)[0]
     settings = {"strategy": first.plan.strategy.name, **layout_settings(first.plan)}
     step = "" if first.step is None else f" (predicted {first.step.seconds:.3g} s per step)"
     notes.append(f"the planner chose {format_settings(settings)}{step}")
-    return Candidate(
-        request=first.plan.requested,
-        strategy=first.plan.strategy,
-        model=model,
-        mesh=first.plan.mesh,
-    )
+    return complete(first.plan, notes)
 
 
 def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
@@ -141,10 +136,9 @@ def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
     if name == AUTO:
         candidates = _useful_candidates(request, cluster, list_strategies())
         name = next((each.strategy.name for each in candidates), "dp")
-    candidate = choose_candidate(with_values(request, strategy=name), cluster, [])
-    lay_out(candidate, cluster)
+    draft = choose_layout(with_values(request, strategy=name), cluster, [])
     return UserError(
-        f"no strategy can train {candidate.request.model} with this CONFIG",
+        f"no strategy can train {draft.config.model} with this CONFIG",
         fix="to see the resolved CONFIG, set a strategy and use --dry-run",
     )
 
@@ -391,8 +385,7 @@ def _speeds_by_batch_size(
     for size in BATCH_SIZES:
         sized = as_typed(request, batch_size=size)
         with contextlib.suppress(UserError):
-            candidate = choose_candidate(sized, cluster, [], names)
-            first = Prediction(lay_out(candidate, cluster), cluster.rates)
+            first = Prediction(choose_layout(sized, cluster, [], names), cluster.rates)
             if first.memory_fit != "yes":
                 break
             speeds[size] = first.tokens_per_s or size
