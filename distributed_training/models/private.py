@@ -162,13 +162,6 @@ def initialize(net: Any, module: nn.Module) -> None:
     net._init_weights(module)
 
 
-def initialize_child(net: Any, module: nn.Module, child_name: str, child: nn.Module) -> None:
-    """Initialize the parameters of `child` as `net` does when it initializes `module`, a copy of
-    the module around it."""
-    module._modules = {child_name: child}
-    initialize(net, module)
-
-
 def initialize_all(owner: Any, module: nn.Module) -> None:
     """Initialize a module and the modules in it, as the innermost transformers model around each of
     them does. `owner` is the innermost model around `module`."""
