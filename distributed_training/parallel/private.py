@@ -205,8 +205,8 @@ def _gather(
     return _gather_in_buffer(rest, group, async_op, copy_stream, stream, device, comm)
 
 
-def _copy_rest_from_buffer(result: Any, parameters: Any, group: Any) -> None:
-    _copy_from_buffer(result, _separate(parameters)[1], group)
+def _copy_rest_from_buffer(result: Any, parameters: Any, group: Any, **options: Any) -> None:
+    _copy_from_buffer(result, _separate(parameters)[1], group, **options)
 
 
 def _separate(parameters: Any) -> tuple[list[Any], list[Any]]:
