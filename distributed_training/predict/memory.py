@@ -216,10 +216,7 @@ def _peak_activations(
     peak = (0.0, 0.0)
     # Sizes before and after an operation. Repeated micro-batches find the same sizes again.
     known: dict[tuple[object, ...], tuple[float, float]] = {}
-    order = find_orders(rank.plan)[rank.index]
-    if rank.pp == 1:  # Every micro-batch needs the same memory.
-        order = order[:2]
-    for operation, stage, _ in order:
+    for operation, stage, _ in find_orders(rank.plan)[rank.index]:
         state = (operation, stage, block_bytes, logit_bytes)
         if state in known:
             block_bytes, logit_bytes = known[state]
