@@ -5,7 +5,7 @@ All interfaces were checked against torch 2.13 and 2.14, and against transformer
 
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -130,11 +130,6 @@ def build_hub_model(
     if model_class._can_set_experts_implementation():
         options["experts_implementation"] = name
     return model_class._from_config(config, dtype=dtype, **options)
-
-
-def parameter_names(module: nn.Module) -> Collection[str]:
-    """Return the names of a module's own parameters."""
-    return module._parameters.keys()
 
 
 def apply_gate(experts: Any, x: torch.Tensor) -> torch.Tensor:

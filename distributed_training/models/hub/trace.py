@@ -122,8 +122,9 @@ def _describe_kind(
     for name, module in block.named_modules():
         if hasattr(module, "is_transposed"):  # a module of the ExpertsInterface
             transposed = module.is_transposed
-            for stack in STACKS.intersection(private.parameter_names(module)):
-                experts, rows, columns = getattr(module, stack).shape
+            parameters = dict(module.named_parameters(recurse=False))
+            for stack in STACKS.intersection(parameters):
+                experts, rows, columns = parameters[stack].shape
                 shape = (columns, rows) if transposed else (rows, columns)
                 stacks[f"{name}.{stack}"] = (experts, *shape)
     return BlockKind(
