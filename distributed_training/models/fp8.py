@@ -20,28 +20,12 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
 
 
-class _Multiply(torch.autograd.Function):
-    """Multiply x [.., columns] by a matrix."""
-
-    @staticmethod
-    def forward(ctx, x, codes, scales):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(codes, scales)
-        return product(x, codes, scales)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return input_gradient(dy, *ctx.saved_tensors), None, None
-
-
-multiply = _Multiply.apply
-
-
 def product(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
 ) -> torch.Tensor:
-    """Return `x W^T`, [.., columns] -> [.., rows], without autograd."""
+    """Return `x W^T`, [.., columns] -> [.., rows]."""
     y = fp8_matmul(
         *quantize(x.flatten(0, -2)),
         codes,

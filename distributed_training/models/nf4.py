@@ -20,25 +20,22 @@ BLOCK_SIZE = 64
 # matrix between the forward and backward passes, and thus keep all dequantized matrices in memory
 # until the backward pass.
 @torch.library.custom_op("distributed_training::nf4_matmul", mutates_args=())
-def nf4_matmul(
+def product(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
 ) -> torch.Tensor:
-    """Return `x W^T`, [.., columns] -> [.., rows]. Only codes and scales are kept for the
-    backward pass."""
+    """Return `x W^T`, [.., columns] -> [.., rows]."""
     return F.linear(x, dequantize_matrix(codes, scales))
 
 
 @torch.library.custom_op("distributed_training::nf4_matmul_backward", mutates_args=())
-def nf4_matmul_backward(
-    gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient of x, [.., rows] -> [.., columns]."""
-    return gradient @ dequantize_matrix(codes, scales)
+def input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `dy W`, [.., rows] -> [.., columns]."""
+    return dy @ dequantize_matrix(codes, scales)
 
 
-@nf4_matmul.register_fake
+@product.register_fake
 def _(x, codes, _scales):  # type: ignore[no-untyped-def]
     return x.new_empty(
         *x.shape[:-1],
@@ -46,33 +43,12 @@ def _(x, codes, _scales):  # type: ignore[no-untyped-def]
     )
 
 
-@nf4_matmul_backward.register_fake
-def _(gradient, codes, _scales):  # type: ignore[no-untyped-def]
-    return gradient.new_empty(
-        *gradient.shape[:-1],
+@input_gradient.register_fake
+def _(dy, codes, _scales):  # type: ignore[no-untyped-def]
+    return dy.new_empty(
+        *dy.shape[:-1],
         _num_columns(codes),
     )
-
-
-def _keep_codes(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: torch.Tensor,
-) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _backward(
-    ctx: Any,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, None, None]:
-    return nf4_matmul_backward(gradient, *ctx.saved_tensors), None, None
-
-
-nf4_matmul.register_autograd(_backward, setup_context=_keep_codes)
-
-
-multiply = nf4_matmul  # dequantizes the matrix at each use
 
 
 def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,12 @@
 """Quantize the frozen matrices in a model's blocks to NF4 or fp8.
 
-The module of a format exports `multiply`, which computes with the codes and scales of a matrix,
-`quantize_matrix`, which returns them, and `dequantize_matrix`. Codes and scales are
-viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits. Both have one
-row per row of the matrix, so FSDP can shard them by rows. A stack of experts' matrices is quantized
-as one matrix with the rows of all experts."""
+The module of a format exports `product` and `input_gradient`, which compute with the codes and
+scales of a matrix, `quantize_matrix`, which returns them, and `dequantize_matrix`. Codes and scales
+are viewed as numbers in the compute dtype, so that FSDP's casts do not change their bits. Both have
+one row per row of the matrix, so FSDP can shard them by rows. A stack of experts' matrices is
+quantized as one matrix with the rows of all experts."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +19,28 @@ from distributed_training.models.size import ModelSize
 SCALES = "_scales"  # end of the name of the parameter with the scales of a matrix or of a stack
 
 
+class Multiply(torch.autograd.Function):
+    """Multiply x [.., columns] by a matrix. Only its codes and scales are kept."""
+
+    @staticmethod
+    def forward(ctx, x, codes, scales, base):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(codes, scales)
+        ctx.base = base
+        return base.product(x, codes, scales)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return ctx.base.input_gradient(dy, *ctx.saved_tensors), None, None, None
+
+
 class QuantizedLinear(Linear):
     """Linear layer with a frozen quantized matrix W."""
 
     weight_scales: nn.Parameter
-    multiply: Callable[..., torch.Tensor]  # (x, codes, scales) -> x W^T
+    base: Any  # the module of the format
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.multiply(x, self.weight, self.weight_scales)
+        y = Multiply.apply(x, self.weight, self.weight_scales, self.base)
         bias = self.cast_bias(x.dtype)
         return y if bias is None else y + bias
 
@@ -56,7 +69,7 @@ def quantize_matrices(
         owner: Any = model.get_submodule(owner_name)
         if isinstance(owner, Linear):
             owner.__class__ = QuantizedLinear
-            owner.multiply = load_format(base_dtype).multiply
+            owner.base = load_format(base_dtype)
         owner.base_dtype = base_dtype
         codes, scales = _quantize(name, parameter.detach(), model.size, base_dtype)
         owner.register_parameter(key, nn.Parameter(codes))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from distributed_training.models import fp8
 from distributed_training.models.decoder import Block, Decoder
 from distributed_training.models.llama.model import LlamaBlock
 from distributed_training.parallel.lora import matrix_gradient, sum_of_linears
@@ -59,8 +58,9 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     first: Any = block.mlp_in.adapter
     last: Any = block.mlp_out.adapter
     linear: Any = block.mlp_out
+    base = getattr(linear, "base", None)
     stored = [linear.weight.to(x.dtype)]
-    if hasattr(linear, "weight_scales"):  # codes and their scales
+    if base is not None:  # codes and their scales
         stored = [linear.weight, linear.weight_scales]
     first_a, first_b = first.matrices(x.dtype)
     last_a, last_b = last.matrices(x.dtype)
@@ -71,7 +71,7 @@ def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
         last_a,
         last_b,
         block.unit_size,
-        getattr(linear, "base_dtype", "") == "fp8",  # otherwise, codes are NF4
+        base,
         *stored,
     )
 
@@ -90,33 +90,27 @@ class _GatedMLP(torch.autograd.Function):
         a,
         last_b,
         unit_size,
-        is_fp8,
+        base,
         *stored,
     ):
         act = activate(y, hidden, b, unit_size)
         last_hidden = F.linear(act, a)
         ctx.save_for_backward(y, hidden, b, a, last_b, last_hidden, *stored)
         ctx.unit_size = unit_size
-        ctx.is_fp8 = is_fp8
-        if len(stored) == 1:
+        ctx.base = base
+        if base is None:
             return sum_of_linears(act, *stored, last_hidden, last_b, None)
-        if is_fp8:
-            out = fp8.product(act, *stored)
-        else:
-            out = torch.ops.distributed_training.nf4_matmul(act, *stored)
-        return out + F.linear(last_hidden, last_b)
+        return base.product(act, *stored) + F.linear(last_hidden, last_b)
 
     @staticmethod
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         y, hidden, b, a, last_b, last_hidden, *stored = ctx.saved_tensors
         d_last_hidden = d_out @ last_b
         d_last_b = matrix_gradient(d_out, last_hidden)
-        if len(stored) == 1:
+        if ctx.base is None:
             d_act = d_out @ stored[0]
-        elif ctx.is_fp8:
-            d_act = fp8.input_gradient(d_out, *stored)
         else:
-            d_act = torch.ops.distributed_training.nf4_matmul_backward(d_out, *stored)
+            d_act = ctx.base.input_gradient(d_out, *stored)
         d_y, d_b, d_a = activate_backward(
             d_act,
             d_last_hidden,

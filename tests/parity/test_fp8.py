@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from distributed_training.models import find_model, fp8, peft
-from distributed_training.models.quantized import quantize_matrices
+from distributed_training.models.quantized import Multiply, quantize_matrices
 from distributed_training.settings.config import Config
 from distributed_training.start import launched
 from tests.parity import cases
@@ -47,7 +47,12 @@ def train_traced(arguments: dict[str, Any]) -> Any:
 def train_dequantized(arguments: dict[str, Any]) -> Any:
     """Train like `train`, but multiply by the dequantized matrices. Activations and gradients are
     not quantized."""
-    fp8.multiply = lambda x, codes, scales: F.linear(x, codes.view(E4M3).float() * scales[:, None])
+
+    def dequantize(codes, scales):
+        return codes.view(E4M3).float() * scales[:, None]
+
+    fp8.product = lambda x, *stored: F.linear(x, dequantize(*stored))
+    fp8.input_gradient = lambda dy, *stored: dy @ dequantize(*stored)
     return train(arguments)
 
 
@@ -62,7 +67,7 @@ def test_products_equal_products_of_rounded_matrices():
     x, dy, w = torch.randn(2, 5, 64), 1e-9 * torch.randn(2, 5, 96), 0.02 * torch.randn(96, 64)
     codes, scales = fp8.quantize_matrix(w)
     x.requires_grad_()
-    y = fp8.multiply(x, codes, scales)
+    y = Multiply.apply(x, codes, scales, fp8)
     y.backward(dy)
     w = rounded(w, 1)
     torch.testing.assert_close(fp8.dequantize_matrix(codes, scales), w)
