@@ -16,11 +16,12 @@ test:  ## Every check and every test that needs no GPU
 quick:  ## Unit tests of every room, without processes
 	bash tests/run.sh -q -n 2 -m "not processes" $(rooms) tests/test_*.py
 
-ends:  ## Unit tests with the oldest and with the newest versions in pyproject.toml's ranges
+ends:  ## Unit tests and layouts with the oldest and with the newest versions in pyproject.toml's ranges
 	$(setup) && python -m pip install -q uv && for end in lowest-direct highest; do \
 	  uv venv -q --allow-existing .venv/$$end && \
 	  uv pip install -q --python .venv/$$end --resolution $$end -e '.[train,dev]' && \
-	  .venv/$$end/bin/python -m pytest -q -n 2 $(rooms) || exit; done
+	  source .venv/$$end/bin/activate && \
+	  python -m pytest -q -n 2 $(rooms) tests/parallel tests/parity/test_layouts.py tests/parity/test_lora.py || exit; done
 
 lint:  ## ruff, mypy, import-linter and codespell on all files
 	$(setup) && pre-commit run --all-files

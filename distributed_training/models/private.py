@@ -1,7 +1,7 @@
 """Wrap the private interfaces of torch and transformers that models use. The interfaces that only
 parallel/ and engines/ use are wrapped in parallel/private.py.
 
-All interfaces were checked against torch 2.13 and 2.14, and against transformers 5."""
+All interfaces were checked against torch 2.14 and 2.15, and against transformers 5."""
 
 import re
 import sys

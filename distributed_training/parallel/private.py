@@ -1,7 +1,7 @@
 """Wrap the private interfaces of torch and DeepSpeed that this suite uses. The interfaces of
 torch.distributed.pipelining are wrapped in private_pipelining.py.
 
-All interfaces were checked against torch 2.13 and 2.14, and against DeepSpeed 0.19.8. Native
+All interfaces were checked against torch 2.14 and 2.15, and against DeepSpeed 0.19.8. Native
 strategies never import DeepSpeed."""
 
 import contextlib
