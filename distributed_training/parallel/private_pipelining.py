@@ -102,14 +102,14 @@ def _sort_messages(
     keys: list[tuple[Any, ...]] = []
     for action in actions:
         kind, stage, number = action.computation_type, action.stage_index, action.microbatch_index
-        # torch 2.15 also lists where a rank waits for its sends, which must follow them.
-        is_wait = kind.name.startswith("WAIT_")
         message = schedules._ComputationType[kind.name.removeprefix("WAIT_")]
         if message in _PRODUCERS:
             operation, stage_offset = _PRODUCERS[message]
             producer = (operation, stage - stage_offset, number)
-            time = max(end, end_s[producer]) if is_wait else end_s[producer]
-            keys.append((time, *producer, is_wait))
+            time = end_s[producer]
+            if kind != message:  # torch 2.15 also lists where a rank waits for its earlier sends
+                time = max(end, time)
+            keys.append((time, *producer))
             continue
         if kind in _OPERATION_NAMES:
             end = end_s[_OPERATION_NAMES[kind], stage, number]

@@ -100,9 +100,9 @@ def train(order, newest_first, num_offloading):
                 waiting.pop(-1 if newest_first else 0).backward()
                 continue
             x = torch.randn(4, 16)
-            for block, part in zip(blocks.values(), factors, strict=True):
+            for index, block in enumerate(blocks.values()):
                 inputs.append(StorageWeakRef(x.untyped_storage()))
-                x = block(x, part, documents=(mask,))
+                x = block(x, factors[index], documents=(mask,))
             waiting.append(x.square().sum())
             in_use = max(in_use, sum(not storage.expired() for storage in inputs))
         assert not stream.copies, "a captured step ends before its copies"

@@ -67,7 +67,6 @@ CASES = {
         "odd/pp2-interleaved-3": {
             **mesh(pp=2), **micro_batches(3, global_batch=ODD_BATCH), **INTERLEAVED,
         },
-        "odd/pp2-zb-v-3": {**mesh(pp=2), **micro_batches(3, global_batch=ODD_BATCH), **ZB_V},
         "ten/pp2-zb-h1-5": {**mesh(pp=2), **micro_batches(5, global_batch=10), **ZB_H1, **CHUNKED},
         "packed/hybrid-auto": {**HYBRID, "global_batch": GLOBAL_BATCH},
         "packed/hybrid-8": {**HYBRID, **micro_batches(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},

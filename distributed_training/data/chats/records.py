@@ -117,11 +117,6 @@ class Record:
         self._raw = raw
         self._columns = columns
 
-        def rank(names: tuple[str, ...]) -> tuple[bool, bool]:
-            is_given = [not _is_empty(fields.get(name)) for name in names]
-            is_text = names == (TEXT,)
-            return is_given[-1] and not is_text, is_text or any(is_given)
-
         forms = [names for names in _FORMS if fields.keys() >= {*names}]
         if TEXT in columns:
             forms = [(TEXT,)]
@@ -131,7 +126,10 @@ class Record:
             fix += "prompt=QUESTION,completion=ANSWER"
             what = f'{where} has no "{columns.get(column, column)}" string'
             raise UserError(what, f"it has {shown(list(raw))}", fix)
-        self.names: tuple[str, ...] = max(forms, key=rank)
+        given = {name for name, value in fields.items() if not _is_empty(value)}
+        answered = [names for names in forms if names[-1] in given and names != (TEXT,)]
+        begun = [names for names in forms if names == (TEXT,) or not given.isdisjoint(names)]
+        self.names: tuple[str, ...] = (answered or begun or forms)[0]
         self.form = MESSAGES
         if self.names == (TEXT,):
             self.form = TEXT
