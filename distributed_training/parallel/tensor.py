@@ -165,6 +165,7 @@ class _TableParallel(LayerStyle):
         mesh: DeviceMesh,
         ids: torch.Tensor,
     ) -> torch.Tensor:
+        """Return this rank's part of the embeddings of token ids, [B, T] -> [B, T, D]."""
         rows = table.weight.to_local()
         own_ids = ids - mesh.get_local_rank() * rows.shape[0]
         is_missing = (own_ids < 0) | (own_ids >= rows.shape[0])

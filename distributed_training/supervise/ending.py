@@ -111,5 +111,8 @@ def explain_continuing(plan: Plan) -> str:
     option = shlex.join(["--resume", short_path(plan.run_dir)])
     if plan.num_processes > 1 and LAUNCHER_VARIABLE not in os.environ:
         return f"To continue, run the same command again and add:\n  {printable(option)}"
-    command = plan.command.removesuffix(f" {option}")  # a continued run was started with it
-    return f"To continue, run:\n  {printable(command)} {option}"
+    words = shlex.split(plan.command)
+    if "--resume" in words:
+        place = words.index("--resume")
+        del words[place : place + 2]
+    return f"To continue, run:\n  {printable(shlex.join(words))} {option}"
