@@ -2,7 +2,7 @@
 setup := source strategies/setup_env.sh requirements.txt tests/requirements.txt
 rooms := $(addprefix tests/,settings models data plan predict planner records)
 SHELL := bash
-.PHONY: help setup test quick ends lint docs report page
+.PHONY: help setup test quick ends lint docs sizes report page
 
 help:  ## List these
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -28,6 +28,9 @@ lint:  ## ruff, mypy, import-linter and codespell on all files
 
 docs:  ## Rewrite the generated parts of the documents
 	$(setup) && python results/lab/documents.py
+
+sizes:  ## Code tokens of each folder
+	$(setup) && python results/lab/sizes.py
 
 report:  ## Table of your runs
 	$(setup) && python real_model_example.py report
