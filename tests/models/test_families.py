@@ -334,3 +334,11 @@ def test_parameters_and_flops_match_hand_counts():
     assert size.num_parameters == 42 + 2 * 147 + 6
     assert size.padded_vocab_size == 128
     assert size.flops_per_token(4) == 6 * 342 + 12 * 2 * 3 * 4
+
+
+def test_v_does_not_keep_q_and_k_before_their_rotation_in_memory(tmp_path):
+    config = transformers.LlamaConfig(**SHAPE)
+    random_model(config).save_pretrained(tmp_path)
+    block = read_model(find_model(str(tmp_path)), tmp_path).blocks["0"]
+    _, _, v = block.heads(torch.randn(2, 5, 32), 0)
+    assert v.untyped_storage().nbytes() == v.nbytes

@@ -142,13 +142,13 @@ def llama_size(config: Config) -> ModelSize:
     norms = [d, d]
     if config.has_qk_norm:
         norms += [config.head_dim, config.head_dim]
+    # q and k after rotation. Without a norm of q and k, which needs the matrix's output, only q, k
+    # and a copy of v are kept: as many values as the output has.
+    kept = heads + kv if config.has_qk_norm else 0
+    # k and v for each head replace k after rotation or, without a norm, the copies of k and v.
     repeated = 0
     if kv < heads:
-        # k and v for each head replace k after rotation. Without a norm of q and k, they also
-        # replace the output.
-        repeated = 2 * heads - kv
-        if not config.has_qk_norm:
-            repeated -= qkv
+        repeated = 2 * heads - (kv if config.has_qk_norm else 2 * kv)
     kind = BlockKind(
         layers=tuple(range(config.num_hidden_layers)),
         attention_width=heads,
@@ -163,7 +163,7 @@ def llama_size(config: Config) -> ModelSize:
         split_parameters=split,
         norm_parameters=sum(norms),
         tensors=len(matrices) + len(norms) + num_biases,
-        kept_values=heads + kv,  # q and k after rotation; v is a view of the matrix's output
+        kept_values=kept,
         repeated_values=repeated,
     )
     return ModelSize(

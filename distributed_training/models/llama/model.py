@@ -156,6 +156,9 @@ class LlamaBlock(Block):
         )
         q = self.rotary(self.norm_q(q), positions)
         k = self.rotary(self.norm_k(k), positions)
+        if isinstance(self.norm_k, nn.Identity):
+            # As a view, v would keep q and k before the rotation in memory until the backward pass.
+            v = v.contiguous()
         return [x.flatten(2, 3).transpose(1, 2) for x in (q, k, v)]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
