@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from distributed_training.models import nf4
 from distributed_training.models.attention import describe_documents
 from distributed_training.models.hub.attention import attention
 from distributed_training.models.hub.experts import experts
-from distributed_training.models.hub.packing import separate_recurrences
+from distributed_training.models.hub.packing import separate_states
 from tests.models.test_experts import HIDDEN, GptOssAttention, compute_separately, make_layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -46,11 +47,11 @@ def test_windows_equal_the_mask(head_size, is_packed, has_sinks):
         assert (one - other).float().norm() < 0.02 * other.float().norm()
 
 
-def linear_attention(q, k, v, g, beta, documents=None):
-    from transformers.models.qwen3_5 import modeling_qwen3_5
+compute_states = separate_states(torch_chunk_gated_delta_rule)
 
-    separate_recurrences(modeling_qwen3_5.Qwen3_5RMSNorm(8))
-    y, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+
+def linear_attention(q, k, v, g, beta, documents=None):
+    y, _ = compute_states(
         q, k, v, g=g, beta=beta, output_final_state=False, documents=documents,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip

@@ -1,7 +1,9 @@
 """Test decoders that are built from transformers' blocks. Their results must match the results of
 transformers' own models."""
 
+import inspect
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
+import distributed_training
 import distributed_training.models.hub as hub_family
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
@@ -137,6 +140,21 @@ def test_packed_documents_do_not_affect_each_other(kind, tmp_path, monkeypatch):
         only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
         monkeypatch.setattr(type(model), "describe_documents", lambda *_: only_ends)
         assert_near(model(ids, positions=positions, ends=ends), separate_logits)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "gpt_oss"])
+def test_the_code_of_transformers_stays_as_it_was(kind, tmp_path):
+    """Other models in the same process, such as those of the tests, must not call our functions."""
+    _, model = build(make_folder(kind, tmp_path))
+    model(torch.arange(LENGTH)[None])
+    packages = ("transformers.", "peft.")
+    spaces = [vars(module) for name, module in sys.modules.items() if name.startswith(packages)]
+    classes = [value for space in spaces for value in space.values() if inspect.isclass(value)]
+    spaces += map(vars, classes)
+    functions = {value for space in spaces for value in space.values() if inspect.isfunction(value)}
+    assert len(functions) > 1000
+    own_folder = str(Path(distributed_training.__file__).parent)
+    assert not [f for f in functions if f.__code__.co_filename.startswith(own_folder)]
 
 
 @pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt", "falcon_h1", "granitemoehybrid"])

@@ -2,12 +2,13 @@
 block computes each record as if it were alone.
 
 Blocks with linear attention convolve neighboring tokens, and pass on a state from token to token.
-The functions in this module replace those of transformers that do so. Like attention, they get the
-boundaries of the records as the option `documents`."""
+In the models that this package builds, the functions in this module replace those of transformers
+that do so. Like attention, they get the boundaries of the records as the option `documents`."""
 
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,28 +30,35 @@ _IS_SECOND = torch.arange(8, device="cpu") >= 4
 
 
 def separate_recurrences(net: nn.Module) -> None:
-    """Make the convolutions and linear attention in a model's code separate packed records."""
-    wrappers = {
-        "causal_conv1d_fn": _separate_convolution,
-        _LINEAR_ATTENTION: _separate_states,
-    }
-    for functions in _modeling_code(net):
-        for name, wrap in wrappers.items():
-            function = functions.get(name)
-            if function is not None and not hasattr(function, "separates_documents"):
-                functions[name] = wrap(function)
-                functions[name].separates_documents = True
+    """Make the convolutions and linear attention of a model separate packed records. The code of
+    transformers, which other models in this process use, stays as it is."""
+    for module in net.modules():
+        module.__class__ = _separating_class(type(module))  # type: ignore[arg-type]
 
 
 def has_linear_attention(net: nn.Module) -> bool:
     """Return whether a model's code computes linear attention."""
-    return any(_LINEAR_ATTENTION in functions for functions in _modeling_code(net))
+    modules = {type(module).__module__ for module in net.modules()}
+    return any(hasattr(sys.modules[name], _LINEAR_ATTENTION) for name in modules)
 
 
-def _modeling_code(net: nn.Module) -> list[dict[str, Any]]:
-    """Return the global names in the files that define a model's modules."""
-    names = {type(module).__module__ for module in net.modules()}
-    return [vars(sys.modules[name]) for name in names]
+@functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
+def _separating_class(cls: Any) -> Any:
+    """Return a subclass of the module class `cls` whose methods call the functions of this module,
+    or `cls` if its methods call none that they replace."""
+    members = {}
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        method = inspect.unwrap(method)  # Decorators rename old arguments, and run hooks.
+        functions = method.__globals__
+        called = _WRAPPERS.keys() & functions.keys() & {*method.__code__.co_names}
+        if called:
+            functions = functions | {key: _WRAPPERS[key](functions[key]) for key in called}
+            members[name] = types.FunctionType(
+                method.__code__, functions, name, method.__defaults__, method.__closure__
+            )
+    if not members:
+        return cls
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
 
 
 def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
@@ -110,7 +118,7 @@ def _inside(
     return torch.where(positions[:, None] >= distance, values, 0)
 
 
-def _separate_states(compute: Callable[..., Any]) -> Any:
+def separate_states(compute: Callable[..., Any]) -> Any:
     compute_on_cpu = inspect.unwrap(compute)  # `compute` may call a package for GPUs only
 
     @functools.wraps(compute)
@@ -135,6 +143,10 @@ def _separate_states(compute: Callable[..., Any]) -> Any:
         return function(q, k, v, g, beta, output_final_state=output_final_state, **options)
 
     return wrapper
+
+
+# Names of transformers' functions -> functions that return their replacements
+_WRAPPERS = {"causal_conv1d_fn": _separate_convolution, _LINEAR_ATTENTION: separate_states}
 
 
 def probe_options(dtype: torch.dtype) -> dict[str, Any]:
