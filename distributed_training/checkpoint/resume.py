@@ -3,6 +3,7 @@ not import torch. saver.py writes checkpoints and documents the files in them.""
 
 import contextlib
 import os
+import re
 import shlex
 import socket
 from collections.abc import Collection, Iterator
@@ -12,9 +13,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.plan.plan import Plan, is_copy, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
-from distributed_training.records.record import LAST, RECORD_FILE, Record, is_alive, load_record
+from distributed_training.records.record import (
+    LAST,
+    RECORD_FILE,
+    Record,
+    find_record,
+    is_alive,
+    load_record,
+)
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, load_object, parse_as, shown
@@ -58,7 +66,7 @@ def resume_advice(checkpoint: Path) -> str:
 
 def read_meta(folder: Path) -> Meta:
     """Read a checkpoint's meta.json. Raises UserError if the folder is not a checkpoint in this
-    format, or if meta.json is damaged."""
+    format, or if meta.json is damaged or of another step."""
     try:
         values = load_object(folder / META_FILE, "checkpoint")
     except UserError:
@@ -67,7 +75,11 @@ def read_meta(folder: Path) -> Meta:
     if saved_format != FORMAT:
         what = f"Checkpoint {folder} has the format {saved_format} of another version, not {FORMAT}"
         raise UserError(what, fix="start a new run with weights=<run>/hf, or set resume to None")
-    return parse_as(Meta, values, f"Checkpoint {folder}", resume_advice(folder))
+    meta = parse_as(Meta, values, f"Checkpoint {folder}", resume_advice(folder))
+    if re.fullmatch(r"step-\d+", folder.name) and int(folder.name[5:]) != meta.step:
+        why = f"its meta.json is that of step {meta.step}"
+        raise UserError(f"Checkpoint {folder} is damaged", why, resume_advice(folder))
+    return meta
 
 
 def rank_file_name(rank: int) -> str:
@@ -126,14 +138,19 @@ def check_files(
 
 def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     """Return the checkpoint that the `resume` setting requests, or None if a new run should start.
-    Append a note to `notes` if the state must be resharded."""
+    Append a note to `notes` if the state must be resharded, or if the run's record is lost."""
     checkpoint = find_checkpoint(plan, notes)
     if checkpoint is None:
         return None
+    meta = read_meta(checkpoint)
+    run_dir = checkpoint.parents[1]
+    if find_record(run_dir) is None:
+        what = f"{run_dir / RECORD_FILE} was lost or damaged, so the run's new record has no losses"
+        notes.append(f"{what} and evaluations up to step {meta.step}")
     new = plan.layout_fingerprint
     changes = [
         f"{key} was {old} and is now {new.get(key)}"
-        for key, old in read_meta(checkpoint).spread.items()
+        for key, old in meta.spread.items()
         if old != new.get(key)
     ]
     if changes:
@@ -151,8 +168,8 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     UserError instead of starting a new run if only an obstacle prevents a run from continuing.
 
     Raises UserError if the run has files on other nodes. Also raises UserError if a named
-    checkpoint is missing or damaged, has no record of its run, or is from a run with a different
-    `work`. Its model may have been moved."""
+    checkpoint is missing or damaged, or is from a run with a different `work`. Its model may have
+    been moved."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -183,7 +200,7 @@ def find_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
     for key in sorted(changed & STEPS):
         change = f"{key} was {meta.work.get(key)} and is now {plan.work[key]}"
         notes.append(f"{change}. The learning rate follows the new schedule from step {meta.step}")
-    if run.status == "ok" and run.step > meta.step:
+    if run and run.status == "ok" and run.step > meta.step:
         steps = f"Steps {meta.step + 1} to {run.step}"
         notes.append(f"{checkpoint.parents[1].name} has finished. {steps} will be repeated.")
     return checkpoint
@@ -205,10 +222,10 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
             with _skip_damaged(checkpoint, notes):
                 meta = read_meta(checkpoint)
                 # Prefer runs with the same strategy, so that a user who compares strategies resumes
-                # each strategy's own run.
+                # each strategy's own run. A copy beside its run is a backup.
                 is_same = meta.spread.get("strategy") == plan.strategy.name
-                candidates.append((is_same, meta.step, checkpoint, meta))
-    for is_same, _, checkpoint, meta in sorted(candidates, reverse=True):
+                candidates.append((is_same, not is_copy(run_dir), meta.step, checkpoint, meta))
+    for is_same, _, _, checkpoint, meta in sorted(candidates, reverse=True):
         run_dir = checkpoint.parents[1]
         if differences := _differences(meta.work, meta.data_fingerprint, plan):
             why = f"used different settings: {differences}. To continue that run with its own "
@@ -218,9 +235,9 @@ def _find_newest(plan: Plan, notes: list[str]) -> Path | None:
             why = "has finished"
             with _skip_damaged(checkpoint, problems):
                 run = load_run_record(checkpoint, meta)
-                if not is_same and is_alive(run):
+                if not is_same and is_alive(run_dir):
                     why = "is in use"
-                elif run.status != "ok":
+                elif run is None or run.status != "ok":
                     claims.check_foreign_files(run_dir)
                     check_files(checkpoint, meta, plan)
                     notes += problems
@@ -265,15 +282,15 @@ def _skip_damaged(
         problems.append(f"resume=auto cannot use {checkpoint}: {error}")
 
 
-def load_run_record(checkpoint: Path, meta: Meta) -> Record:
-    """Return the record of the checkpoint's run. Raises FilesOnOtherNodesError if the record is on
-    another node, and UserError if it cannot be read."""
+def load_run_record(checkpoint: Path, meta: Meta) -> Record | None:
+    """Return the record of the checkpoint's run, as `find_record` does. Raises
+    FilesOnOtherNodesError if the record is on another node."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
         why = f"it is on the run's first node, {meta.hosts.get(rank_file_name(0))}"
         raise FilesOnOtherNodesError(what, why, MERGE_ADVICE)
-    return load_record(run_dir)
+    return find_record(run_dir)
 
 
 def _differences(

@@ -180,7 +180,9 @@ class Saver:
             older = [checkpoint for checkpoint in checkpoints if checkpoint <= final_folder]
             kept = older[-self.plan.config.keep_checkpoints :]
             for checkpoint in set(checkpoints) - set(kept):
-                shutil.rmtree(checkpoint)
+                # A process that dies meanwhile leaves no half of a checkpoint under this name.
+                unfinished = checkpoint.with_name(f".writing-{checkpoint.name}")
+                shutil.rmtree(checkpoint.rename(unfinished))
         self._save_row |= {
             "write_s": time.monotonic() - start,
             "bytes": sum(meta.files.values()),

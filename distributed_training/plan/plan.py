@@ -2,6 +2,7 @@
 module planner/make_plan.py makes the plan once. A dry run prints the plan, and every process reads
 it. The run's record repeats most of the plan. This module does not import torch."""
 
+import contextlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -182,6 +183,7 @@ class Plan(Draft):
     # Settings that are predicted to need clearly less GPU memory; "" without a GPU
     lighter_settings: str = ""
     amount: Amount | None = None  # None if there are no samples yet
+    form: str = ""  # form of the training text (data/pieces.py); "" if there are no samples yet
     # Number of optimizer steps; None if the samples were not counted
     num_steps: int | None = None
     # Names the run in its folder's owner file. The attempts of one torchrun continue the run with
@@ -210,12 +212,18 @@ def load_plan(run_dir: Path) -> Plan:
     try:
         document = load_object(file, "plan")
         if document.get("format") != FORMAT:
-            raise ValueError(
-                f"its format is {document.get('format')} instead of {FORMAT}. "
-                "--resume auto can continue a run of another version"
-            )
+            raise ValueError(f"its format is {document.get('format')} instead of {FORMAT}")
         document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
         return PLAN_AS_JSON.validate_json(json.dumps(document))
-    except (TypeError, ValueError) as error:
+    except (UserError, TypeError, ValueError) as error:
         what = f"{file} is not a plan that this version can read"
-        raise UserError(what, describe(error)) from None
+        fix = "to continue its run without this file, use --resume auto and the run's settings"
+        raise UserError(what, describe(error), fix) from None
+
+
+def is_copy(run_dir: Path) -> bool:
+    """Return whether a run's folder was copied from another folder, which is still beside it."""
+    with contextlib.suppress(UserError):
+        original = Path(str(load_object(run_dir / PLAN_FILE, "plan").get("run_dir"))).name
+        return original != run_dir.name and (run_dir.parent / original).is_dir()
+    return False

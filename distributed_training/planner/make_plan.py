@@ -83,6 +83,7 @@ def make_plan(
         cache=data.cache if data else None,
         data_fingerprint=data.fingerprint if data else "",
         amount=amount,
+        form=data.form if data else "",
         num_steps=None if amount is None or amount.error else amount.num_steps,
         notes=tuple(notes),
     )

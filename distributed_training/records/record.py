@@ -199,6 +199,16 @@ def load_record(path: Path) -> Record:
     return record.model_copy(update={"run_dir": str(run_dir.resolve())})
 
 
+def find_record(run_dir: Path) -> Record | None:
+    """Return a run's record, or None if the file was removed, or damaged by a crash. Raises
+    UserError if another version of this suite wrote the record."""
+    try:
+        load_json(run_dir / RECORD_FILE, "record")
+    except UserError:
+        return None
+    return load_record(run_dir)
+
+
 def has_finished(run_dir: Path) -> bool:
     """Return whether a run's record has the status "ok"."""
     with contextlib.suppress(UserError):
@@ -206,10 +216,10 @@ def has_finished(run_dir: Path) -> bool:
     return False
 
 
-def is_alive(r: Record) -> bool:
+def is_alive(run_dir: Path) -> bool:
     """Return whether a process of the run on this machine still holds the lock on the run's
     folder."""
-    with contextlib.suppress(FileNotFoundError), open(Path(r.run_dir, OWNER_FILE), "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(run_dir / OWNER_FILE, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # the lock is held, or the file system has no locks

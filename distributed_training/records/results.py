@@ -6,6 +6,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -124,7 +125,7 @@ class LayoutRow:
         if r is None:
             return NOT_RUN
         word: str = r.status
-        if word == "running" and r.hostname == platform.node() and not is_alive(r):
+        if word == "running" and r.hostname == platform.node() and not is_alive(Path(r.run_dir)):
             word = "killed"
         # The record of a run that did not end as planned may lack the steps after the last
         # checkpoint.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distributed_training.parallel import agree
-from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, is_copy, load_plan
 from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import local_cluster
@@ -70,8 +70,10 @@ def continue_run(request: Request) -> tuple[Request, list[str]]:
     folder = None
     for file in sorted(Path(request.output_dir).glob(f"*/{PLAN_FILE}")):
         with contextlib.suppress(UserError):  # a foreign or damaged file
-            if load_object(file, "plan").get("run_id") == run_id != "none":
-                folder = file.parent.resolve()
+            candidate = file.parent.resolve()
+            is_same = load_object(file, "plan").get("run_id") == run_id != "none"
+            if is_same and not is_copy(candidate):
+                folder = candidate
     if folder is None or has_finished(folder):
         return request, []
     checkpoint, note = run_dir.plan_restart(load_plan(folder))

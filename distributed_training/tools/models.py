@@ -38,7 +38,7 @@ from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, format_perplexity, short_path
 from distributed_training.records.folder import newest_checkpoint
-from distributed_training.records.record import BEST, LAST, RECORD_FILE, load_record
+from distributed_training.records.record import BEST, LAST, find_record
 from distributed_training.settings.config import Config, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, resolve_user_path
@@ -108,9 +108,16 @@ def find_trained(
     _, tokenizer_dir = choose_tokenizer(config, config, spec, source, [])
     tokenizer = Tokenizer(tokenizer_dir, spec.class_keys)
     chat = tokenizer.facts.has_template
-    if (folder.parent / RECORD_FILE).is_file():
-        chat = tokenizer.is_chat_form(load_record(folder.parent).data.get("form"))
+    if (folder.parent / PLAN_FILE).is_file():
+        chat = _trained_on_chats(folder.parent, tokenizer)
     return trained, tokenizer, chat
+
+
+def _trained_on_chats(run_dir: Path, tokenizer: Tokenizer) -> bool:
+    """Return whether a run, whose record may be lost, trained on conversations."""
+    record = find_record(run_dir)
+    form = record.data.get("form") if record else load_plan(run_dir).form
+    return tokenizer.is_chat_form(form)
 
 
 def load(trained: TrainedModel) -> tuple[Decoder, torch.device]:
@@ -333,7 +340,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
     if arguments.text:
         plan = replace(plan, config=plan.config.model_copy(update={"export_text": True}))
     tokenizer = build_tokenizer(plan, plan.tokenizer_dir)
-    chat = tokenizer.is_chat_form(load_record(run_dir).data.get("form"))
+    chat = _trained_on_chats(run_dir, tokenizer)
     prefix = "weight/"
     weight_names = [name for name in files.stored_parts if name.startswith(prefix)]
     trained = trained_model_of_run(

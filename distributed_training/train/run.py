@@ -111,8 +111,8 @@ def start_record(
         if plan.checkpoint is None:  # Remove rows from an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
-            state = records.load_record(plan.run_dir)
-            history = records.History(**state.model_dump())
+            if state := records.find_record(plan.run_dir):
+                history = records.History(**state.model_dump())
             if not (plan.run_dir / records.BEST).is_dir():  # deleted, or on a lost machine
                 history.best = None
         entries = describe_run(plan, sampler, data) | vars(history)

@@ -94,7 +94,7 @@ def find_checkpoint(given, output_dir, work=WORK, strategy="zero2", *, notes=Non
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.config.resume, plan.output_dir = given, output_dir
     notes = [] if notes is None else notes
-    return resume.find_checkpoint(plan, notes) or notes
+    return resume.choose_checkpoint(plan, notes) or notes
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK, started_at=None):
@@ -247,6 +247,21 @@ def test_checkpoints_of_other_releases_and_foreign_files_are_refused(tmp_path):
         (folder / "meta.json").write_bytes(content)
         with refused(*message):
             read_meta(folder)
+    renamed = save(tmp_path, 2).rename(folder.with_name("step-00000003"))
+    with refused(f"{renamed} is damaged", "step 2"):
+        read_meta(renamed)
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    saver = begin(tmp_path, FakeEngine(2), 2, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda *_, **__: os.stat("killed"))  # after the files are gone
+        with pytest.raises(OSError, match="killed"):
+            saver.finish()
+    (kept,) = list_checkpoints(tmp_path)
+    remove_unfinished(tmp_path)
+    assert list(kept.parent.iterdir()) == [kept]
 
 
 def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explains(tmp_path):
@@ -287,6 +302,17 @@ def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):
         assert find_checkpoint("auto", tmp_path, strategy="fsdp") == same_strategy, (
             "the other run is in use"
         )
+
+
+def test_resume_auto_leaves_a_copy_beside_its_run_alone(tmp_path):
+    """Only if the run is gone, the copy is resumed. Both may have been moved together."""
+    run_dir = make_run(tmp_path / "runs", "a", 5)
+    write_json(run_dir / "plan.json", {"run_dir": "/earlier/runs/a"})
+    copy = shutil.copytree(run_dir, run_dir.with_name("a-copy"))
+    save(copy, 6)
+    assert find_checkpoint("auto", run_dir.parent).parents[1] == run_dir
+    shutil.rmtree(run_dir)
+    assert find_checkpoint("auto", run_dir.parent).parents[1] == copy
 
 
 def test_resume_auto_falls_back_to_an_older_checkpoint_with_a_note(tmp_path):
@@ -386,12 +412,21 @@ def test_resume_identifies_text_by_its_tokens(tmp_path):
     assert "dataset was './a.txt' and is now '/moved'" in changes
 
 
-@pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])
-def test_a_run_without_a_readable_record_is_refused(content, tmp_path):
+@pytest.mark.parametrize("content", [b"", b"{", None])
+def test_a_run_is_resumed_without_its_record(content, tmp_path):
     run_dir = make_run(tmp_path, "20260101-a", 1)
     (run_dir / "record.json").unlink()
-    if content:
+    if content is not None:
         (run_dir / "record.json").write_bytes(content)
+    for resume_value in ("auto", str(run_dir)):
+        found = find_checkpoint(resume_value, tmp_path, notes=(notes := []))
+        assert found.parents[1] == run_dir
+        assert f"{run_dir}/record.json" in notes[0]
+
+
+def test_a_run_with_a_record_of_another_version_is_refused(tmp_path):
+    run_dir = make_run(tmp_path, "20260101-a", 1)
+    (run_dir / "record.json").write_bytes(b'{"schema_version": 0}')
     for resume_value in ("auto", str(run_dir)):
         with refused(f"{run_dir}/record.json"):
             find_checkpoint(resume_value, tmp_path)

@@ -14,7 +14,7 @@ from distributed_training.plan.plan import load_plan
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import checkpoint_copy_bytes
 from distributed_training.records.folder import list_checkpoints
-from tests.conftest import SMALL, assert_ok, run_command, script, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, run_command, script, train
 from tests.e2e.support import (
     assert_refused,
     final_weights,
@@ -171,6 +171,21 @@ def test_resuming_from_any_checkpoint_gives_the_same_result(uninterrupted, tmp_p
     assert note in " ".join(resumed.stdout.split())
     assert_same_run(run_dir, whole)
     assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]
+
+
+def test_plan_and_checkpoints_suffice_to_resume_and_to_export(uninterrupted, tmp_path):
+    whole = uninterrupted("zero2")
+    run_dir = shutil.copytree(whole, tmp_path / "runs" / whole.name)
+    shutil.rmtree(run_dir / "hf")
+    (run_dir / "record.json").write_bytes(b"")
+    assert_ok(heavy_pool().script(["export", run_dir]))
+    assert final_weights(run_dir) == final_weights(whole)
+    shutil.rmtree(run_dir / "checkpoints/step-00000015")
+    resumed = train(values_for("zero2", tmp_path / "runs", resume=str(run_dir)), num_processes=2)
+    assert_ok(resumed)
+    assert final_weights(run_dir) == final_weights(whole)
+    record = load_record(run_dir)
+    assert (record["status"], record["loss_curve"][0][0]) == ("ok", 11)
 
 
 def test_a_finished_run_ends_at_once_and_a_resumed_run_keeps_its_settings_and_best_weights(

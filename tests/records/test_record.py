@@ -51,11 +51,11 @@ def test_a_run_is_alive_while_a_process_holds_the_lock_of_its_folder(tmp_path):
     assert (state.status, state.error, state.finished_at) == ("running", None, None)
     assert state.hostname == platform.node()
     assert datetime.fromisoformat(state.started_at).tzinfo == timezone.utc
-    assert not is_alive(state)
+    assert not is_alive(tmp_path)
     with open(tmp_path / OWNER_FILE, "w") as file:
-        assert not is_alive(state)
+        assert not is_alive(tmp_path)
         fcntl.flock(file, fcntl.LOCK_SH)
-        assert is_alive(state)
+        assert is_alive(tmp_path)
 
 
 def test_without_a_checkout_there_is_no_commit(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(tmp_path, 
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "plan.json")
     saved = save(load_plan(run_dir), 7)
+    shutil.copytree(run_dir, run_dir.with_name(f"{run_dir.name}-copy"))
     config, notes = continue_run(requested)
     assert config == requested.model_copy(update={"resume": str(saved)})
     assert notes == ["the run was restarted from step-00000007"]
