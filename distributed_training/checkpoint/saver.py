@@ -13,7 +13,9 @@ step number determines its position. resume.py finds and checks checkpoints."""
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from distributed_training.checkpoint import resume
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import Engine
-from distributed_training.parallel.agree import gather, raise_on_all_ranks
+from distributed_training.parallel.agree import DAY_S, gather, raise_on_all_ranks
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import (
     HostMemory,
@@ -88,7 +90,8 @@ class Saver:
         dist.barrier()
         parts = self._parts_to_write(engine)
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            # A disk may be slow. `wait_for_disk` in train/loop.py finds a writer that hangs.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DAY_S))
         self._allocate_memory(parts)
         if self.memory is not None:
             parts = self.memory.copy(parts)
@@ -126,14 +129,17 @@ class Saver:
             gpu = self.topology.device if self._keeps_memory else None
             self.memory = HostMemory(needed_bytes, gpu)
 
-    def finish(self) -> tuple[Path, dict[str, Any]]:
-        """Wait for the current save. Return the folder of the checkpoint and the statistics of the
-        save, which the run's record stores in `saves`. If any rank fails, for example with OSError,
-        the error is raised on all ranks. Raises FloatingPointError, without saving, if the state is
-        not finite."""
+    def finish(
+        self, wait: Callable[[Future[Path]], object] = Future.exception
+    ) -> tuple[Path, dict[str, Any]]:
+        """Wait for the current save with `wait`. Return the folder of the checkpoint and the
+        statistics of the save, which the run's record stores in `saves`. If any rank fails, for
+        example with OSError, the error is raised on all ranks. Raises FloatingPointError, without
+        saving, if the state is not finite."""
         assert self.pending_write is not None
         start = time.monotonic()
         try:
+            wait(self.pending_write)
             folder = self.pending_write.result()
         finally:
             self.pending_write = None

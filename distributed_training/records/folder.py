@@ -1,5 +1,6 @@
 """Find checkpoints in a run's folder. This module does not import torch."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -30,6 +31,17 @@ def remove_unfinished(run_dir: Path) -> None:
             restore_replaced(folder / replaced.name.removeprefix(REPLACED))
         for unfinished in folder.glob(".writing-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def stamp_unfinished(run_dir: Path) -> set[tuple[int, ...]]:
+    """Return values that change while checkpoints and exports are being written."""
+    stamps = set()
+    for folder in (run_dir, run_dir / CHECKPOINTS):
+        for path in folder.glob(".writing-*/*"):
+            with contextlib.suppress(FileNotFoundError):  # published or removed meanwhile
+                status = path.lstat()
+                stamps.add((status.st_ino, status.st_size, status.st_mtime_ns))
+    return stamps
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

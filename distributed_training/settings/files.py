@@ -154,6 +154,7 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        os.utime(descriptor)  # a sign of progress for whoever watches a slow disk
     finally:
         os.close(descriptor)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +90,7 @@ def keep_best(trainer: Trainer, row: Row) -> None:
     is_best = trainer.step > 0 and loss is not None and loss < lowest
     if trainer.plan.config.keep_best is True and is_best:
         trainer.checkpoints.finish(trainer)
-        trainer.set_activity(f"the export after step {trainer.step}")
-        trainer.export(trainer.plan.run_dir / records.BEST)
+        trainer.export(records.BEST, f"the export after step {trainer.step}")
         history.best = row
         trainer.recorder.store(history)
 
@@ -143,9 +143,8 @@ class Checkpoints:
         save failed, raise an error with the cause."""
         if self.saver.pending_write is None:
             return
-        trainer.set_activity("the end of a save")
         try:
-            folder, row = self.saver.finish()
+            folder, row = self.saver.finish(partial(trainer.wait_for_disk, "the end of a save"))
         except FloatingPointError as error:
             what = f"step {self.saved_step} was not saved: {error}"
             raise trainer.results.build_error(what) from None

@@ -5,6 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
+from distributed_training.records.folder import stamp_unfinished
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise.process import STOP_SIGNALS, handle_signals
 from distributed_training.train.around_steps import Checkpoints, Recorder, keep_best, stop_early
 
 FLUSH_EVERY_S = 1.0
+DISK_INTERVAL_S = 1.0  # between two looks at files that are being written
 # With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
 # cause is then not a single batch.
 MAX_CONSECUTIVE_SKIPS = 10
@@ -403,11 +406,10 @@ class Trainer:
         Return False if a signal arrived before the export. A later signal only ends the sample."""
         if self._should_stop():
             return False
-        self.set_activity("the export")
         if self.plan.config.export:
-            last = self.plan.run_dir / records.LAST
-            self.export(last)
+            last = self.export(records.LAST, "the export")
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
+        self.set_activity("the sample after training")
         self.sample = self._generate_sample("after")
         return True
 
@@ -491,20 +493,38 @@ class Trainer:
             return [tokenizer.encode_chat_prompt([{"role": "user", "content": prompt}])]
         return [tokenizer.encode_prompt(prompt)]
 
-    def export(self, folder: Path) -> None:
-        """Gather the weights on rank 0, and write the model to `folder` there."""
+    def export(self, name: str, activity: str) -> Path:
+        """Gather the weights on rank 0, write the model to the folder `name` there, and return the
+        folder."""
+        self.set_activity(activity)
+        folder = self.plan.run_dir / name
         state = self.engine.full_state()
-        if state is not None:
-            trained = trained_model_of_run(
-                self.plan, state, state.__getitem__, self.engine.base_fingerprint
-            )
-            export.write_folder(
-                trained,
-                self.plan,
-                self.data.tokenizer,
-                self.data.is_chat,
-                folder,
-            )
+
+        def write() -> None:
+            if state is not None:
+                trained = trained_model_of_run(
+                    self.plan, state, state.__getitem__, self.engine.base_fingerprint
+                )
+                tokenizer, is_chat = self.data.tokenizer, self.data.is_chat
+                export.write_folder(trained, self.plan, tokenizer, is_chat, folder)
+
+        with ThreadPoolExecutor(1) as pool:
+            pending_write = pool.submit(write)
+            self.wait_for_disk(activity, pending_write)
+        pending_write.result()
+        return folder
+
+    def wait_for_disk(self, activity: str, write: Future[Any]) -> None:
+        """Wait until `write` has ended on all ranks. However slow the disk is, `activity` counts as
+        progress as long as a file changes, and no collective waits long enough to time out."""
+        stamps = None
+        is_writing = True
+        while is_writing:
+            earlier, stamps = stamps, stamp_unfinished(self.plan.run_dir)
+            is_writing, has_progress = self._vote(not write.done(), stamps != earlier)
+            if has_progress:
+                self.set_activity(activity)
+            wait([write], timeout=DISK_INTERVAL_S)
 
     def _begin_measuring(self) -> None:
         self.peak_memory.begin()

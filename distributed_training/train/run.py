@@ -79,6 +79,7 @@ def train(
         trainer.profiler = build_profiler(plan, history.step, topology.rank, display)
     if plan.checkpoint is not None:
         trainer.checkpoints.restore(trainer, plan.checkpoint)
+        gather_values(None)  # a slow disk may delay one rank for longer than collectives wait
     signum = trainer.run()
     set_activity(END_ACTIVITY)
     results = recorder.collect_results(trainer)

@@ -55,6 +55,22 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
         assert re.search(words, said)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(2, None), (600, "the export has hung .* waiting for rank 0")]
+)
+def test_a_slow_disk_is_no_hang(seconds, reason, tmp_path):
+    """The limit holds for each file. A disk that answers no more is a hang."""
+    job = {"folder": str(tmp_path), "kind": "slow disk", "rank": 0, "step": seconds}
+    values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", "hang_timeout_s": 6}
+    result = run_command(launcher_command("faulty", values), FAULT=json.dumps(job))
+    record = only_record(tmp_path / "runs")
+    assert record["status"] == ("failed" if reason else "ok"), result.stderr
+    assert re.match(reason or "None", str(record["error"]))
+    if not reason:
+        files = list(run_folders(tmp_path / "runs")[0].glob("hf/*"))
+        assert seconds * len(files) > values["hang_timeout_s"]
+
+
 def test_a_rank_killed_under_torchrun_is_a_failure_and_no_interruption(tmp_path):
     """torchrun terminates the other ranks, but its signal is not the reason why the run ends. A job
     script must not queue the run again."""

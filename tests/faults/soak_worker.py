@@ -117,12 +117,27 @@ def strike_in_save(is_target: bool) -> None:
         saver.write_parts = write_parts  # type: ignore[assignment]
 
 
+def slow_down_disk(seconds: float) -> None:
+    """Let every file of an export take `seconds` until it is on the disk."""
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if ".writing-hf" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            record_strike()
+            time.sleep(seconds)
+        original(descriptor)
+
+    os.fsync = fsync
+
+
 def inject_faults(rank: int) -> None:
     """Set up fault injection on this rank."""
     is_target = rank == JOB["rank"]
     if is_target and KIND == "killed at the start":
         record_strike()
         os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "slow disk":
+        slow_down_disk(JOB["step"])
     from distributed_training.train.loop import Trainer
 
     if is_target and KIND in END_SIGNALS and KIND.endswith("after the export"):
