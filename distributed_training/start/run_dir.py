@@ -27,7 +27,8 @@ def reserve_run_dir(
 ) -> Plan:
     """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
     make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
-    Raises UserError if another process holds the run."""
+    If another process holds the run, wait for its end in a job of SLURM, and raise InUseError
+    elsewhere."""
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     notes = [*plan.notes, *more_notes]
     checkpoint = resume.choose_checkpoint(plan, notes)
@@ -53,7 +54,14 @@ def reserve_run_dir(
         run_id=uuid.uuid4().hex if run_id == "none" else run_id,
         attempt_id=uuid.uuid4().hex,
     )
-    claims.claim(folder, plan.run_id)
+    try:
+        claims.claim(folder, plan.run_id)
+    except claims.InUseError:
+        if "SLURM_JOB_ID" not in os.environ:
+            raise
+        # Ranks live on if SLURM lost their node and queued their job again. They save meanwhile.
+        claims.wait_until_free(folder, plan.run_id)
+        return reserve_run_dir(plan, more_notes)
     remove_unfinished(folder)
     write_plan(plan)
     latest = plan.output_dir / LATEST

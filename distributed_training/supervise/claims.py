@@ -44,9 +44,14 @@ def check_foreign_files(run_dir: Path) -> None:
             raise UserError(f"{path} is a link or a special file", fix=fix)
 
 
-def claim(run_dir: Path, run_id: str) -> None:
-    """Claim a run's folder until this process ends. All attempts of one torchrun have the same
-    `run_id`. Raises UserError if another run holds the folder, or if it has foreign files."""
+class InUseError(UserError):
+    """Raised if another run holds a folder."""
+
+
+def claim(run_dir: Path, run_id: str) -> int:
+    """Claim a run's folder until this process ends, or closes the descriptor that is returned. All
+    attempts of one torchrun have the same `run_id`. Raises InUseError if another run holds the
+    folder, and UserError if it has foreign files."""
     check_foreign_files(run_dir)
     descriptor = os.open(
         run_dir / OWNER_FILE,
@@ -66,7 +71,7 @@ def claim(run_dir: Path, run_id: str) -> None:
         os.close(descriptor)
         what = f"The run {shown(str(run_dir))} is still in use by {shown(owner.get('host'))}"
         fix = "wait for the run to end, or set resume=None to start a separate run"
-        raise UserError(what, fix=fix)
+        raise InUseError(what, fix=fix)
     text = json.dumps(
         {
             "host": platform.node(),
@@ -75,6 +80,18 @@ def claim(run_dir: Path, run_id: str) -> None:
     )
     os.pwrite(descriptor, text.encode().ljust(_OWNER_BYTES), 0)
     os.fsync(descriptor)
+    return descriptor
+
+
+def wait_until_free(run_dir: Path, run_id: str) -> None:
+    """Wait until no other run holds a folder. The caller must then claim it."""
+    host = shown(read_owner(run_dir).get("host"))
+    print_stderr(f"note: waiting until the run {shown(str(run_dir))} on {host} ends")
+    while True:
+        try:
+            return os.close(claim(run_dir, run_id))
+        except InUseError:
+            time.sleep(QUIET_S)
 
 
 def _is_changing(run_dir: Path, owner: dict[str, Any]) -> bool:

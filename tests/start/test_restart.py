@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,13 @@ from distributed_training.planner.make_plan import inherit_settings, make_plan
 from distributed_training.planner.sort import as_typed
 from distributed_training.predict.predict import local_cluster
 from distributed_training.records.folder import META_FILE
-from distributed_training.records.record import write_json
+from distributed_training.records.record import OWNER_FILE, write_json
 from distributed_training.settings.config import KEYS, with_values
 from distributed_training.settings.request import build_config
 from distributed_training.start import run_dir
 from distributed_training.start.launched import continue_run
 from distributed_training.start.run_dir import plan_restart, reserve_run_dir, write_plan
+from distributed_training.supervise import claims
 from tests.planner.helpers import merged
 from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, edit_json, refused, start_test_record
@@ -54,6 +56,32 @@ def test_restarting_continues_the_unfinished_run_of_the_same_torchrun(tmp_path, 
     monkeypatch.setenv(RUN_ID, "job-7")
     start_test_record(run_dir).update(status="ok")
     assert continue_run(requested) == (requested, [])
+
+
+def test_a_job_waits_for_ranks_that_slurm_has_lost(tmp_path, monkeypatch):
+    """A job that SLURM started again continues from what the old ranks save before they end."""
+    config = merged({"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)})
+    plan = reserve_run_dir(build_plan(config, 1))
+    resumed = build_plan(config.model_copy(update={"resume": "auto"}), 1)
+
+    def save_work(step):
+        changes = {"work": plan.work, "spread": plan.layout_fingerprint}
+        edit_json(save(plan, step) / META_FILE, **changes)
+
+    def end_old_ranks(_):
+        save_work(5)
+        for fd in Path("/proc/self/fd").iterdir():
+            if fd.exists() and fd.readlink().name == OWNER_FILE:
+                os.close(int(fd.name))
+
+    save_work(2)
+    with refused(str(plan.run_dir), "still in use"):
+        reserve_run_dir(resumed)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr(claims.time, "sleep", end_old_ranks)
+    resumed = reserve_run_dir(resumed)
+    assert (resumed.run_dir, resumed.checkpoint.name) == (plan.run_dir, "step-00000005")
+    claims.check(plan.run_dir, resumed.run_id)
 
 
 def test_a_skipped_checkpoint_is_not_resumed(tmp_path):
