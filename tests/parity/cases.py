@@ -27,7 +27,7 @@ from distributed_training.checkpoint.saver import (
 )
 from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.base import Engine
-from distributed_training.models import attention, decoder
+from distributed_training.models import ModelSpec, attention, decoder
 from distributed_training.models.decoder import KVCache
 from distributed_training.parallel import lora, private
 from distributed_training.parallel.agree import gather
@@ -80,6 +80,19 @@ def train_without_inductor(arguments: dict[str, Any]) -> dict[str, Any]:
     compile_with = torch.compile
     traced = {"backend": "aot_eager_decomp_partition"}
     torch.compile = lambda function, **options: compile_with(function, **options | traced)
+    return train(arguments)
+
+
+def train_with_a_block_twice(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train like `train`, but the first block runs twice, in place of the second."""
+    build_meta_model = ModelSpec.build_meta_model
+
+    def build_twice(spec: ModelSpec, **options: Any) -> Any:
+        model = build_meta_model(spec, **options)
+        model.blocks["1"] = model.blocks["0"]
+        return model
+
+    ModelSpec.build_meta_model = build_twice
     return train(arguments)
 
 

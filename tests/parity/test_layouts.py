@@ -227,6 +227,26 @@ def test_a_bf16_pipeline_follows_one_process():
         assert values["grad_norms"] == pytest.approx(one["grad_norms"], rel=2e-3), name
 
 
+@pytest.mark.parametrize(
+    ("function", "strategies"),
+    [
+        ("train", ("zero1", "zero2", "zero3")),
+        # A block is a leaf module of ZeRO-3, which ends with an error if it runs twice.
+        ("train_with_a_block_twice", ("zero1", "zero2")),
+    ],
+)
+def test_zero_in_bf16_follows_one_process(function, strategies):
+    """DeepSpeed adds up all gradients of parameters that occur several times in a backward pass
+    (DeepSpeed#8224), and of all micro-batches (#7718). The chunks of the loss and the inputs share
+    the tied embedding."""
+    work = {**DEEP, "precision": "bf16", **micro_batches(4), **CHUNKED}
+    one = reference(work, steps=8, function=function)
+    cases = {name: {**work, "strategy": name, **FULL} for name in strategies}
+    for name, values in run_cases(cases, 2, steps=8, function=function).items():
+        assert values["losses"] == pytest.approx(one["losses"], rel=1e-4), name
+        assert values["grad_norms"] == pytest.approx(one["grad_norms"], rel=2e-3), name
+
+
 def test_a_bf16_evaluation_does_not_change_the_exported_state():
     """An evaluation must not change the exported state. `_evaluate` in cases.py compares the fp32
     state before and after the evaluation. The states would differ if FSDP exported its gathered
