@@ -3,8 +3,8 @@
 #
 #   source setup_env.sh REQUIREMENTS_FILE ...
 #
-# The script uses the active environment if its packages are in the ranges of pyproject.toml.
-# Otherwise, it creates .venv in the repository and installs the requirements there. It installs
+# The script uses the active environment or, without .venv, any `python` on PATH (such as that of a
+# container), if its packages are in the ranges of pyproject.toml. Otherwise, it creates .venv in the repository and installs the requirements there. It installs
 # them again only if a requirement is not met. It uses uv if uv is installed. It does not need root
 # access.
 
@@ -78,7 +78,7 @@ _setup() {
         echo "error: $(uname -s) is not supported. Use Linux, or WSL 2 on Windows: wsl --install." >&2
         return 2
     fi
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
+    if { [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -e "$_root/.venv" ]; } &&
         python "$_root/strategies/check_requirements.py" --ranges "${_files[@]}" 2>/dev/null; then
         return 0
     fi

@@ -67,3 +67,20 @@ def test_an_active_environment_may_have_other_versions_in_the_declared_ranges(
     check = ROOT / "strategies/check_requirements.py"
     command = [sys.executable, str(check), *options, str(tmp_path / "requirements.txt")]
     assert (subprocess.run(command, timeout=60).returncode == 0) == is_met
+
+
+@pytest.mark.parametrize("has_venv", [False, True])
+def test_python_on_path_serves_if_it_has_the_packages_and_there_is_no_venv(has_venv, tmp_path):
+    """A container activates no environment."""
+    shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
+    (tmp_path / "requirements.txt").write_text("numpy\n")
+    if has_venv:  # without the package
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    source = f"source {tmp_path}/strategies/setup_env.sh {tmp_path}/requirements.txt"
+    done = subprocess.run(
+        ["bash", "-c", f"uv() {{ exit 3; }}; {source} && command -v python"],
+        env={"PATH": path, "PYTORCH_CPU_INDEX": "none"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    used = f"{Path(sys.executable).parent}/python\n"
+    assert (done.returncode, done.stdout) == ((3, "") if has_venv else (0, used))
