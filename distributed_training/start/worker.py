@@ -1,7 +1,6 @@
 """Run one process's part of a run. Connect to the other ranks and train. If an error occurs, record
 and print its cause."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -25,11 +24,10 @@ from distributed_training.supervise.process import (
     LAUNCHER_VARIABLE,
     STOP_SIGNALS,
     Process,
+    end_with_parent,
     handle_signals,
 )
 from distributed_training.train.run import build_topology, stop_compilers, train
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 
 
 def run(
@@ -86,7 +84,7 @@ def connect_launcher() -> list[int]:
     if LAUNCHER_VARIABLE not in os.environ:
         return []
     launcher, *fds = map(int, os.environ[LAUNCHER_VARIABLE].split())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if os.getppid() != launcher:  # it ended before the call
         sys.exit(128 + signal.SIGTERM)
     return fds

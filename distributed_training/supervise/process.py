@@ -3,6 +3,7 @@
 This module does not import torch."""
 
 import contextlib
+import ctypes
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 # the descriptors of the files for the store and for the rank's reports
 LAUNCHER_VARIABLE = "RANKS_LAUNCHER"
 END_ACTIVITY = "the end"  # activity of a rank after the model has been written
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 # Signals that stop a run
 STOP_SIGNALS = (
     signal.SIGINT,
@@ -22,6 +24,11 @@ STOP_SIGNALS = (
     signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
     signal.SIGXCPU,  # the kernel and Grid Engine send this at a CPU time limit
 )
+
+
+def end_with_parent() -> None:
+    """Let this process receive SIGTERM when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

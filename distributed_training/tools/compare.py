@@ -33,7 +33,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as, plural
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.local import requested_processes
-from distributed_training.supervise.process import handle_signals
+from distributed_training.supervise.process import end_with_parent, handle_signals
 
 # Defaults that switch off output that a comparison does not need. Typed keys and the plan override
 # them.
@@ -269,7 +269,12 @@ def train(run: Run, out: Path) -> None:
         log.flush()
         start_of_run = log.tell()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # even if this process is killed
         )
         try:
             run.exit_code = process.wait()

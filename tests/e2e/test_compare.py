@@ -40,3 +40,13 @@ def test_an_interrupted_comparison_continues(tmp_path):
     text = (out / "compare.txt").read_text()
     assert "2 of 3 runs" in text
     assert "hybrid failed: " in text
+
+
+def test_a_killed_comparison_leaves_no_run(tmp_path):
+    log = tmp_path / "log"
+    values = {**SMALL, "max_steps": 10**6, "compile": False}
+    command = ["python", SCRIPT, "compare", "--num_gpus", "1", "--out", tmp_path / "out"]
+    with running([*command, "--strategies", "dp", *settings(values)], log) as process:
+        wait_for(lambda: list(tmp_path.glob("out/runs/*/metrics.jsonl")), process, log)
+        process.kill()
+        assert remaining_processes(str(tmp_path / "out")) == []
