@@ -28,7 +28,7 @@ from distributed_training.settings.config import Config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import atomic_folder, plural
 
-_VERSION = 21
+_VERSION = 22
 _META_FILE = "meta.json"
 _BYTES_FILE = "bytes.npy"  # number of bytes of text that each token represents
 _BATCH_CHARACTERS = 2**21  # characters per batch, which all cores tokenize together

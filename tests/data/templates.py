@@ -129,6 +129,12 @@ MARKED = CHATML.replace(
     "{% endgeneration %}"
     "{{ '\n' }}{% else %}{{ message.content }}<|im_end|>\n{% endif %}",
 )
+# As under Gemma 4 and GLM-4.7, only the prompt has a block of reasoning.
+GEMMA_4 = turns("<|turn>ROLE\n", "<turn|>\n", ask="<|turn>assistant\n<|channel>thought\n<channel|>")
+GLM_47 = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ '</think>' if m.role == 'assistant' }}"
+    "{{ m.content }}{% endfor %}{{ '<|assistant|><think>' if add_generation_prompt }}"
+)
 OPEN_TURNS = turns("<|ROLE|>\n", "", first="{{ bos_token }}")
 GREETING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
@@ -147,11 +153,13 @@ TEMPLATES = {
     "nemotron": Case(NEMOTRON, "", "\n"),
     "chatml-marked": Case(MARKED, "", "<|im_end|>"),
     "thinking-begun": Case(GREETING, "", "<|im_end|>\n"),
+    "gemma-4": Case(GEMMA_4, "", "<turn|>\n", differs_in_history=True),
+    "glm-4.7": Case(GLM_47, "</think>", "", differs_in_history=True, next_turn="<|user|>"),
     "glm-4": Case(OPEN_TURNS, "", "", next_turn="<|user|>"),
 }  # fmt: skip
 SPECIAL_TOKENS = [
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|eot_id|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>", "<|assistant|>",
     "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<|User|>", "<|Assistant|>",
-    "<|end_of_sentence|>", "<|start|>", "<|return|>", "<|message|>", "<|channel|>",
+    "<|end_of_sentence|>", "<|start|>", "<|return|>", "<|message|>", "<|channel|>", "<turn|>",
 ]  # fmt: skip

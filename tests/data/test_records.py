@@ -181,11 +181,14 @@ TEMPLATE = """{{ tools or '' }}{% for m in messages %}{{ m.content or '' }}
 @pytest.mark.parametrize(
     ("old", "new", "omitted", "quoted"),
     [
-        ("", "", 0, 0),
-        ("arguments }}", "arguments | tojson }}", 0, 1),
-        ("c.function.name", "'call'", 2, 0),
-        ("tools or ''", "''", 1, 0),
-        ("m.content or ''", "m.role if m.role == 'user' else m.content", 3, 0),
+        ("", "", [0, 0, 0], 0),
+        ("arguments }}", "arguments | tojson }}", [0, 0, 0], 1),
+        ("c.function.name", "'call'", [0, 4, 0], 0),
+        ("m.tool_calls or []", "[]", [0, 4, 0], 0),
+        ("m.tool_calls or []", "(m.tool_calls or [])[:1]", [0, 1, 0], 0),
+        ("tools or ''", "''", [0, 0, 2], 0),
+        ("m.content or ''", "m.role if m.role == 'user' else m.content", [4, 0, 0], 0),
+        ("m.content or ''", "'' if m.role == 'tool' else m.content", [1, 0, 0], 0),
     ],
 )
 def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
@@ -202,6 +205,16 @@ def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
         {"messages": [USER, {**ANSWER, "tool_calls": [call]}]},
         {"messages": [USER, {**ANSWER, "tool_calls": [as_text]}]},
         {"messages": [USER, ANSWER], "tools": [call]},
+        # The list of tools has the names of calls, and the answer has the words of the result.
+        {
+            "messages": [
+                USER,
+                {**ANSWER, "tool_calls": [call, call]},
+                {"role": "tool", "content": "4"},
+                ANSWER,
+            ],
+            "tools": [call],
+        },
     ]
     folder = shutil.copytree(EMBEDDED_DIR, tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace(old, new))
@@ -209,7 +222,8 @@ def test_values_omitted_or_quoted_twice_by_a_template_give_notes(
     counts = prepare.Counts()
     pieces = prepare.read_pieces(source, Tokenizer(folder), by_line=False, counts=counts)
     assert all(piece.templated for piece in pieces)
-    assert counts.notes[prepare.OMITTED_BY_TEMPLATE] == omitted
+    by_kind = [counts.notes[f"{kind} {prepare.OMITTED}"] for kind in ("message", "call", "tool")]
+    assert by_kind == omitted
     assert counts.notes[prepare.QUOTED] == quoted
     assert counts.notes[f"{prepare.IGNORED_COLUMNS} ['label']"] == len(rows)
 
@@ -268,4 +282,21 @@ def test_silence_is_not_trained_if_a_template_omits_the_call(content, tmp_path):
     jsonl(tmp_path, [{"messages": [USER, answer, USER, ANSWER]}])
     trained, notes = read_file(tmp_path / "a.jsonl", CHATML)
     assert trained == [f"{text}<|endoftext|>" for text in (content, "4") if text]
-    assert notes[prepare.OMITTED_BY_TEMPLATE] == 1
+    assert notes[f"call {prepare.OMITTED}"] == 1
+
+
+R1 = """{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|endoftext|>
+{%- elif m.content %}<|assistant|>MARK{{ m.content }}<|endoftext|>{% ENDMARK %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"""
+
+
+@pytest.mark.parametrize(("mark", "end"), [("generation", "endgeneration"), ("if true", "endif")])
+def test_answers_asked_for_by_another_prompt_and_empty_answers_are_counted(mark, end, tmp_path):
+    """Inside a block of reasoning, which the prompt begins, the text would be reasoning."""
+    jsonl(tmp_path, [{"messages": [USER, {**ANSWER, "content": ""}, USER, ANSWER]}] * 2)
+    template = R1.replace("ENDMARK", end).replace("MARK", f"{{% {mark} %}}")
+    trained, notes = read_file(tmp_path / "a.jsonl", template)
+    assert trained == ["4<|endoftext|>"] * 2
+    texts = ("<|endoftext|><|assistant|>", "<|endoftext|><|assistant|><think>")
+    assert notes[prepare.UNASKED.format(*map(repr, texts))] == 2
+    assert notes[prepare.EMPTY] == 2

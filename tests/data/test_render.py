@@ -65,11 +65,12 @@ def test_reasoning_is_trained_if_the_prompt_ends_with_an_empty_block(empty):
         f"{{% if add_generation_prompt %}}<|a|>assistant{{{{ '\n' ~ {empty!r} }}}}{{% endif %}}"
     )
     thought = Conversation([SAID[0], {**SAID[1], "reasoning_content": "Hm, <think>"}])
-    marked, found = (
+    (marked,), (found,) = (
         Renderer([template] * 2, {}, re.compile(r"<\|[ae]\|>")).render_samples(thought, "here")
         for template in (THINKS, plain)
     )
-    assert found == marked
+    assert found._replace(unasked=None) == marked
+    assert found.unasked[1] == f"<|e|><|a|>assistant\n{empty}"
 
 
 def test_dates_and_bytes_in_tables_are_rendered_as_in_transformers():

@@ -77,3 +77,47 @@ def test_answers_are_found_under_published_templates(name, theirs):
             full_text += shape.next_turn
         if not shape.differs_in_history:
             assert [sample.text for sample in samples] == [full_text]
+
+
+# As under gpt-oss and GLM-4.5, earlier answers lose their reasoning: that of a call as soon as an
+# answer follows, and that of answers before the last question.
+SHORTENED = {
+    "gpt-oss": (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+        "{% if loop.last or messages[-1].role == 'tool' %}<|channel|>{{ m.thinking }}<|end|>"
+        "<|start|>assistant{% endif %}<|message|>{{ m.content }}"
+        "{{ m.tool_calls[0].function.name ~ '<|call|>' if m.tool_calls else '<|return|>' }}"
+        "{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ["<|channel|>Hm.<|end|><|start|>assistant<|message|>f<|call|>",
+         "<|channel|>So.<|end|><|start|>assistant<|message|>4<|return|>"],
+    ),
+    "glm-4.5": (
+        "{% set questions = messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>"
+        "{{ m.thinking if questions[-1].content == '2+2?' }}</think>{% endif %}"
+        "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        ["Hm.</think>f<|tool|>", "So.</think>4<|user|>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORTENED)
+def test_reasoning_before_a_call_and_after_it_is_trained_up_to_the_end(name, theirs):
+    theirs.chat_template, expected = SHORTENED[name]
+    pattern = re.compile(r"<\|\w+\|>")
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4", "thinking": "So."},
+    ]
+    renderer = Renderer([theirs.chat_template] * 2, NAMES, pattern)
+    samples = renderer.render_samples(Conversation(messages), "here")
+    learned = {s.text[:first]: s.text[first:end] for s in samples for first, end in s.spans}
+    ask = {"add_generation_prompt": True, "tokenize": False}
+    prompts = [theirs.apply_chat_template(messages[:index], **ask) for index in (1, 3)]
+    assert learned == dict(zip(prompts, expected, strict=True))
+    assert renderer.find_omitted(Conversation(messages)) == []

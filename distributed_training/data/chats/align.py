@@ -1,16 +1,20 @@
 """Render a conversation with a chat template and find the characters that belong to answers."""
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from distributed_training.data.chats.marks import mark
 from distributed_training.data.pieces import ASSISTANT, Message, Span
 
 Render = Callable[..., str]  # (messages, ask=bool) -> text
+RenderMarked = Callable[[Sequence[Message]], tuple[str, list[Span]]]
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
 # Block of reasoning with which a prompt asks for an answer without reasoning
-_EMPTY_THOUGHT = re.compile(r"(<[^<>\s]*think[^<>\s]*>\s*)+\Z", re.I)
+_EMPTY_THOUGHT = re.compile(r"(<[^<>\s]*(think[^<>\s]*>|channel[^<>\s]*>(thought)?)\s*)+\Z", re.I)
+_TAG = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _PLACEHOLDER = "qzWzqXyVvJ"  # replaces an answer to find its position in the text
 
 
@@ -25,6 +29,9 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     num_without_end_token: int  # answers that the template ends without a special token
+    # (text before the last answer of the conversation, text with which generation asks for it),
+    # both after the question, if they differ
+    unasked: tuple[str, str] | None = None
 
 
 class _Answer(NamedTuple):
@@ -39,7 +46,7 @@ def align(
     messages: Sequence[Message],
     *,
     skip: Sequence[int],
-    render_marked: Callable[[], Sequence[Span]] | None,
+    render_marked: RenderMarked | None,
     special_pattern: re.Pattern[str],
 ) -> list[Rendered]:
     """Return the samples of a conversation.
@@ -48,35 +55,52 @@ def align(
     If `render_marked` is None, each such answer gets a separate sample, and all other answers share
     the first sample.
 
-    If the template marks the text to train on, `render_marked` returns the marked spans. The result
-    is then one sample with the marked spans outside skipped messages, or no sample if there are no
-    such spans. `skip` contains the indices of messages that are not in the loss. The pattern
-    `special_pattern` matches special tokens.
+    If the template marks the text to train on, `render_marked` returns the text of messages and its
+    marked spans. The result is then one sample with the spans that belong to no skipped message, or
+    no sample if there are no such spans. `skip` contains the indices of messages that are not in
+    the loss. The pattern `special_pattern` matches special tokens.
 
     Some templates, such as GLM-4's, put no special token after an answer. The special token that
     begins the next turn is then in the loss, because the model must generate it to stop. This token
     is also added after the last answer.
 
     Raises AlignmentError if an answer cannot be found."""
-    answer_indices = {i for i, message in enumerate(messages) if message["role"] == ASSISTANT}
-    trained_indices = sorted(answer_indices.difference(skip))
+    trained_indices = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == ASSISTANT and index not in skip
+    ]
     if not trained_indices:
         return []
-    full_text = render(messages)
-    if render_marked is not None:
-        spans = [(first, last) for first, last in render_marked() if first < last]
-        for index in answer_indices.intersection(skip):
-            answer = _find_answer(render, messages, index, special_pattern)
-            positions = range(answer.start, len(answer.text))
-            spans = [span for span in spans if span[0] not in positions]
+    if render_marked is None:
+        samples = _align_answers(render, messages, trained_indices, special_pattern)
+    else:
+        text, spans = render_marked(messages)
+        if skip:
+            owners = _find_owners(render_marked, messages)
+            spans = [span for span, i in zip(spans, owners, strict=True) if i not in skip]
+        spans = [(first, last) for first, last in spans if first < last]
         # An answer may have several marked spans. The last one must contain the end token.
         num_without_end_token = 0
-        length = len(full_text)
+        length = len(text)
         for (first, last), (following, _) in itertools.pairwise([*spans, (length, length)]):
-            ends = following == length or special_pattern.search(full_text, last, following)
-            if ends and not special_pattern.search(full_text, first, last):
+            ends = following == length or special_pattern.search(text, last, following)
+            if ends and not special_pattern.search(text, first, last):
                 num_without_end_token += 1
-        return [Rendered(full_text, spans, num_without_end_token)] if spans else []
+        samples = [Rendered(text, spans, num_without_end_token)] if spans else []
+    if samples:
+        unasked = _find_unasked(render, messages[: trained_indices[-1] + 1], samples)
+        samples[0] = samples[0]._replace(unasked=unasked)
+    return samples
+
+
+def _align_answers(
+    render: Render,
+    messages: Sequence[Message],
+    trained_indices: Sequence[int],
+    special_pattern: re.Pattern[str],
+) -> list[Rendered]:
+    full_text = render(messages)
     shared_spans = list[Span]()
     separate_samples = list[Rendered]()
     num_without_end_token = 0
@@ -85,8 +109,8 @@ def align(
         if start == len(text) and messages[index].get("content"):
             raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
         is_silent = special_pattern.sub("", text[start:]).strip() == ""
-        if is_silent and messages[index].get("tool_calls"):
-            continue  # The template omits the calls, and silence is not an answer.
+        if is_silent and (messages[index].get("tool_calls") or start == len(text + stop)):
+            continue  # The template omits the calls or the answer. Silence is not an answer.
         lacks_end_token = 0 if stop or special_pattern.search(text, start) else 1
         if full_text.startswith(text):
             end = len(text)
@@ -95,13 +119,7 @@ def align(
             end = len(full_text) - len(full_text[end:].lstrip())
         else:
             text += stop
-            separate_samples.append(
-                Rendered(
-                    text,
-                    [(start, len(text))],
-                    lacks_end_token,
-                )
-            )
+            separate_samples.append(Rendered(text, [(start, len(text))], lacks_end_token))
             continue
         if stop:
             if end == len(full_text):
@@ -113,6 +131,19 @@ def align(
     if shared_spans:
         return [Rendered(full_text, shared_spans, num_without_end_token), *separate_samples]
     return separate_samples
+
+
+def _find_owners(render_marked: RenderMarked, messages: Sequence[Message]) -> list[int]:
+    """Return the index of the answer to which each span belongs that the template marks."""
+    marked_messages, _, marks = mark([*messages])
+    text, spans = render_marked(marked_messages)
+    positions = sorted((text.find(name), index) for name, (_, index) in marks.items())
+    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    owners = []
+    for first, _ in spans:
+        following = next((i for position, i in positions if position >= first), len(messages))
+        owners.append(max((i for i in answers if i <= following), default=-1))
+    return owners
 
 
 def _find_answer(
@@ -129,15 +160,16 @@ def _find_answer(
     # Render other content in place of the answer to find the text that the template puts around an
     # answer.
     reply = {"role": ASSISTANT, "content": _PLACEHOLDER}
-    probe = _try_render(render, [*earlier_messages, reply])
+    probe = try_render(render, [*earlier_messages, reply])
     header, separator, tail = probe.partition(_PLACEHOLDER)
     stop = ""
     if separator and not special_pattern.search(tail):
         role = "tool" if answer.get("tool_calls") else "user"
         next_turn = {"role": role, "content": "?"}
-        with_next_turn = _try_render(render, [*earlier_messages, reply, next_turn])
-        next_mark = special_pattern.match(with_next_turn, len(probe))
-        if with_next_turn.startswith(probe) and next_mark:
+        with_next_turn = try_render(render, [*earlier_messages, reply, next_turn])
+        following = with_next_turn.partition(_PLACEHOLDER)[2]
+        next_mark = special_pattern.match(following, len(tail))
+        if following.startswith(tail) and next_mark:
             stop = next_mark.group()
     if not separator or not text.startswith(header):
         header = tail = ""
@@ -148,7 +180,7 @@ def _find_answer(
         end = end + mark.end() if mark else 0
     elif not tail:
         end = 0
-    prompt = _try_render(render, earlier_messages, ask=True)
+    prompt = try_render(render, earlier_messages, ask=True)
     if prompt and text.startswith(prompt):
         start = len(prompt)
         content = answer.get("content")
@@ -156,28 +188,66 @@ def _find_answer(
         if header and overlap and isinstance(content, str) and content.startswith(overlap):
             start = len(header)  # The answer begins with the end of the question.
         return _Answer(text, start, end, stop)
-    if header and prompt and earlier_messages:
-        # The template renders a question without an answer differently from a question with an
-        # answer.
-        question = {**earlier_messages[-1], "content": _PLACEHOLDER}
-        probe_messages = [*earlier_messages[:-1], question]
-        question_end = _try_render(render, probe_messages, ask=True).partition(_PLACEHOLDER)[2]
-        pieces = _try_render(render, [*probe_messages, reply]).split(_PLACEHOLDER)
-        if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
-            answer_text = pieces[1][len(question_end) :] + text[len(header) :]
-            return _Answer(prompt + answer_text, len(prompt), 0, stop)
-    if not header:
-        # The answer has reasoning, but the prompt ends with an empty block of reasoning. As in
-        # TRL's templates for training, the answer begins with its own block.
-        empty_thought = _EMPTY_THOUGHT.search(prompt)
-        header = prompt[: empty_thought.start()] if empty_thought else ""
-        if not (header and text.startswith(header)):
-            which = f"message {index + 1}, an answer,"
-            raise AlignmentError(f"{which} is not at the position where the template puts answers")
-    return _Answer(text, len(header), end, stop)
+    if prompt:
+        # The template renders a question without an answer differently from a question with one.
+        asked, told, plain = _render_after_question(render, messages[: index + 1])
+        if told.startswith(asked):
+            return _Answer(prompt + told.removeprefix(asked), len(prompt), 0, stop)
+        # Only the prompt has an empty block of reasoning. One that the prompt merely begins would
+        # contain the answer.
+        common = _common_start(asked, plain)
+        is_block = len(_TAG.findall(asked[len(common) :] + plain[len(common) :])) != 1
+        if plain and told.startswith(plain) and is_block:
+            return _Answer(prompt + told.removeprefix(common), len(prompt), 0, stop)
+        thought = _EMPTY_THOUGHT.search(asked)
+        if not header and thought and told.startswith(asked[: thought.start()]):
+            # The answer has reasoning. As in TRL's templates for training, it begins with its own
+            # block.
+            return _Answer(text, len(text) - len(told) + thought.start(), 0, stop)
+    if header:
+        return _Answer(text, len(header), end, stop)
+    if not answer.get("content"):
+        return _Answer(text, len(text), 0)  # The template omits empty answers.
+    which = f"message {index + 1}, an answer,"
+    raise AlignmentError(f"{which} is not at the position where the template puts answers")
 
 
-def _try_render(
+def _render_after_question(render: Render, messages: Sequence[Message]) -> tuple[str, str, str]:
+    """Return what the template writes after the last question, which precedes the last message: to
+    ask for an answer; with this answer; and before the content of an answer without reasoning. If
+    the question cannot be found, these are the whole texts."""
+    *before, answer = messages
+    if before:
+        before[-1] = {**before[-1], "content": _PLACEHOLDER}
+    reply = {"role": ASSISTANT, "content": _PLACEHOLDER}
+    texts = (
+        try_render(render, before, ask=True),
+        try_render(render, [*before, answer]),
+        try_render(render, [*before, reply]).rpartition(_PLACEHOLDER)[0],
+    )
+    asked, told, plain = (text.rpartition(_PLACEHOLDER)[2] for text in texts)
+    return asked, told, plain
+
+
+def _find_unasked(
+    render: Render, messages: Sequence[Message], samples: Sequence[Rendered]
+) -> tuple[str, str] | None:
+    """Return the text that precedes the last of `messages`, an answer, and the text with which
+    generation asks for it, both after the question, if no sample continues the prompt."""
+    prompt = try_render(render, messages[:-1], ask=True)
+    if any(sample.text.startswith(prompt) for sample in samples):
+        return None
+    asked, told, _ = _render_after_question(render, messages)
+    return None if told.startswith(asked) else (_common_start(asked, told), asked)
+
+
+def _common_start(one: str, other: str) -> str:
+    """Return the text with which both begin, without an incomplete tag at its end."""
+    start = os.path.commonprefix([one, other])  # noqa: RUF071, these are no paths
+    return re.sub(r"[<\[][^<>\[\]]*\Z", "", start)
+
+
+def try_render(
     render: Render,
     messages: Sequence[Message],
     **options: Any,

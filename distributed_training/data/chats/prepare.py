@@ -1,15 +1,14 @@
 """Convert records into pieces of text for tokenization, and count the records that are left out."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts, loses_thoughts
-from distributed_training.data.chats.records import READ_KEYS, Record
-from distributed_training.data.chats.render import Conversation, find_functions
+from distributed_training.data.chats.records import OUTPUT_KEYS, READ_KEYS, Record
+from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
@@ -28,9 +27,9 @@ COPIED = (
     'record with both a "text" and an answer; to train on the "text" instead of the answer, add '
     "--columns text=text"
 )
-OMITTED_BY_TEMPLATE = (
-    "record with messages, tool calls or tools that the chat template omits from the text"
-)
+OMITTED = "that the chat template omits from the text"  # after message, call or tool
+EMPTY = "answer with empty content, which can only teach the model to say nothing"
+UNASKED = "answer that is trained after {}, although generation asks for it with {}"
 IGNORED_COLUMNS = "record with columns that are ignored:"
 IGNORED_KEY = "message with a key that is ignored, because the chat template does not read it:"
 NO_ANSWER = "no answer to train on"
@@ -100,6 +99,8 @@ def _render(
     for message in conversation.messages:
         for key in sorted(message.keys() - READ_KEYS - tokenizer.renderer.words):
             counts.notes[f"{IGNORED_KEY} {shown(key)}"] += 1
+    for kind in tokenizer.renderer.find_omitted(conversation):
+        counts.notes[f"{kind} {OMITTED}"] += 1
     if not samples:
         counts.left_out[NO_ANSWER] += 1
         return
@@ -112,26 +113,19 @@ def _render(
     strings = [value for value in arguments if isinstance(value, str)]
     if any(json.dumps(string, ensure_ascii=False) in rendered for string in strings):
         counts.notes[QUOTED] += 1
-    functions = called_functions + find_functions(conversation.tools or [])
-    expected_words = [str(function.get("name") or "") for function in functions]
-    # Reasoning that a template removes has its own note.
-    answers = (content.rpartition("</think>")[2] for content in contents)
-    expected_words += map(_longest_word, answers)
-    if any(word not in rendered for word in expected_words):
-        counts.notes[OMITTED_BY_TEMPLATE] += 1
     trained_text = "\n".join(
         sample.text[first:last] for sample in samples for first, last in sample.spans
     )
     for index, message in enumerate(conversation.messages):
-        is_trained = message["role"] == pieces.ASSISTANT and index not in conversation.skip
-        if is_trained and loses_thoughts(message, trained_text):
+        if message["role"] != pieces.ASSISTANT or index in conversation.skip:
+            continue
+        if loses_thoughts(message, trained_text):
             counts.notes[THOUGHTS] += 1
+        if not any(message.get(key) for key in ("content", *OUTPUT_KEYS)):
+            counts.notes[EMPTY] += 1
     for sample in samples:
+        if sample.unasked:
+            counts.notes[UNASKED.format(*map(shown, sample.unasked))] += 1
         if sample.num_without_end_token:
             counts.notes[NO_END_TOKEN] += sample.num_without_end_token
         yield Piece(sample.text, sample.spans, templated=True)
-
-
-def _longest_word(text: str) -> str:
-    words = re.findall(r"\w+", text)
-    return max(words, key=len, default="")

@@ -72,9 +72,9 @@ _KNOWN_ROLES = {
 # and one from ms-swift
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # Keys besides "content" whose values the model generates in an answer
-_OUTPUT_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+OUTPUT_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 # Keys of a message that this package reads, or for which it has other notes
-READ_KEYS = {"role", "content", "function_call", "train_detail", *_TRAIN_KEYS, *_OUTPUT_KEYS}
+READ_KEYS = {"role", "content", "function_call", "train_detail", *_TRAIN_KEYS, *OUTPUT_KEYS}
 _IGNORED_MARKS = (
     "message with a training mark that is ignored, because only answers are in the loss"
 )
@@ -272,7 +272,7 @@ def _read_message(raw: Any, where: str, notes: Notes) -> Message:
         _check_parts(content, where)
     elif content is None:
         message["content"] = ""
-        if message["role"] == ASSISTANT and not any(message.get(key) for key in _OUTPUT_KEYS):
+        if message["role"] == ASSISTANT and not any(message.get(key) for key in OUTPUT_KEYS):
             message["weight"] = 0
             notes["answer with null content, which does not count toward the loss"] += 1
     elif not isinstance(content, str):

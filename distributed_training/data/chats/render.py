@@ -6,15 +6,23 @@ limited, so an endless template must be stopped with Ctrl-C."""
 import inspect
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from distributed_training.data.chats.align import AlignmentError, Rendered, align, join_parts
-from distributed_training.data.pieces import Message, Span
+from distributed_training.data.chats.align import (
+    AlignmentError,
+    Render,
+    Rendered,
+    align,
+    join_parts,
+    try_render,
+)
+from distributed_training.data.chats.marks import find_functions, mark
+from distributed_training.data.pieces import ASSISTANT, Message, Span
 from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import shown
@@ -57,27 +65,16 @@ class Renderer:
         """Return the samples of a conversation. Raises UserError with its location in the dataset,
         `where`, if the template cannot render it."""
 
-        def render(
-            messages: Sequence[Message],
-            *,
-            ask: bool = False,
-        ) -> str:
-            return self._render(conversation, messages, add_generation_prompt=ask)[0]
-
-        def render_marked() -> list[Span]:
-            messages = conversation.messages
-            return self._render(conversation, messages, return_assistant_tokens_mask=True)[1]
+        def render_marked(messages: Sequence[Message]) -> tuple[str, list[Span]]:
+            return self._render(conversation, messages, return_assistant_tokens_mask=True)
 
         _check_kwargs(conversation.template_kwargs, where)
         try:
             conversation = self._adapt(conversation)
-            # Some templates mark the text that the assistant generates.
-            template = self._select_template(conversation)
-            has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", template)
             return align(
-                render,
+                self._bind(conversation),
                 conversation.messages,
-                render_marked=render_marked if has_marks else None,
+                render_marked=render_marked if self._marks_answers(conversation) else None,
                 special_pattern=self.special_pattern,
                 skip=conversation.skip,
             )
@@ -89,6 +86,32 @@ class Renderer:
             if any(isinstance(value, str) for value in arguments):
                 fix = f"write the arguments as an object instead of a string, or {fix}"
             raise UserError(what, why, fix) from None
+
+    def find_omitted(self, conversation: Conversation) -> list[str]:
+        """Return message, call or tool for each part of a conversation that the template omits."""
+        conversation = self._adapt(conversation)
+        messages, tools, marks = mark(conversation.messages, conversation.tools)
+        render = self._bind(conversation._replace(tools=tools))
+        ends = [len(messages)]
+        if not self._marks_answers(conversation):
+            # An answer that the template shortens if another one follows has its own sample.
+            ends += [i for i, message in enumerate(messages, 1) if message["role"] == ASSISTANT]
+        text = ""
+        for end in ends:
+            text += try_render(render, messages[:end])
+            omitted = [kind for name, (kind, _) in marks.items() if name not in text]
+            if not omitted:
+                break
+        return omitted
+
+    def _bind(self, conversation: Conversation) -> Render:
+        """Return a function that renders messages with the tools and variables of a
+        conversation."""
+
+        def render(messages: Sequence[Message], *, ask: bool = False) -> str:
+            return self._render(conversation, messages, add_generation_prompt=ask)[0]
+
+        return render
 
     def render_prompt(self, messages: list[Message]) -> str:
         """Return the text of a conversation, whose contents are strings, up to the start of the
@@ -140,15 +163,14 @@ class Renderer:
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
+    def _marks_answers(self, conversation: Conversation) -> bool:
+        """Return whether the template marks the text that the assistant generates."""
+        template = self._select_template(conversation)
+        return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
     def _select_template(self, conversation: Conversation) -> str:
         without_tools, with_tools = self.templates
         return with_tools if conversation.tools else without_tools
-
-
-def find_functions(items: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the functions in a list of tools or tool calls."""
-    functions = (item.get("function", item) for item in items if isinstance(item, dict))
-    return [function for function in functions if isinstance(function, dict)]
 
 
 def _check_kwargs(template_kwargs: dict[str, Any], where: str) -> None:
