@@ -387,9 +387,13 @@ class Tokenizer:
         next_starts = np.concatenate([offsets[:, 0], [len(text)]])
         normalizer = self.backend.normalizer
         for index in np.flatnonzero(next_starts > previous_ends):
-            gap = text[previous_ends[index] : next_starts[index]].strip()
-            if gap and normalizer is not None:
-                gap = normalizer.normalize_str(gap)  # The normalizer may remove characters.
+            end = previous_ends[index]
+            gap = text[end : next_starts[index]]
+            if normalizer is not None:
+                # The normalizer may remove characters, or join accents to the letter before them.
+                letter = text[:end][-1:]
+                length = len(normalizer.normalize_str(letter))
+                gap = normalizer.normalize_str(letter + gap)[length:]
             if gap.strip(" \u2581"):
                 what = f"tokenizer {self.folder} cannot be used for these answers"
                 why = f"some characters have no token, so the positions near {shown(gap)} are wrong"

@@ -5,9 +5,10 @@ import json
 import shutil
 import subprocess
 import sys
+import unicodedata
 
 import pytest
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Builder
 from transformers import AutoTokenizer
 
@@ -376,3 +377,24 @@ def test_answers_near_characters_without_a_token_are_refused(tmp_path):
     assert mask.tolist() == [False, False, True, True]
     with refused(str(tmp_path)):
         tokenizer.encode_pieces([Piece("a1b 22a:4b cd5| b", [(8, 15)], templated=True)])
+
+
+@pytest.mark.parametrize("text", ["cafe\u0301", "Tie\u0302\u0301ng Vie\u0323\u0302t", "한국어"])
+@pytest.mark.parametrize("normalizer", [normalizers.NFC, normalizers.NFKC])
+def test_masks_of_decomposed_text_equal_transformers(normalizer, text, tmp_path):
+    """macOS and Vietnamese keyboards write accents as characters of their own, which the normalizer
+    of Qwen's tokenizers joins to the letter before."""
+    text = unicodedata.normalize("NFD", text)
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}|{% else %}"
+    template += "{% generation %}{{ m.content }}|{% endgeneration %}{% endif %}{% endfor %}"
+    built = train_bpe(["a"], ["|"], 300)
+    built.normalizer = normalizer()
+    save_tokenizer(tmp_path, built, chat_template=template)
+    messages = [{**USER, "content": text}, {**ANSWER, "content": f"{text} {text}"}]
+    options = {"return_assistant_tokens_mask": True, "return_dict": True}
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, **options)
+    source = jsonl(tmp_path / "rows", [{"messages": messages}])["train"][0]
+    pieces = read_pieces(source, ours := Tokenizer(tmp_path), by_line=False, counts=Counts())
+    ((ids, mask),) = ours.encode_pieces(list(pieces))
+    assert ids.tolist() == theirs["input_ids"]
+    assert mask.tolist() == [*map(bool, theirs["assistant_masks"])]
