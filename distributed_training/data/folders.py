@@ -10,7 +10,7 @@ from typing import Any
 from distributed_training.data.chats.records import Record
 from distributed_training.data.files import RECORD_SUFFIXES, TEXT_SUFFIXES, read_records
 from distributed_training.settings.errors import UserError, describe
-from distributed_training.settings.files import is_outside, one_of, shown
+from distributed_training.settings.files import is_outside, load_object, one_of, shown
 
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 CARD = "README.md"
@@ -54,12 +54,19 @@ def find_splits(
         raise _unusable_error(what, [path])
     check_dataset_exists(path, what)
     files = sorted(file for file in path.rglob("*") if _has_samples(file, path))
+    saved = _list_saved(path)
+    if missing := {*saved}.difference(files):
+        what = f"{what} cannot be read"
+        raise UserError(what, f"{min(missing)} is missing", "save the dataset again")
+    files = saved or files
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
     records = [file for file in files if file.suffix in RECORD_SUFFIXES]
     with_records = [file for file in records if not _is_metadata(file, columns)]
     files = with_records or texts or records
     if not files:
         raise _unusable_error(what, [file for file in path.iterdir() if file.is_file()])
+    if saved and saved[0].parent == path:
+        return {"train": files}  # Folders beside these files are splits of an earlier dataset.
     names = [file.relative_to(path).as_posix() for file in files]
     card = path / CARD
     has_configs = card.is_file() and "configs:" in card.read_text(errors="replace")
@@ -77,6 +84,19 @@ def _has_samples(file: Path, folder: Path) -> bool:
     is_sample = is_sample and not file.is_dir() and not is_hidden(file.relative_to(folder))
     # A pipe, device or broken link is refused when it is opened.
     return is_sample and not (file.is_file() and is_outside(file, folder))
+
+
+def _list_saved(folder: Path) -> list[Path]:
+    """Return the files of the dataset that `save_to_disk` wrote to a folder, or [] for another
+    folder. As in `load_from_disk`, other files may be from an earlier call."""
+    state, splits = folder / "state.json", folder / "dataset_dict.json"
+    if state.is_file():
+        files = load_object(state, "dataset file").get("_data_files", [])
+        return sorted(folder / file["filename"] for file in files)
+    if not splits.is_file():
+        return []
+    names = load_object(splits, "dataset file")["splits"]
+    return [file for name in names for file in _list_saved(folder / name)]
 
 
 def is_hidden(path: Path) -> bool:

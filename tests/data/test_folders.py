@@ -137,6 +137,26 @@ def test_a_dataset_written_by_save_to_disk_is_read(tmp_path):
     assert splits_of(tmp_path / "one") == {"train": ["test"]}
 
 
+def test_files_of_an_earlier_save_to_disk_are_not_read(tmp_path):
+    """A second call leaves the shards and splits of the first (datasets#7372)."""
+    old, new = (datasets.Dataset.from_dict({"text": [word] * 3}) for word in ("old", "new"))
+    datasets.DatasetDict(train=old, validation=old).save_to_disk(
+        tmp_path / "all", num_shards={"train": 3, "validation": 1}
+    )
+    datasets.DatasetDict(train=new).save_to_disk(tmp_path / "all")
+    old.save_to_disk(tmp_path / "one", num_shards=3)
+    new.save_to_disk(tmp_path / "one")
+    assert splits_of(tmp_path / "all") == splits_of(tmp_path / "one") == {"train": ["new"] * 3}
+    unread = [f"train/data-0000{i}-of-00003.arrow" for i in range(3)]
+    unread.append("validation/data-00000-of-00001.arrow")
+    assert find_unread(str(tmp_path / "all"), corpus_of(tmp_path / "all")) == unread
+    new.save_to_disk(tmp_path / "all")
+    assert splits_of(tmp_path / "all") == {"train": ["new"] * 3}
+    (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
+    with refused("data-00000-of-00001.arrow is missing"):
+        corpus_of(tmp_path / "one")
+
+
 def test_files_that_are_not_read_are_named(tmp_path):
     records = tmp_path / "records"
     for split in ("train", "validation", "test"):
