@@ -49,6 +49,7 @@ BUILT_IN = (
 # A paragraph that begins with a capital letter and ends with a period or colon, without code or
 # grammar
 _PROSE_PARAGRAPH = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
+_FORMATS = (".parquet", ".arrow", ".json", ".csv")  # of equally common ones, the first is read
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that contain tests, vendored code or generated tables
 _SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
@@ -268,6 +269,10 @@ def _build_source(
     contain no records, or if the first record has no known form."""
     if files[0].suffix in TEXT_SUFFIXES:
         return Source(files=files)
+    # As in `load_dataset`, only the most common format is read. Another one may repeat the records.
+    formats = [file.suffix.replace("jsonl", "json") for file in files]
+    read_format = max(_FORMATS, key=formats.count)
+    files = [file for file, name in zip(files, formats, strict=True) if name == read_format]
     source = Source(files=files, columns=columns)
     for where, record in source.read_records():
         Record(record, where, columns)

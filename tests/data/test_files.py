@@ -60,11 +60,12 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     dataset.to_parquet(tmp_path / "a.parquet", batch_size=2)
     dataset.to_csv(tmp_path / "b.csv", lineterminator="\r\n")  # as in spreadsheets' files
     dataset.to_json(tmp_path / "c.jsonl")
-    source = corpus_of(tmp_path)["train"][0]
-    assert source.columns == {}
-    texts = [piece.text for piece in pieces_of(source)]
-    assert texts == 3 * [row["prompt"] + row["completion"] for row in rows]
-    assert {piece.spans[0][0] for piece in pieces_of(source)} == {len(rows[0]["prompt"])}
+    for name in ("a.parquet", "b.csv", "c.jsonl"):
+        source = corpus_of(tmp_path / name)["train"][0]
+        assert source.columns == {}
+        texts = [piece.text for piece in pieces_of(source)]
+        assert texts == [row["prompt"] + row["completion"] for row in rows]
+        assert {piece.spans[0][0] for piece in pieces_of(source)} == {len(rows[0]["prompt"])}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,18 @@ def test_records_are_read_from_every_file_format(name, tmp_path):
     assert splits_of(tmp_path) == {"train": ["one", "two ä"]}
 
 
+def test_only_the_most_common_format_of_a_split_is_read(tmp_path):
+    """As in `load_dataset`, which prefers Parquet if two formats are equally common."""
+    write(tmp_path / "train.jsonl", "one")
+    datasets.Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "train.parquet")
+    write(tmp_path / "validation.jsonl", "two")
+    assert splits_of(tmp_path) == {"train": ["one"], "validation": ["two"]}
+    assert find_unread(str(tmp_path), corpus_of(tmp_path)) == ["train.jsonl"]
+    write(tmp_path / "train-2.json", "three")
+    assert splits_of(tmp_path)["train"] == ["three", "one"]
+    assert find_unread(str(tmp_path), corpus_of(tmp_path)) == ["train.parquet"]
+
+
 def test_splits_are_recognized_by_file_names(tmp_path):
     for split in ("train", "validation", "test"):
         write(tmp_path / f"{split}.jsonl", split)
