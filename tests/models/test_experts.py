@@ -17,7 +17,7 @@ from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.models.adapters import ADAPTER_WEIGHTS
 from distributed_training.models.attention import Documents, mask_documents
 from distributed_training.models.decoder import EXPERT_ENDS
-from distributed_training.models.hub import experts
+from distributed_training.models.hub import experts, measure_size
 from distributed_training.models.hub.attention import attention
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
 from distributed_training.models.quantized import dequantized_source, quantize_matrices
@@ -27,6 +27,7 @@ from distributed_training.records.record import METRICS_FILE
 from distributed_training.settings.config import Config
 from tests.conftest import assert_ok, run_command, settings
 from tests.models.hub_folders import make_folder
+from tests.models.test_all_types import small_config
 from tests.pool import SCRIPT
 from tests.support import assert_near, read_model
 
@@ -146,6 +147,20 @@ def test_adapters_of_experts_are_those_of_peft(kind, tmp_path):
     read = adapters.merged(lambda name, slices: weights[name][slices])
     merged.load_state_dict({name: read(name, ()) for name in weights}, strict=False)
     assert_near(merged(ids), ours)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "router"),
+    [
+        ("afmoe", {}, "mlp.router.gate"),
+        ("hunyuan_v1_moe", {}, "mlp.gate.wg"),
+        ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 2}, "router.proj"),
+    ],
+)
+def test_routers_have_no_adapters(model_type, changes, router):
+    size = measure_size({**small_config(model_type).to_dict(), **changes})
+    matrices = {name for kind in size.kinds for name in kind.hf_matrices}
+    assert matrices - set(size.part_names(None)) == {router}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])

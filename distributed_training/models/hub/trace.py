@@ -110,6 +110,11 @@ def _describe_kind(
         for name, module in block.named_modules()
         if type(module).__name__ in model.LINEAR_CLASSES
     }
+    routers = {
+        name.removesuffix(".weight")
+        for name, parameter in block.named_parameters()
+        if parameter.untyped_storage() in long.routers
+    }
     sizes = [parameter.numel() for parameter in block.parameters()]
     in_stacks = sum(
         parameter.numel()
@@ -132,7 +137,7 @@ def _describe_kind(
         attention_width=round(per_key / 2),
         matrices=tuple(matrices.values()),
         hf_matrices={
-            name: {} if _is_read_directly(block, name) else {name: rows}
+            name: {} if name in routers or _is_read_directly(block, name) else {name: rows}
             for name, (rows, _) in matrices.items()
         },
         parameters=sum(sizes),
@@ -231,6 +236,9 @@ class _Recorder(private.TorchDispatchMode):
         self.origins = defaultdict[torch.UntypedStorage, _Storages](set)
         # (outputs, inputs, rows per token) of products with stacks of matrices, such as experts
         self.expert_products: list[tuple[int, int, float]] = []
+        # Result of a matrix multiplication -> its factors among the constants
+        self.factors: dict[torch.UntypedStorage, _Storages] = {}
+        self.routers: _Storages = set()  # those factors whose products choose experts
         self.mixing_products = 0  # multiplications of values of different tokens
         self.fused = False
 
@@ -261,6 +269,8 @@ class _Recorder(private.TorchDispatchMode):
             (num_rows, num_outputs), num_inputs = result[0].shape, args[0].shape[1]
             product = (num_outputs, num_inputs, num_rows / self.num_tokens)
             self.expert_products.append(product)
+            for origin in self.origins[args[2].untyped_storage()]:  # of each expert's rows
+                self.routers |= self.factors.get(origin, set())
         elif operation in _STACKED_MATMULS:
             self.stacked_results |= outputs
             left, right = args[-2:] if operation is _aten.baddbmm else args[:2]
@@ -278,6 +288,7 @@ class _Recorder(private.TorchDispatchMode):
             self.matrix_inputs |= inputs | self.attention_values
             self.results += outputs
             self.sums |= outputs
+            self.factors |= dict.fromkeys(outputs, inputs & self.constants)
             if self.in_mlp:
                 self.mlp_results |= outputs
             self.in_mlp |= self.follows_attention and not is_attention
