@@ -22,7 +22,6 @@ _IGNORED_KEYS = {
     "peft_version",
     "fan_in_fan_out",
     "target_modules",
-    "target_parameters",
     "loftq_config",
     "eva_config",
     "megatron_core",
@@ -38,6 +37,7 @@ class AdapterConfig(BaseModel, strict=True):
     r: Annotated[int, Field(ge=1, le=2**16)]
     lora_alpha: Annotated[FiniteFloat, Field(gt=0, le=2**31)]  # same bounds as in CONFIG
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_parameters: list[str] | None = None
     use_rslora: bool = False
     revision: Literal["main"] | None = None
     bias: Literal["none"] = "none"

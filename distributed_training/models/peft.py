@@ -2,7 +2,7 @@
 merge them into weights."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from distributed_training.models import ModelSpec
 from distributed_training.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from distributed_training.models.decoder import COMPUTE_DTYPES
 from distributed_training.models.initial_weights import Slices, WeightSource
+from distributed_training.models.private import peft_expert_targets
 from distributed_training.models.quantized import dequantized_source
 from distributed_training.models.weights import all_finite, open_file, write_tensors
 from distributed_training.settings.config import Config, Request
@@ -91,24 +92,27 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     stored, metadata = open_file(file, fix)
     tensors = {name: tensor.read() for name, tensor in stored.items()}
     if spec.files:  # the adapters may fit a whole multimodal model
-        whole = spec.files.find_whole(spec.size.config)
-        tensors = {
-            PREFIX + whole.text_name(name.removeprefix(PREFIX)): tensor
-            for name, tensor in tensors.items()
-        }
+        tensors = _rename(tensors, spec.files.find_whole(spec.size.config).text_name)
+        tensors = _rename(tensors, spec.files.adapter_renaming(spec.size.config))
     all_parts = spec.size.part_names(None)
     parts = []
     for part in all_parts:
         if any(name.endswith(f".{part}.lora_A.weight") for name in tensors):
             parts.append(part)
     stacks: dict[str, None] = {}
+    separate = False  # whether each expert has its own adapters
+    parameters = tuple(f".{name}" for name in config.target_parameters or ())
     for kind in spec.size.kinds:
         for stack in kind.stacks:
             name = f"blocks.{kind.layers[0]}.{stack}"
-            hf_names = [hf_name for hf_name, _, _ in _stack_parts(spec, name)]
-            for hf_name in hf_names or [_whole_stack_name(spec, name)]:
-                if _peft_names(hf_name)[0] in tensors:
+            (hf_name,) = spec.code.to_hf(name, torch.empty(0), spec.size)
+            if f".{hf_name}".endswith(parameters):
+                stacks[stack] = None
+            elif spec.size.config["separate_experts"]:
+                matrices = [matrix for matrix, _, _ in _stack_parts(spec, name)]
+                if any(_peft_names(matrix)[0] in tensors for matrix in matrices):
                     stacks[stack] = None
+                    separate = True
     if not parts and not stacks:
         raise UserError(
             f"adapters {file} fit no matrix of {spec.label}", fix="use its own adapters"
@@ -123,7 +127,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     run_config = Config(**values)
     return Adapters(
         spec=spec,
-        tensors=_from_peft(tensors, spec, run_config, folder),
+        tensors=_from_peft(tensors, spec, run_config, folder, separate),
         config=run_config,
         base_fingerprint=metadata.get("base_checksum"),
         origin=folder,
@@ -145,30 +149,37 @@ def save_adapters(
     tensors = to_peft(adapters.tensors, spec, config)
     fits_whole = spec.files and spec.files.is_multimodal(spec.size.config) and not text
     if fits_whole:
-        whole = spec.files.find_whole(spec.size.config)
-        tensors = {
-            PREFIX + whole.name(name.removeprefix(PREFIX)): tensor
-            for name, tensor in tensors.items()
-        }
+        tensors = _rename(tensors, spec.files.find_whole(spec.size.config).name)
+    expert_targets: tuple[str, ...] = ()
+    if spec.files:
+        text_config = spec.code.to_config(spec.size, 0)
+        fitted = spec.size.config["document"] if fits_whole else text_config
+        expert_targets = peft_expert_targets(fitted["model_type"])
     targets = set()
+    parameters = set()
     for name in tensors:
+        if ".experts." in name:
+            continue
         module = name.removeprefix(PREFIX).rsplit(".", 2)[0]
-        if ".experts." not in name:
-            # Other parts of a whole model may have matrices with the same last names.
-            targets.add(module if fits_whole else ".".join(module.split(".")[-2:]))
-    stacks = {
-        stack: _stack_parts(spec, f"blocks.{kind.layers[0]}.{stack}")
-        for kind in spec.size.kinds
-        for stack in kind.adapted_stacks(config.lora_targets)
-    }
-    for parts in stacks.values():
-        targets |= {name.rpartition(".")[2] for name, _, _ in parts}
+        # Other parts of a whole model may have matrices with the same last names.
+        target = module if fits_whole else ".".join(module.split(".")[-2:])
+        if module.endswith(expert_targets):  # PEFT would adapt the experts instead.
+            parameters.add(f"{target}.weight")
+        else:
+            targets.add(target)
+    stacks = spec.size.adapted_stack_names(config.lora_targets)
+    if spec.size.separates_experts(config.lora_targets):
+        targets |= {name.split(".")[-3] for name in tensors if ".experts." in name}
+    else:
+        parameters.update(stacks)
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise RunError(f"{name} has non-finite values", fix="lower learning_rate")
     metadata = {"format": "pt", "base_checksum": str(adapters.base_fingerprint)}
     if config.has_quantized_base:
         metadata["base_rounding"] = f"{config.base_dtype} {config.precision}"
+    if spec.files and not fits_whole:
+        tensors = _rename(tensors, spec.files.adapter_renaming(spec.size.config))
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, tensors.values(), metadata)
     document: dict[str, Any] = {
         "peft_type": "LORA",
@@ -178,12 +189,13 @@ def save_adapters(
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
+        # PEFT refuses dropout beside adapters of parameters, such as stacks of experts.
+        "lora_dropout": 0.0 if parameters or stacks else config.lora_dropout,
         "target_modules": sorted(targets),
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
     }
-    if whole_stacks := [stack for stack, parts in stacks.items() if not parts]:
-        document["target_parameters"] = whole_stacks
+    if parameters:
+        document["target_parameters"] = sorted(parameters)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -195,15 +207,25 @@ def to_peft(
     """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
     Hugging Face matrix are separate."""
     tensors = {}
+    separate = spec.size.separates_experts(config.lora_targets)
     for name, a in state.items():
         if not name.endswith("adapter.a"):
             continue
         adapter = name.removesuffix(".a")
-        for hf_name, part_a, part_b in _split(adapter, a, state[f"{adapter}.b"], spec, config):
+        b = state[f"{adapter}.b"]
+        for hf_name, part_a, part_b in _split(adapter, a, b, spec, config, separate):
             name_a, name_b = _peft_names(hf_name)
             tensors[name_a] = part_a.contiguous()
             tensors[name_b] = part_b.contiguous()
     return tensors
+
+
+def _rename(
+    tensors: Mapping[str, torch.Tensor],
+    function: Callable[[str], str],
+) -> dict[str, torch.Tensor]:
+    """Apply `function` to the names of tensors without PREFIX."""
+    return {PREFIX + function(name.removeprefix(PREFIX)): x for name, x in tensors.items()}
 
 
 def _stack_parts(
@@ -211,13 +233,9 @@ def _stack_parts(
     stack: str,
 ) -> list[tuple[str, int, torch.Tensor]]:
     """Return (Hugging Face matrix, its expert, its rows in the expert's matrix) for each matrix in
-    a `stack` such as "blocks.0.mlp.experts.down_proj". The list is empty if PEFT has one adapter
-    for the whole stack."""
+    a `stack` such as "blocks.0.mlp.experts.down_proj"."""
     _, layer, name = stack.split(".", 2)
-    kind = spec.size.kind_of(int(layer))
-    experts, rows, _ = kind.stacks[name]
-    if not spec.size.config["separate_experts"]:
-        return []
+    experts, rows, _ = spec.size.kind_of(int(layer)).stacks[name]
     indices = torch.arange(experts * rows).view(experts, rows, 1)
     (hf_name,) = spec.code.to_hf(stack, indices, spec.size)
     stored = spec.files.to_files(hf_name, indices, spec.size.config)
@@ -227,11 +245,14 @@ def _stack_parts(
     ]
 
 
-def _whole_stack_name(spec: ModelSpec, stack: str) -> str:
-    """Return PEFT's name of a whole stack's adapter. It wraps a module once for each stack."""
+def _whole_stack_name(spec: ModelSpec, stack: str, targets: str | None) -> str:
+    """Return PEFT's name of a whole stack's adapter. PEFT wraps a module once for each of its
+    stacks with adapters, of which the last one is outermost."""
+    _, layer, name = stack.split(".", 2)
+    names = list(spec.size.kind_of(int(layer)).adapted_stacks(targets))
     (hf_name,) = spec.code.to_hf(stack, torch.empty(0), spec.size)
-    module, _, key = hf_name.rpartition(".")
-    return module if key == "down_proj" else f"{module}.base_layer"
+    module = hf_name.rpartition(".")[0]
+    return module + ".base_layer" * (len(names) - 1 - names.index(name))
 
 
 def _split(
@@ -240,9 +261,10 @@ def _split(
     b: torch.Tensor,
     spec: ModelSpec,
     config: Config,
+    separate: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (name, A, B) for each Hugging Face matrix that shares the `adapter` with matrices `a`
-    and `b`, in PEFT's layout."""
+    and `b`, in PEFT's layout. If `separate`, each expert has its own matrices."""
     if a.dim() == 2:
         rows = spec.hf_rows(adapter.removesuffix(".adapter"), config.lora_targets)
         unsorted = torch.empty_like(b)
@@ -252,11 +274,12 @@ def _split(
         yield from zip(rows, a.split(config.lora_rank), b_parts, strict=True)
         return
     stack = adapter.removesuffix("_adapter")
-    parts = _stack_parts(spec, stack)
-    for hf_name, expert, part_rows in parts:
-        yield hf_name, a[expert], b[expert, part_rows]
-    if not parts:
-        yield _whole_stack_name(spec, stack), a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+    if separate:
+        for hf_name, expert, part_rows in _stack_parts(spec, stack):
+            yield hf_name, a[expert], b[expert, part_rows]
+    else:
+        hf_name = _whole_stack_name(spec, stack, config.lora_targets)
+        yield hf_name, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
 def keys_to_continue(
@@ -296,6 +319,7 @@ def _from_peft(
     spec: ModelSpec,
     config: Config,
     origin: object,
+    separate: bool,
 ) -> dict[str, torch.Tensor]:
     """Convert adapters from PEFT's names to this package's, in fp32. Raises UserError unless there
     is a finite A and B for exactly those matrices of all blocks that `config` selects."""
@@ -319,7 +343,7 @@ def _from_peft(
             b = torch.empty(b_shape)
             a_indices = torch.arange(a.numel()).view(a_shape)
             b_indices = torch.arange(b.numel()).view(b_shape)
-            parts = list(_split(adapter, a_indices, b_indices, spec, config))
+            parts = list(_split(adapter, a_indices, b_indices, spec, config, separate))
             for hf_name, a_places, b_places in parts:
                 name_a, name_b = _peft_names(hf_name)
                 fill(a, name_a, a_places)

@@ -137,12 +137,21 @@ def apply_gate(experts: Any, x: torch.Tensor) -> torch.Tensor:
     return experts._apply_gate(x)  # type: ignore[no-any-return]
 
 
-def peft_knows_experts(model_type: str) -> bool:
-    """Return whether PEFT converts adapters of separate experts to those of transformers' stacks.
-    These types are those of PEFT 0.21."""
+# Ends of the names that PEFT 0.21 takes for the parts of transformers' stacks of experts, by the
+# type whose files have these parts
+_EXPERT_TARGETS = {
+    "mixtral": (".gate", ".w1", ".w2", ".w3"),
+    "qwen2_moe": (".gate", ".gate_proj", ".up_proj", ".down_proj"),
+}
+
+
+def peft_expert_targets(model_type: str) -> tuple[str, ...]:
+    """Return the ends of those `target_modules` that PEFT replaces, in a model of a type, by the
+    stacks of its experts. If there are any, PEFT also reads adapters of single experts."""
     from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
-    return _MODEL_TO_CONVERSION_PATTERN.get(model_type, model_type) in ("mixtral", "qwen2_moe")
+    file_types = {**_MODEL_TO_CONVERSION_PATTERN, "mixtral": "mixtral"}
+    return _EXPERT_TARGETS.get(file_types.get(model_type, ""), ())
 
 
 def decode_floats(document: dict[str, Any]) -> dict[str, Any]:

@@ -236,6 +236,16 @@ class ModelSize:
         """Return the names of the stacks of experts' matrices, within a block."""
         return list({name: None for kind in self.kinds for name in kind.stacks})
 
+    def adapted_stack_names(self, targets: str | None) -> list[str]:
+        """Return those `stack_names` that `targets` selects (see `BlockKind.adapted_stacks`)."""
+        return list({name: None for kind in self.kinds for name in kind.adapted_stacks(targets)})
+
+    def separates_experts(self, targets: str | None) -> bool:
+        """Return whether files contain separate adapters of each expert, as vLLM needs them. PEFT
+        reads those of gate_up_proj correctly only if down_proj has adapters, too."""
+        is_complete = any(name.endswith("down_proj") for name in self.adapted_stack_names(targets))
+        return is_complete and self.config["separate_experts"]
+
     def num_trained_parameters(
         self,
         rank: int,

@@ -114,7 +114,7 @@ def choose_model(
                 f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "
                 "blocks. The others have matrices with other names"
             )
-        note_experts(size, request.lora_rank, targets, notes)
+        note_experts(size, request, notes)
     if size.has_linear_attention and machine.num_gpus and not importlib.util.find_spec("fla"):
         notes.append("the model's linear attention needs: pip install flash-linear-attention")
     if continues_adapters:
@@ -359,27 +359,23 @@ def _graph_obstacle(plan: Draft) -> str:
 
 def note_experts(
     size: ModelSize,
-    rank: int,
-    targets: str | None,
+    request: Request,
     notes: list[str],
 ) -> None:
     """Add notes about what is special about LoRA on a mixture of experts."""
     names = size.stack_names()
     if not names:
         return
-    if not any(kind.adapted_stacks(targets) for kind in size.kinds):
-        count = size.num_trained_parameters(rank, ",".join(names))
+    if not size.adapted_stack_names(request.lora_targets):
+        count = size.num_trained_parameters(request.lora_rank, ",".join(names))
         notes.append(
             f"the experts stay as they are. Adapters of {', '.join(names)} (add them to "
             f"lora_targets) have {count / 1e6:,.0f}M parameters"
         )
-    elif not size.config["separate_experts"]:
+    elif not size.separates_experts(request.lora_targets):
         notes.append(
             "vLLM reads adapters of all experts in one tensor only for some models, such as "
             "gpt_oss: serve merged/ for others"
         )
-    experts_parts = ("gate_proj", "up_proj", "down_proj")
-    if any(part.endswith(experts_parts) for part in size.part_names(targets)):
-        notes.append(
-            "PEFT and vLLM take adapters of dense MLPs for those of experts: serve merged/"
-        )
+    if request.has_quantized_base:
+        notes.append("PEFT does not quantize experts, to which these adapters fit: serve merged/")

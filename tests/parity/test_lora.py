@@ -186,7 +186,16 @@ EXCHANGED = [
     ("gemma2", {}),
     ("gpt_neox", {"target_modules": ["query_key_value", "dense", "dense_4h_to_h"]}),
     ("opt", {"target_modules": ["q_proj", "k_proj", "out_proj", "fc1", "fc2"]}),
-]
+    # PEFT wraps a module of experts once for each of its stacks with adapters.
+    ("qwen3_moe", {
+        "target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }),
+    ("gpt_oss", {"target_parameters": ["experts.gate_up_proj"]}),
+    ("deepseek_v3", {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["mlp.up_proj.weight", "shared_experts.down_proj.weight", "down_proj"],
+    }),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "options"), EXCHANGED)

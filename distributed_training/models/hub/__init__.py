@@ -111,7 +111,7 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
 
     from distributed_training.models.hub import files, model, packing
     from distributed_training.models.hub.trace import trace
-    from distributed_training.models.private import peft_knows_experts
+    from distributed_training.models.private import peft_expert_targets
 
     config = model.make_config(text_document(document))
     if not getattr(config, "num_attention_heads", 0):
@@ -139,7 +139,10 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
         "blocks": path,
         "embedding": names[embedding],
         "head": model.read_logit_transform(net),
-        "separate_experts": peft_knows_experts(config.model_type),
+        # PEFT reads an adapter for each expert of both the text decoder and the whole model.
+        "separate_experts": all(
+            peft_expert_targets(name) for name in (config.model_type, document["model_type"])
+        ),
     }
     kinds, packs = trace(net, inner, blocks)
     num_positions = model.read_num_positions(config)

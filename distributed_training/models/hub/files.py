@@ -203,6 +203,35 @@ def to_files(
     return revert_weight_conversion(net, {text_name: tensor})  # type: ignore[no-any-return]
 
 
+def adapter_renaming(settings: Settings) -> Callable[[str], str]:
+    """Return a function that renames adapters of the text decoder between its names and the names
+    in files. PEFT renames them as transformers renames weights. For some modules of Laguna, this
+    changes the correct name."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightRenaming,
+        rename_source_key,
+        revert_weight_conversion,
+    )
+
+    net = _text_net(settings)
+    conversions = get_model_conversion_mapping(net)
+    renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+    state = net.state_dict()
+
+    def rename(name: str) -> str:
+        module, separator, end = name.rpartition(".lora_")
+        weight = f"{module}.weight"
+        renamed, _ = rename_source_key(weight, renamings, [])
+        if renamed in state:
+            weight = renamed
+        elif weight in state:
+            (weight,) = revert_weight_conversion(net, {weight: state[weight]})
+        return weight.removesuffix(".weight") + separator + end
+
+    return rename
+
+
 def is_multimodal(settings: Settings) -> bool:
     """Return whether the model is the text decoder of a multimodal model."""
     return "text_config" in settings["document"]
