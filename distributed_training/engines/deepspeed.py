@@ -48,7 +48,10 @@ class DeepSpeedEngine(base.Engine):
             # ZeRO-3 frees a block's weights when the gradient of its input is computed, so the
             # first block's input also needs a gradient.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
-        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        names: dict[torch.Tensor, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.embedding_name = names.get(model.output_weight) if model.size.tied else None
         self.shapes = {name: tuple(p.shape) for p, name in names.items()}  # before sharding
         for name in self.shapes.keys() & model.vocabulary_parameters():
             self.shapes[name] = (model.size.vocab_size, *self.shapes[name][1:])  # without padding
@@ -161,7 +164,7 @@ class DeepSpeedEngine(base.Engine):
             # With a pipeline, only the first stage has the embedding, unless it is tied. The last
             # stage then has a copy, which is written only if the stages may be on nodes without a
             # shared disk.
-            is_copy = name == "token_embedding.weight" and self.topology.pp_rank > 0
+            is_copy = name == self.embedding_name and self.topology.pp_rank > 0
             written_here = not is_copy or self.plan.has_node_local_files
             for tensor_name in tensor_names:
 

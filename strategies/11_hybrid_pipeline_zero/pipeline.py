@@ -22,78 +22,69 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.deepspeed import DeepSpeedEngine
 from distributed_training.engines.graphs import to_device
-from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Block, Decoder
+from distributed_training.models.decoder import Decoder, Positions
+from distributed_training.models.private import stored_parameter
 from distributed_training.parallel import private
 from distributed_training.parallel.mesh import Topology
 
 
-def _build_tied_layer(module: nn.Module, weight_name: str, **options: Any) -> TiedLayerSpec:
-    """Return the layer spec for a module whose parameter `weight_name` is tied. DeepSpeed uses
-    `module` itself instead of building a new module."""
-    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight_name], **options)
-    spec.build = lambda log=False: module
-    return spec
-
-
 class PipelinedDecoder(private.PlannedPartition, PipelineModule):
-    """One process's stage of a model. DeepSpeed represents a model as one list of layers: the
-    embeddings, the blocks, the final norm and the output layer. The output layer does nothing when
-    it is called, because `head` uses its weight directly."""
+    """One process's stage of a model, which is a single layer for DeepSpeed."""
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
         """Take over the modules of `model`, which cannot be used afterwards. All ranks must call
         this method."""
-        self.loss = model.loss
-        self.vocab_size = model.size.vocab_size
         self.scale = 1.0
-        first_stage = model.stage(range(0))
-        layers: list[Any] = [first_stage, *model.blocks.values(), model.norm_out]
-        output_layer = first_stage.token_embedding if model.size.tied else model.output_rows
-        if model.size.tied and output_layer.weight.requires_grad:
-            layers[0] = _build_tied_layer(first_stage, "token_embedding.weight")
-            layers.append(_build_tied_layer(output_layer, "weight", forward_fn=lambda _, x: x))
-        else:  # `head` uses the output layer directly, so its entry does nothing
-            layers.append(nn.Identity())
-            layers[-1].rows = output_layer
-        # The list hides the module from torch. Otherwise, the parameter would belong to two layers.
-        self.rows = [output_layer] if topology.pp_rank == topology.pp - 1 else []
-        self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
+        layers: list[Any] = [model.stage(blocks) for blocks in stages]
+        if model.size.tied:
+            # DeepSpeed sums the gradients of the first and the last stage's parameter, which has
+            # one name.
+            weight = stored_parameter(model.token_embedding, "weight")
+            layers[-1].token_embedding.register_parameter("weight", weight)
+            if weight.requires_grad:
+                layers[0] = _build_tied_layer(layers[0])
+                layers[-1] = _build_tied_layer(layers[-1])
+        self.parts = list(range(len(layers) + 1))
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
         # The constructor prints its arguments. It also broadcasts the embedding, which needs no
         # gradient.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
+        # Of a tied layer that two stages have, DeepSpeed leaves out the second in the gradient
+        # norm. Only the embedding is such a layer.
+        embedding = stored_parameter(model.token_embedding, "weight")
+        for parameter in self.stage.parameters():
+            if parameter is not embedding:
+                parameter.ds_pipe_replicated = False
         # (positions, ends) of the next micro-batches of packed records, in the order in which all
         # stages compute them. Every process has all of these tensors, so stages do not send them.
         self.upcoming_documents = deque[Sequence[torch.Tensor]]()
-        self.documents: Documents | None = None  # documents of the current micro-batch
-        self.describe_documents = model.describe_documents
-        for layer in self.forward_funcs:
-            if isinstance(layer, Decoder | Block):
-                layer.register_forward_pre_hook(self._pass_documents, with_kwargs=True)
+
+    @property
+    def stage(self) -> Decoder:
+        return self.forward_funcs[0]  # type: ignore[no-any-return]
 
     def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
         """Return the output of this stage for the next micro-batch."""
-        self.documents = (
-            self.describe_documents(*self.upcoming_documents.popleft())
-            if self.upcoming_documents
-            else None
-        )
-        return super().forward(forward_input)
-
-    def _pass_documents(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-        """Add the documents of packed records to a layer's arguments."""
-        if self.documents is not None and isinstance(layer, Decoder):
-            options = {**options, "positions": self.documents.positions}
-        elif self.documents is not None:
-            options = {**options, "documents": self.documents}
-        return arguments, options
+        positions: Positions = 0
+        documents = None
+        if self.upcoming_documents:
+            documents = self.stage.describe_documents(*self.upcoming_documents.popleft())
+            positions = documents.positions
+        return self.stage.run(forward_input, positions, documents, past=None)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the summed loss times `self.scale`. DeepSpeed calls this method as its loss
         function."""
-        return self.scale * self.loss(x, self.rows[0].weight, targets, self.vocab_size)
+        return self.scale * self.stage.apply_head(x, targets)
+
+
+def _build_tied_layer(stage: Decoder) -> TiedLayerSpec:
+    """Return the layer spec for a stage with the tied embedding. DeepSpeed uses `stage` itself
+    instead of building a new module."""
+    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=["token_embedding.weight"])
+    spec.build = lambda log=False: stage
+    return spec
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
