@@ -157,7 +157,8 @@ class ModelSize:
     num_kv_heads: int | None = None
     # Number of groups of hidden units that tp keeps together; None if there are no groups
     mlp_units: int | None = None
-    splits: bool = True  # whether tp can shard the model and pp can partition it
+    # Mesh axis -> why the model cannot be split over this axis
+    unsplit: dict[str, str] = field(default_factory=dict)
     packs: bool = True  # whether blocks can separate packed records
     # Whether blocks have linear attention, which on a GPU needs the package
     # flash-linear-attention. Without it, a step launches thousands of kernels for each block.

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from distributed_training.models.decoder import Decoder
+from distributed_training.models.private import stored_parameter
 from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import foreach_copy_
 from distributed_training.parallel.private_pipelining import PlannedSchedule, TwoGroupStage
@@ -225,7 +226,8 @@ class RoundedWeights:
             for name, parameter in owner.named_parameters(recurse=False)
             if parameter.requires_grad
         ]
-        self.parameters = [getattr(owner, name) for owner, name in self.owners]
+        # Modules of transformers' models return copies as attributes.
+        self.parameters = [stored_parameter(owner, name) for owner, name in self.owners]
         self.copies: list[Any] = []
         for parameter in self.parameters:
             copy: Any = nn.Parameter(parameter.detach().to(dtype))

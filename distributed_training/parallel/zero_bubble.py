@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
 from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models.private import copy_with_unset_parameters, stored_parameter
 from distributed_training.parallel.mesh import local_part
 
 
@@ -116,11 +117,12 @@ class _AttachTap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, tap):  # type: ignore[no-untyped-def]
+        ctx.shape = tap.shape
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return gradient, gradient
+        return gradient, gradient.reshape(ctx.shape)
 
 
 @torch.compiler.disable  # compiled code could not register the hook
@@ -131,7 +133,7 @@ def _look_up(
 ) -> torch.Tensor:
     """Return the embeddings of token ids, [B, T] -> [B, T, D]. The backward pass adds the gradient
     to the rows of these tokens in the weight's `.grad`."""
-    weight = embedding.weight
+    weight = stored_parameter(embedding, "weight")
     # tp shards the weight by vocabulary, and LoRA freezes it.
     if isinstance(weight, DTensor) or not weight.requires_grad:
         return forward(ids)
@@ -139,12 +141,16 @@ def _look_up(
     is_padding = ids == (-1 if embedding.padding_idx is None else embedding.padding_idx)
 
     def add_rows(gradient: torch.Tensor) -> None:
-        rows = gradient.float().masked_fill(is_padding[..., None], 0).flatten(0, -2)
+        rows = gradient.float().masked_fill(is_padding.flatten()[:, None], 0)
         _fp32_gradient(weight).index_add_(0, ids.flatten(), rows)
 
-    hidden = F.embedding(ids, weight.detach()).requires_grad_()
-    hidden.register_hook(add_rows)
-    return hidden
+    rows = F.embedding(ids.flatten(), weight.detach()).requires_grad_()
+    rows.register_hook(add_rows)
+    # The embedding may scale its rows, so it looks them up in a table that has only these.
+    table = copy_with_unset_parameters(embedding, {})
+    table._parameters["weight"] = rows
+    table.padding_idx = None
+    return type(table).forward(table, torch.arange(len(rows), device=ids.device).view(ids.shape))
 
 
 @torch.no_grad()

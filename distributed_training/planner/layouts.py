@@ -131,10 +131,13 @@ def build_stages(candidate: Candidate) -> Stages:
     size = candidate.model.size
     pp = candidate.mesh["pp"]
     ranks = candidate.schedule.ranks(pp)
-    kind = size.kinds[0]  # Only models with a single kind of block are partitioned.
-    # Multiplications per token in a block and in the output layer
-    attention_cost = 2 * kind.attention_width * config.max_length
-    block_cost = sum(map(math.prod, kind.matrices)) + attention_cost
+    # Multiplications per token in the mean block and in the output layer
+    total_cost = 0.0
+    for kind in size.kinds:
+        matrices = sum(map(math.prod, (*kind.matrices, *kind.expert_products)))
+        attention = 2 * kind.attention_width * config.max_length
+        total_cost += len(kind.layers) * (matrices + attention)
+    block_cost = round(total_cost / size.num_layers)
     head_cost = size.padded_vocab_size * size.hidden_size
     counts = balanced_cut(size.num_layers, block_cost, head_cost, ranks)
     if config.pipeline_cut is not None:
@@ -185,13 +188,9 @@ def _check_divisible(candidate: Candidate) -> None:
             )
     traits = candidate.strategy.traits
     is_pipeline = traits.uses_zero and "pp" in traits.axes
-    is_split = is_pipeline or max(pp, mesh["cp"], mesh["tp"]) > 1
-    if is_split and not size.splits:
-        raise UserError(
-            f"strategy={candidate.strategy.name!r} cannot split {label}",
-            "the model runs transformers' code, but tp, cp and pp need a gpt2, llama, mistral, "
-            "qwen2 or qwen3 model without sliding windows",
-        )
+    for axis, why in size.unsplit.items():
+        if mesh[axis] > 1 or (axis == "pp" and is_pipeline):
+            raise UserError(f"{axis}={mesh[axis]} cannot split {label}", why, LAYOUT_ADVICE)
     stages_per_rank = candidate.schedule.stages_per_rank
     if pp * stages_per_rank > size.num_layers:
         raise UserError(

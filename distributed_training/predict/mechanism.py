@@ -100,6 +100,7 @@ class Sizes:
         self.config = config
         self.size = size
         self.kind = size.kinds[0]
+        self.layers = frozenset(range(size.num_layers))  # indices of the blocks
         self.strategy = plan.strategy
         self.zero = plan.strategy.zero
         self.cp = plan.mesh["cp"]
@@ -139,11 +140,12 @@ class Sizes:
             self.recomputed_share = min(1.0, limit / size.num_layers)
 
     def by_kind(self: AnySizes) -> Iterator[tuple[float, AnySizes]]:
-        """Yield (share of the model's blocks, the sizes in these blocks) for each kind of block."""
+        """Yield (share of these blocks, the sizes in them) for each kind of block."""
         for kind in self.size.kinds:
             sizes = self if kind is self.kind else copy.copy(self)
             sizes.kind = kind
-            yield len(kind.layers) / self.size.num_layers, sizes
+            if num_blocks := len(self.layers.intersection(kind.layers)):
+                yield num_blocks / len(self.layers), sizes
 
     def split_values(self, mode: str) -> float:
         """Return the values that a block keeps and that tp splits, relative to the hidden size.
@@ -166,8 +168,9 @@ class PipelineRank(Sizes):
         self.num_boundaries = sum(
             index in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1
         )
-        stages = zip(ranks, plan.stages.blocks_per_stage, strict=True)
-        self.num_blocks = sum(count for rank, count in stages if rank == index)
+        stages = zip(ranks, plan.stages.block_ranges, strict=True)
+        self.layers = frozenset().union(*(blocks for rank, blocks in stages if rank == index))
+        self.num_blocks = len(self.layers)
         # Numbers of parameters before sharding over dp_shard, inside and outside the blocks
         self.parameters_in_blocks = 0
         self.parameters_outside_blocks = 0
@@ -176,8 +179,7 @@ class PipelineRank(Sizes):
         adapter_parameters = 0
         tp_partial_adapters = 0
         for kind in size.kinds:
-            # Only a model with a single kind of block is partitioned into stages.
-            num_blocks = len(kind.layers) * self.num_blocks // size.num_layers
+            num_blocks = len(self.layers.intersection(kind.layers))
             replicated_parameters = kind.parameters - kind.split_parameters
             self.parameters_in_blocks += num_blocks * (
                 kind.split_parameters // self.tp + replicated_parameters

@@ -113,13 +113,17 @@ class StepCosts(Timing):
 
     def operation_costs(self) -> dict[Step, Cost]:
         """Return the cost of each kind of operation on each stage, for one micro-batch."""
-        forward, inputs, weights = self.block_costs()
-        blocks = self.plan.stages.blocks_per_stage
+        kinds = [(sizes.kind.layers, sizes.costs_of_kind()) for _, sizes in self.by_kind()]
+        blocks = self.plan.stages.block_ranges
         costs = {}
-        for stage, number in enumerate(blocks):
-            costs["F", stage] = number * forward
-            costs["I", stage] = number * inputs
-            costs["W", stage] = number * weights  # only for the blocks' matrices
+        for stage, layers in enumerate(blocks):
+            numbers = [len(frozenset(kind_layers).intersection(layers)) for kind_layers, _ in kinds]
+            for index, operation in enumerate("FIW"):  # W is only for the blocks' matrices
+                of_kinds = [
+                    number * passes[index]
+                    for number, (_, passes) in zip(numbers, kinds, strict=True)
+                ]
+                costs[operation, stage] = sum(of_kinds, NO_COST)
             if stage == 0:
                 costs["I", stage] += self.memory_cost(embedding_gradient_bytes(self)[1])
             if stage == len(blocks) - 1:
@@ -128,16 +132,6 @@ class StepCosts(Timing):
                 costs["I", stage] += head.inputs + head.weights
             costs["B", stage] = costs["I", stage] + costs["W", stage]
         return costs
-
-    def block_costs(self) -> PassCosts:
-        """Return the mean costs of a block for one micro-batch."""
-        forward = inputs = weights = NO_COST
-        for share, sizes in self.by_kind():
-            costs = sizes.costs_of_kind()
-            forward += share * costs.forward
-            inputs += share * costs.inputs
-            weights += share * costs.weights
-        return PassCosts(forward, inputs, weights)
 
     def costs_of_kind(self) -> PassCosts:
         """Return the costs of a block of one kind for one micro-batch."""

@@ -87,7 +87,15 @@ class StepResults:
         self.history = history
         self.engine = engine
         buffers = engine.model.named_buffers()
-        self.expert_ends = [ends for name, ends in buffers if name.endswith(EXPERT_ENDS)]
+        # Index of a block in this rank's stages -> its buffer EXPERT_ENDS
+        self.expert_ends = {
+            int(name.partition("blocks.")[2].partition(".")[0]): ends
+            for name, ends in buffers
+            if name.endswith(EXPERT_ENDS)
+        }
+        stacks = (stack for kind in plan.size.kinds for stack in kind.stacks.values())
+        self.num_experts = max((experts for experts, *_ in stacks), default=0)
+        self.num_layers = plan.size.num_layers
         self.first_step = 0  # first step of this process, which includes compilation
         self.timer = metrics.StepTimer(device)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
@@ -154,7 +162,7 @@ class StepResults:
                 fault = self.describe(row["step"], result)
                 if fault is not None:
                     break  # The later steps ran on corrupted weights.
-        if self.expert_ends:
+        if self.num_experts:
             self.history.expert_load = self._measure_expert_load()
             rows[-1]["expert_load"] = self.history.expert_load
         return rows, fault
@@ -162,9 +170,11 @@ class StepResults:
     def _measure_expert_load(self) -> float:
         """Return the tokens of the most loaded expert, relative to the mean of its layer, in the
         latest micro-batch of all ranks. All ranks must call this method."""
-        ends = torch.stack(self.expert_ends).cpu()
+        ends = torch.zeros(self.num_layers, self.num_experts, dtype=torch.int32)
+        for layer, own_ends in self.expert_ends.items():
+            ends[layer] = own_ends.cpu()
         dist.all_reduce(ends)
-        counts = F.pad(ends, (1, 0)).diff()
+        counts = F.pad(ends[ends[:, -1] > 0], (1, 0)).diff()
         return float(counts.max() / counts.float().mean())  # layers have equally many rows
 
     def describe(self, step: int, result: StepResult) -> str | None:

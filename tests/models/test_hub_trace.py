@@ -10,7 +10,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.request import build_config
 from tests.models.hub_folders import make_folder
-from tests.planner.helpers import SPLIT, UNSPLIT, lay_out, plan_for
+from tests.planner.helpers import UNSPLIT, lay_out, plan_for
 from tests.support import GPU_MACHINE, refused
 
 
@@ -47,10 +47,10 @@ def test_unfused_attention_saves_more_per_token_in_longer_samples(tmp_path):
     assert saved[0] == saved[1] == windowed.split_values("selective", 64) - 2 * 48  # gate and up
 
     model = f"{HUB_PREFIX}{folder}"
-    for name in UNSPLIT:
+    for name in (*UNSPLIT, "pp", "hybrid"):
         assert lay_out(2, f"strategy={name}", f"model={model}", "max_length=64").stages
-    for name in SPLIT:
-        with refused(f"strategy='{name}' cannot split", "transformers", "llama"):
+    for name, axis in (("tp", "tp=4"), ("3d", "tp=2"), ("cp", "cp=4")):
+        with refused(f"{axis} cannot split", "transformers"):
             lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")
     find_model(model).check_weights(folder)
 

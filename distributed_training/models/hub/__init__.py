@@ -38,7 +38,7 @@ SIZES = {label: _MEASURED[name] for label, name in HUB_IDS.items()}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 21  # version of the format of cached sizes
+_VERSION = 77  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -144,7 +144,9 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
             peft_expert_targets(name) for name in (config.model_type, document["model_type"])
         ),
     }
-    kinds, packs = trace(net, inner, blocks)
+    traced = trace(net, inner, blocks)
+    kinds = traced.kinds
+    settings |= {"before_blocks": traced.before_blocks, "block_outputs": traced.block_outputs}
     num_positions = model.read_num_positions(config)
     window = getattr(config, "sliding_window", None)
     # The window of some models is only in their masks, which are not built.
@@ -160,8 +162,8 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
         kinds=kinds,
         final_norm_parameters=num_parameters - in_blocks - num_tables * vocab_size * hidden_size,
         tied=tied,
-        splits=False,
-        packs=packs,
+        unsplit=dict.fromkeys(("tp", "cp"), "it runs transformers' code") | traced.unsplit,
+        packs=traced.packs,
         has_linear_attention=packing.has_linear_attention(net),
         config=settings,
     )

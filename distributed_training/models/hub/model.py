@@ -4,10 +4,12 @@ The modules and their computations come from transformers. The wrapper adds cast
 names of blocks, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
 use, as in FSDP and DeepSpeed."""
 
+import copy
 import functools
 import inspect
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -125,6 +127,16 @@ def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
     raise UnsupportedError(f"has no module that takes token ids and runs a list of {count} blocks")
 
 
+def list_outer_modules(net: nn.Module, inner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a model calls before or after its blocks, with their names. These are
+    beside `inner` or in it."""
+    for owner_name, owner in net.named_modules():
+        if inner in owner.modules():
+            for name, module in owner.named_children():
+                if inner not in module.modules() and not isinstance(module, nn.ModuleList):
+                    yield f"{owner_name}.{name}".removeprefix("."), module
+
+
 class HubDecoder(private.MovedModule, Decoder):
     """Decoder that wraps any `AutoModelForCausalLM` model that models/hub/ accepts.
 
@@ -132,6 +144,8 @@ class HubDecoder(private.MovedModule, Decoder):
 
     inner: Any  # the module of `net` whose forward runs the blocks
     head: Any  # the output layer
+    entry: Any = None  # the stand-in before this stage's blocks, which returns what was received
+    exit: Any = None  # the stand-in after this stage's blocks, which keeps what is to be sent
     cast_dtype: torch.dtype | None  # value of `compute_dtype`, which each module also has
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
@@ -192,7 +206,7 @@ class HubDecoder(private.MovedModule, Decoder):
         past: KVCache | None,
     ) -> torch.Tensor:
         """Run the whole model except its output layer on token ids [B, T]. Return the output of the
-        last norm, [B, T, D]."""
+        last norm, [B, T, D]. If this is a pipeline stage, other stages' modules do nothing."""
         import transformers
 
         options: dict[str, Any] = {"use_cache": past is not None}
@@ -204,7 +218,53 @@ class HubDecoder(private.MovedModule, Decoder):
             options["cache" if "cache" in names else "past_key_values"] = past.cache
             if getattr(self.net.config, "attention_chunk_size", None):
                 options["first_position"] = past.length
-        return self.inner(input_ids=x, **options).last_hidden_state  # type: ignore[no-any-return]
+        if self.is_first:
+            options["input_ids"] = x
+        else:
+            # The first stage has done what the model does before its blocks, so this does not
+            # matter here.
+            options["inputs_embeds"] = torch.zeros_like(x)
+            self.entry.received = x
+        y = self.inner(**options).last_hidden_state
+        if not self.is_first:
+            self.entry.received = None
+        if not self.is_last:
+            y, self.exit.sent = self.exit.sent, None
+        return y  # type: ignore[no-any-return]
+
+    def stage(self, blocks: range) -> "HubDecoder":
+        """Return the pipeline stage that contains a range of blocks, as in `Decoder.stage`. It runs
+        the code of the whole model, in which stand-ins replace the modules of other stages."""
+        is_first = blocks.start == 0
+        is_last = blocks.stop == self.size.num_layers
+        if is_first and is_last:
+            return self
+        stand_ins = {
+            block: StandIn(block, self.size.config["block_outputs"])
+            for index, block in self.blocks.items()
+            if int(index) not in blocks
+        }
+        shared = [self.blocks[str(index)] for index in blocks]
+        for name, module in list_outer_modules(self.net, self.inner):
+            is_here = is_first if name in self.size.config["before_blocks"] else is_last
+            if is_here or not any(True for _ in module.parameters()):
+                shared.append(module)
+            elif not (is_last and self.size.tied and module is self.token_embedding):
+                stand_ins[module] = StandIn(module)
+        # A copy refers to the values of `memo` instead of the objects with these ids.
+        memo = {id(kept): kept for kept in (*shared, self.size, self.loss, self.net.config)}
+        memo |= {id(module): stand_in for module, stand_in in stand_ins.items()}
+        stage = copy.deepcopy(self, memo)
+        stage.is_first, stage.is_last = is_first, is_last
+        if not is_first:
+            vars(stage)["entry"] = stand_ins[self.blocks[str(blocks.start - 1)]]
+        if not is_last:
+            vars(stage)["exit"] = stand_ins[self.blocks[str(blocks.stop)]]
+            stage.exit.sends = True
+        for index in self.blocks:
+            if int(index) not in blocks:
+                del stage.blocks[index]
+        return stage
 
     def apply_head(
         self,
@@ -303,6 +363,33 @@ class HubDecoder(private.MovedModule, Decoder):
             return tensor.to(moved.device) if id(tensor) in buffers else moved
 
         super().move(move_tensor, recurse)
+
+
+class StandIn(nn.Module):
+    """Module that replaces a module of another pipeline stage, and returns its input. It has the
+    attributes of that module, because models read them."""
+
+    received: torch.Tensor | None = None  # hidden states that are returned instead of the input
+    sends = False  # whether the input is kept in `sent`
+    sent: torch.Tensor | None = None
+
+    def __init__(self, original: nn.Module, num_outputs: int = 0) -> None:
+        """Replace `original`, which returns a tuple of `num_outputs` values, or a tensor if it is
+        0."""
+        super().__init__()
+        vars(self).update(original=original, num_outputs=num_outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def forward(self, x: Any, *_arguments: Any, **_options: Any) -> Any:
+        if self.received is not None:
+            x = self.received
+        elif self.sends:
+            self.sent = x
+        elif not torch.is_tensor(x) or x.dim() < 3:
+            x = torch.zeros(())  # added to hidden states, instead of embeddings of positions
+        return (x, *[None] * (self.num_outputs - 1)) if self.num_outputs else x
 
 
 def _cast_output(

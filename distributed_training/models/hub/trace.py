@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -38,14 +38,23 @@ _UNSPLIT_VALUES = {
 _Storages = set[torch.UntypedStorage]
 
 
+class Traced(NamedTuple):
+    """What running a model's blocks shows."""
+
+    kinds: tuple[BlockKind, ...]
+    packs: bool  # whether all blocks separate packed records
+    before_blocks: list[str]  # names of the modules that are called before the blocks
+    block_outputs: int  # length of the tuple that a block returns, or 0 if it returns a tensor
+    unsplit: dict[str, str]  # mesh axis -> why the model cannot be split over this axis
+
+
 def trace(
     net: Any,
     inner: Any,
     blocks: nn.ModuleList,
-) -> tuple[tuple[BlockKind, ...], bool]:
-    """Return (kinds of the blocks of a model on the meta device, whether all of them separate
-    packed records). If transformers cannot run the model, the exception from transformers is
-    propagated. Raises UnsupportedError if a block leaves a parameter unused.
+) -> Traced:
+    """Run a model on the meta device. If transformers cannot run the model, the exception from
+    transformers is propagated. Raises UnsupportedError if a block leaves a parameter unused.
 
     Afterwards, the model's tensors have no values."""
     groups = _group_blocks(net.config, blocks)
@@ -63,6 +72,7 @@ def trace(
             long = run(torch.zeros(1, long_length))
             probe = packing.probe_options(torch.bfloat16)
             packed = run(probe["position_ids"], **probe)
+            before_blocks, block_outputs, unsplit = _find_stages(net, inner, blocks)
     kinds = []
     for layers in groups:
         block = blocks[layers[0]]
@@ -72,7 +82,56 @@ def trace(
                 raise UnsupportedError(f"has blocks that do not use {name}")
         kinds.append(_describe_kind(layers, block, recorders, net))
     packs = all(packing.separates(blocks[layer], *packed[layer].inputs) for layer in firsts)
-    return tuple(kinds), packs
+    return Traced(tuple(kinds), packs, before_blocks, block_outputs, unsplit)
+
+
+def _find_stages(
+    net: Any,
+    inner: Any,
+    blocks: nn.ModuleList,
+) -> tuple[list[str], int, dict[str, str]]:
+    """Run a whole model on fake token ids. Return `before_blocks`, `block_outputs` and `unsplit`
+    for the axis pp, as in Traced. A stage receives only one tensor per micro-batch, so a block may
+    compute from nothing else that other stages compute."""
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    hidden_shape = (*ids.shape, net.get_input_embeddings().weight.shape[1])
+    before_blocks: dict[str, None] = {}
+    reasons = []
+    outputs = []
+    hooks = []
+
+    def check_inputs(_block: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        x, *others = args
+        if x.shape != hidden_shape:
+            reasons.append("its hidden states are not as large as its embeddings")
+        shared = [dict(value) for value in options.values() if isinstance(value, Mapping)]
+        for leaf in private.tree_leaves((others, options, shared)):
+            if torch.is_tensor(leaf) and leaf.requires_grad:
+                reasons.append("blocks share keys and values, or embeddings, with other blocks")
+            elif _storages(leaf) & _storages(ids):
+                reasons.append("blocks read token ids")
+
+    def check_output(_block: Any, _args: Any, output: Any) -> None:
+        outputs.append(len(output) if isinstance(output, tuple | list) else 0)
+
+    def note_name(name: str, *_args: Any) -> None:
+        if not outputs:
+            before_blocks[name] = None
+
+    for name, module in model.list_outer_modules(net, inner):
+        hooks.append(module.register_forward_pre_hook(functools.partial(note_name, name)))
+    for block in blocks:
+        hooks.append(block.register_forward_pre_hook(check_inputs, with_kwargs=True))
+        hooks.append(block.register_forward_hook(check_output))
+    inner(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    if "inputs_embeds" not in inspect.signature(inner.forward).parameters:
+        reasons.append("it accepts only token ids")
+    for owner in net.modules():
+        if inner in owner.modules() and [*owner.parameters(recurse=False)]:
+            reasons.append("it has parameters that no layer contains")
+    return [*before_blocks], outputs[0], {"pp": reasons[0]} if reasons else {}
 
 
 def _group_blocks(config: Any, blocks: nn.ModuleList) -> list[tuple[int, ...]]:

@@ -59,7 +59,7 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     config = rank.config
     if rank.tp > 1 or rank.strategy.traits.has_parameter_hooks:
         return 0
-    if not rank.size.splits:
+    if rank.kind.traced_values:
         if not config.compile or recomputed > 0:
             return 0
         values = rank.split_values("compiled") - rank.split_values("adapters")

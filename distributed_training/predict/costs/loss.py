@@ -52,7 +52,7 @@ def loss_bytes(rank: PipelineRank) -> LossBytes:
     outer_bytes = rank.hidden_bytes * (
         rank.hidden_share + 2
     )  # input and output of the norm, and one gradient
-    if not rank.size.splits and rank.size.vocab_size % 8:  # models/hub/model.py aligns a copy
+    if rank.kind.traced_values and rank.size.vocab_size % 8:  # models/hub/model.py aligns a copy
         outer_bytes += rank.dtype_bytes * rank.embedding_parameters
     num_logits = rank.tokens * rank.size.padded_vocab_size / rank.tp
     chunk = _chunk_tokens(rank)

@@ -1,0 +1,123 @@
+"""Compare layouts of models that run transformers' code with a single process. The kinds differ in
+what surrounds and fills their blocks: scaled embeddings, windows, experts, linear attention, Mamba,
+biases and positions."""
+
+import functools
+
+import pytest
+
+from tests.models.hub_folders import KINDS, make_folder
+from tests.parity.support import (
+    BASE,
+    assert_equal_runs,
+    assert_resumes,
+    mesh,
+    micro_batches,
+    reference,
+    run_cases,
+)
+from tests.parity.test_layouts import (
+    CHUNKED,
+    COMPILED,
+    FULL,
+    HYBRID,
+    INTERLEAVED,
+    SELECTIVE,
+    ZB_H1,
+    ZB_V,
+)
+from tests.parity.test_packing import PACKED
+
+NUM_BLOCKS = 4
+PP2, FOUR = mesh(pp=2), micro_batches(4)
+# "kind/layout", or "kind, packed/layout" -> CONFIG values
+CASES = {
+    2: {
+        "gemma3_text/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
+        "gemma3_text, packed/pp2-1f1b": {**PP2, **FOUR, **SELECTIVE, **CHUNKED},
+        "gemma3_text, packed/hybrid": {**HYBRID, **FOUR},
+        "gemma2/pp2-interleaved": {**PP2, **FOUR, **INTERLEAVED, **FULL},
+        "qwen3_moe/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
+        "qwen3_moe/hybrid": {**HYBRID, **FOUR},
+        "qwen3_5_text, packed/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
+        "nemotron_h/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
+        "deepseek_v3/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
+        "phi/pp2-gpipe": {**PP2, **FOUR, "pipeline_schedule": "gpipe", "pipeline_cut": "3,1"},
+        "xglm/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
+    },
+    4: {
+        "gemma3_text/shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **FOUR, **ZB_V},
+        "olmo2, packed/copies2-pp2": {**mesh(dp_replicate=2, pp=2), **FOUR, **FULL},
+        "gpt_oss/pp4-1f1b": {**mesh(pp=4), **FOUR},
+    },
+}  # fmt: skip
+# Compiled code is traced, but not generated.
+TRACED = {2: {"gemma3_text/pp2-zb-h1-traced": {**PP2, **FOUR, **ZB_H1, **COMPILED}}}
+TABLES = {"train": CASES, "train_without_inductor": TRACED}
+NAMED = [
+    (what, count, name)
+    for what, table in TABLES.items()
+    for count, cases in table.items()
+    for name in cases
+]
+
+
+@functools.cache
+def deep_model(kind, make):
+    """Return the value of `model` for a tiny model with four blocks."""
+    changes = {"num_hidden_layers": NUM_BLOCKS}
+    for key in ("layer_types", "layers_block_type", "no_rope_layers"):
+        if key in KINDS[kind][1]:
+            changes[key] = (NUM_BLOCKS * KINDS[kind][1][key])[:NUM_BLOCKS]
+    return f"hub:{make_folder(kind, make(kind), **changes)}"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Return a function that returns the CONFIG values for a case's reference run."""
+
+    def values(name):
+        kind, _, form = name.partition("/")[0].partition(", ")
+        records = PACKED if form else {}
+        return {**BASE, **records, "model": deep_model(kind, tmp_path_factory.mktemp)}
+
+    return values
+
+
+@pytest.fixture(scope="module")
+def results(request, work):
+    """Return a function that returns the results of all selected cases for a given number of
+    processes. Results are computed on the first call."""
+    chosen = {item.name for item in request.session.items}
+
+    @functools.cache
+    def run(what, count):
+        cases = {
+            name: {**work(name), **values}
+            for name, values in TABLES[what][count].items()
+            if f"test_layout_equals_one_process[{name}]" in chosen
+        }
+        return run_cases(cases, count, function=what, steps=3)
+
+    return run
+
+
+@pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
+def test_layout_equals_one_process(what, count, name, results, work):
+    assert_equal_runs(results(what, count)[name], reference(work(name), steps=3))
+
+
+def test_bf16_pipelines_follow_one_process(work):
+    """Both runs round weights once per step. Stored weights are fp32, although modules of
+    transformers' models return bf16 copies of them."""
+    values = {**work("gemma3_text"), "precision": "bf16"}
+    one = reference({**values, **FOUR})
+    cases = {name: {**values, **PP2, **FOUR, **keys} for name, keys in (("h1", ZB_H1), ("v", ZB_V))}
+    for name, result in run_cases(cases, 2).items():
+        assert result["losses"] == pytest.approx(one["losses"], rel=1e-4), name
+        assert result["grad_norms"] == pytest.approx(one["grad_norms"], rel=2e-3), name
+
+
+def test_a_resumed_layout_is_bitwise_equal(work):
+    values = {**work("gemma3_text"), **micro_batches(2)}
+    assert_resumes({"zb-v": {**values, **PP2, **ZB_V}, "hybrid": {**values, **HYBRID}}, 2)
