@@ -162,6 +162,7 @@ def test_unread_columns_are_listed(record, unread):
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is not text"]),
+        ({"messages": [{**ANSWER, "content": [{"type": "thinking"}]}]}, ["is not text"]),
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, ["tool_calls"]),
         ({"messages": 7}, ["messages"]),
         ({"messages": [ANSWER], "chat_template_kwargs": [1]}, ["chat_template_kwargs"]),
@@ -300,3 +301,23 @@ def test_answers_asked_for_by_another_prompt_and_empty_answers_are_counted(mark,
     texts = ("<|endoftext|><|assistant|>", "<|endoftext|><|assistant|><think>")
     assert notes[prepare.UNASKED.format(*map(repr, texts))] == 2
     assert notes[prepare.EMPTY] == 2
+
+
+THINKS = """{% for m in messages %}{% for part in m.content if m.content is not string %}
+{{- '[THINK]' ~ part.thinking ~ '[/THINK]' if part.type == 'thinking' else part.text }}
+{%- else %}{{ m.content }}{% endfor %}<|endoftext|>{% endfor %}"""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("template", "answer", "lost"), [(THINKS, "[THINK]hm[/THINK]4", 0), (CHATML, "4", 3)]
+)
+def test_reasoning_in_parts_is_rendered_or_counted(template, answer, lost, suffix, tmp_path):
+    """As in Mistral's format, for which the template of Ministral 3 is written."""
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "4"}]
+    rows = [{"messages": [{**USER, "content": parts[1:]}, {**ANSWER, "content": parts}]}] * 3
+    jsonl(tmp_path, rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    trained, notes = read_file(tmp_path / f"a{suffix}", template)
+    assert trained == [f"{answer}<|endoftext|>"] * 3
+    assert notes == ({prepare.THOUGHTS: lost} if lost else {})

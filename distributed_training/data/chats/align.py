@@ -265,18 +265,20 @@ def loses_thoughts(message: Mapping[str, Any], text: str) -> bool:
     content = message.get("content")
     if isinstance(content, str):
         thoughts += _THOUGHT.findall(content)
+    else:
+        thoughts += [part.get("thinking") for part in content]
     return any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
 
 
 def join_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages`, with each list of content parts joined into one string."""
+    """Return `messages`, with the text in each list of content parts joined into one string."""
     with_texts = []
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
             message = {
                 **message,
-                "content": "".join(part["text"] for part in content),
+                "content": "".join(part.get("text") or "" for part in content),
             }
         with_texts.append(message)
     return with_texts

@@ -28,7 +28,7 @@ def mark(
         content = message["content"]
         for part in content if isinstance(content, list) else [message]:
             for key in part.keys() & {"text", "content"}:
-                if part[key].strip():
+                if (part[key] or "").strip():
                     # Text at the start may be reasoning, which has a note of its own.
                     name = new_mark("message", index)
                     part[key] = re.sub(r"(?=\S\s*\Z)", name, part[key])

@@ -297,10 +297,11 @@ def _parse_calls(call: Any, where: str) -> list[Any]:
 
 
 def _check_parts(parts: list[Any], where: str) -> None:
-    """Raise UserError if a part of a message's content is not text."""
+    """Raise UserError if a part of a message's content is neither text nor, as in Mistral's format,
+    reasoning."""
     for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "thinking") or not isinstance(part.get(kind), str):
             what = f"{where} has a part that is not text: {shown(part)}"
             raise UserError(what, "only text is supported", "remove such records")
 
