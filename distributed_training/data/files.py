@@ -53,6 +53,9 @@ def read_text(
                 yield first
             yield from iter(read, "")
         except UnicodeDecodeError as error:
+            if error.object.startswith(b"\x1f\x8b"):
+                what = f"dataset file {path} cannot be read"
+                raise UserError(what, "it is compressed", "decompress it with gunzip") from None
             text_before = error.object[: error.start][-20:].decode("ascii", "replace")
             byte = f"0x{error.object[error.start]:02x}"
             why = f"the byte {byte} after {text_before!r} is not valid UTF-8"
@@ -79,7 +82,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             where = f"{path} line {number}"
             try:
-                yield where, from_json(line.removesuffix("\n"))
+                yield where, from_json(line.strip("\ufeff\n"))  # joined files
             except ValueError as error:
                 why = str(error).replace("line 1 column", "column")
                 fix = "write each record on one line, or name a file with one list .json"

@@ -1,5 +1,6 @@
 """Test reading data files in every supported format and encoding."""
 
+import gzip
 import os
 import struct
 import subprocess
@@ -54,6 +55,12 @@ def test_other_encodings_are_refused_with_a_command_that_converts_the_file(
     assert "".join(read_text(tmp_path / "my notes.utf8.txt")) == content
 
 
+def test_joined_files_with_byte_order_marks_are_read(tmp_path):
+    content = '{"text": "ä"}\r\n'.encode("utf-8-sig")
+    (tmp_path / "a.jsonl").write_bytes(content * 3)
+    assert texts_of(corpus_of(tmp_path / "a.jsonl")["train"][0]) == ["ä"] * 3
+
+
 def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
     rows = [{"prompt": f'"{n}" + 1,\n=', "completion": f" {n + 1} ä"} for n in range(5)]
     dataset = datasets.Dataset.from_list(rows).add_column("id", list(range(5)))
@@ -77,6 +84,7 @@ def test_records_give_the_same_pieces_in_every_file_format(tmp_path):
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3"),
         ("a.csv", b"text,label,text\none,1,two\n", "'text'"),
         ("a.parquet", b"PAR1 cut off", "parquet"),
+        ("a.jsonl", gzip.compress(b'{"text": "a"}'), "gunzip"),
         ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2"),
         ("a.json", b'{\n "text": "a"\n}\n{\n "text": "b"\n}', "line 1"),
         ("a.jsonl", b'[\n{"text": "a"}\n]', "line 1"),

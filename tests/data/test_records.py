@@ -75,6 +75,15 @@ def conversation_of(record, columns=()):
             ],
         ),
         (
+            {"instruction": "Add.", "context": "2, 2", "response": "4", "history": []},
+            [{"role": "user", "content": "Add.\n2, 2"}, ANSWER],
+        ),
+        (
+            {"instruction": "2+2=", "input": "", "output": "4", "history": [["2+2=", "4"]] * 2},
+            [USER, ANSWER] * 3,
+        ),
+        ({**CHAT, "tools": "null"}, CHAT["messages"]),
+        (
             {"prompt": "2+2=", "response": "4", "system": "s"},
             [{"role": "system", "content": "s"}, USER, ANSWER],
         ),
@@ -165,6 +174,7 @@ def test_unread_columns_are_listed(record, unread):
         ({"messages": [{**ANSWER, "content": [{"type": "thinking"}]}]}, ["is not text"]),
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, ["tool_calls"]),
         ({"messages": 7}, ["messages"]),
+        ({"instruction": "a", "output": "a", "history": [["b"], [1]]}, ['no "content" string']),
         ({"messages": [ANSWER], "chat_template_kwargs": [1]}, ["chat_template_kwargs"]),
         ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["oops"]),
     ],

@@ -265,7 +265,7 @@ def loses_thoughts(message: Mapping[str, Any], text: str) -> bool:
     content = message.get("content")
     if isinstance(content, str):
         thoughts += _THOUGHT.findall(content)
-    else:
+    elif content:
         thoughts += [part.get("thinking") for part in content]
     return any(isinstance(thought, str) and thought.strip() not in text for thought in thoughts)
 

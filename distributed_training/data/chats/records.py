@@ -22,6 +22,8 @@ COLUMNS = (
     "answer",
     "instruction",
     "input",
+    "context",
+    "history",
     "output",
     "system",
     "tools",
@@ -172,7 +174,13 @@ class Record:
                 messages = self._read_messages(self.names[0], notes)
                 skip = list(range(len(messages)))
             else:
-                messages = [{"role": "user", "content": self._read_question()}]
+                # In the Alpaca format, earlier questions and answers are a list of pairs.
+                pairs = [*(self._read("history", list) or []), [self._read_question()]]
+                messages = [
+                    _read_message({"role": role, "content": text}, self.where, notes)
+                    for pair in pairs
+                    for role, text in zip(("user", ASSISTANT), pair, strict=False)
+                ]
             if isinstance(answer, list):
                 messages += self._read_messages(self.names[1], notes)
             elif answer := self._read(self.names[1]):
@@ -199,10 +207,12 @@ class Record:
         return Conversation(messages, tools, template_kwargs, skip)
 
     def _read_question(self) -> str:
-        """Return the question of a record with a question and its answer. In the Alpaca format, it
-        is an instruction with an optional input."""
+        """Return the question of a record with a question and its answer. In the formats of Alpaca
+        and Dolly, it is an instruction with an optional input or context."""
         question: str = self._read(self.names[0], optional=False)
-        context = self._read("input") if self.names[0] == "instruction" else None
+        context = None
+        if self.names[0] == "instruction":
+            context = self._read("input") or self._read("context")
         return f"{question}\n{context}" if context else question
 
     def _read_messages(self, name: str, notes: Notes) -> list[Message]:
@@ -332,8 +342,10 @@ def _described(value: Any) -> str:
 
 
 def _parse(value: Any) -> Any:
-    """Parse a list or object that a table stores as a JSON string. Return any other value
+    """Parse a list, object or null that a table stores as a JSON string. Return any other value
     unchanged."""
+    if value == "null":
+        return None
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return from_json(value)
