@@ -90,7 +90,8 @@ def keep_best(trainer: Trainer, row: Row) -> None:
     is_best = trainer.step > 0 and loss is not None and loss < lowest
     if trainer.plan.config.keep_best is True and is_best:
         trainer.checkpoints.finish(trainer)
-        trainer.export(records.BEST, f"the export after step {trainer.step}")
+        activity = f"the export after step {trainer.step}"
+        trainer.export(trainer.plan.run_dir / records.BEST, activity)
         history.best = row
         trainer.recorder.store(history)
 

@@ -417,7 +417,8 @@ class Trainer:
         if self._should_stop():
             return False
         if self.plan.config.export:
-            last = self.export(records.LAST, "the export")
+            last = self.plan.run_dir / records.LAST
+            self.export(last, "the export")
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
         self.set_activity("the sample after training")
         self.sample = self._generate_sample("after")
@@ -503,11 +504,10 @@ class Trainer:
             return [tokenizer.encode_chat_prompt([{"role": "user", "content": prompt}])]
         return [tokenizer.encode_prompt(prompt)]
 
-    def export(self, name: str, activity: str) -> Path:
-        """Gather the weights on rank 0, write the model to the folder `name` there, and return the
-        folder."""
+    def export(self, folder: Path, activity: str) -> None:
+        """Gather the weights on rank 0, and write the model to `folder` there. `activity` is
+        published."""
         self.set_activity(activity)
-        folder = self.plan.run_dir / name
         state = self.engine.full_state()
 
         def write() -> None:
@@ -522,7 +522,6 @@ class Trainer:
             pending_write = pool.submit(write)
             self.wait_for_disk(activity, pending_write)
         pending_write.result()
-        return folder
 
     def wait_for_disk(self, activity: str, write: Future[Any]) -> None:
         """Wait until `write` has ended on all ranks. However slow the disk is, `activity` counts as

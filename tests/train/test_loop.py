@@ -135,7 +135,7 @@ def make_trainer(engine=None, record=None, **config):
 
 
 def test_a_save_that_finds_non_finite_state_ends_the_run(monkeypatch):
-    def finish(saver):
+    def finish(saver, _):
         raise FloatingPointError("weight/w has non-finite values on rank 0")
 
     monkeypatch.setattr(saver.Saver, "finish", finish)
@@ -169,7 +169,7 @@ def test_a_save_waits_for_the_previous_checkpoint(monkeypatch):
     row = {"copied": True}
     monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: events.append(step))
     monkeypatch.setattr(
-        saver.Saver, "finish", lambda _: events.append("finished") or (Path("x"), row)
+        saver.Saver, "finish", lambda *_: events.append("finished") or (Path("x"), row)
     )
     engine = CountingEngine(at_step=lambda step: events.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
