@@ -245,7 +245,7 @@ class ModelSize:
         """Return whether files contain separate adapters of each expert, as vLLM needs them. PEFT
         reads those of gate_up_proj correctly only if down_proj has adapters, too."""
         is_complete = any(name.endswith("down_proj") for name in self.adapted_stack_names(targets))
-        return is_complete and self.config["separate_experts"]
+        return bool(is_complete and self.config["separate_experts"])
 
     def num_trained_parameters(
         self,
