@@ -33,7 +33,7 @@ def remove_unfinished(run_dir: Path) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def stamp_unfinished(run_dir: Path) -> set[tuple[int, ...]]:
+def stamp_unfinished(run_dir: Path) -> set[tuple[int, int, int]]:
     """Return values that change while checkpoints and exports are being written."""
     stamps = set()
     for folder in (run_dir, run_dir / CHECKPOINTS):
