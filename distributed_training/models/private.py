@@ -12,7 +12,7 @@ import torch
 import torch.distributed._functional_collectives as functional_collectives
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode  # noqa: F401
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
@@ -77,9 +77,9 @@ def replace_parameters(
 
 
 def stored_parameter(module: nn.Module, name: str) -> Any:
-    """Return the parameter that a module stores under a name, or None. A property of the module
-    may have the same name."""
-    return module._parameters.get(name)
+    """Return the parameter or buffer that a module stores under a name, or None. A property of the
+    module may have the same name."""
+    return module._parameters.get(name, module._buffers.get(name))
 
 
 def copy_with_unset_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:

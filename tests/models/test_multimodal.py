@@ -16,7 +16,7 @@ from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
 from distributed_training.settings.config import Config
 from tests.models.hub_folders import KINDS, randomize
-from tests.support import assert_near, read_model
+from tests.support import assert_near, read_model, refused
 
 _TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 # Type -> (kind of its text decoder, shape of its vision tower)
@@ -26,6 +26,11 @@ _TYPES = {
     "gemma3": ("gemma3_text", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),
     "gemma4": ("gemma4_text", {**_TOWER, "num_attention_heads": 2, "head_dim": 16}),
     "mistral3": ("mistral-window", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),
+}
+# The whole model does not scale its logits, as the class of the text decoder does.
+_OTHER_LOGITS = {
+    "llava": ("granite", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),
+    "cohere2_vision": ("granite", {**_TOWER, "num_attention_heads": 2, "image_size": 28}),
 }
 IDS = torch.arange(5, 25)[None]
 # How vLLM renames tensors and adapters of these types (hf_to_vllm_mapper in gemma3_mm.py,
@@ -49,9 +54,9 @@ def vllm_module(name: str) -> str:
     return name.partition(".lora_")[0].removesuffix(".weight")
 
 
-def make_whole(model_type: str, kind: str, folder: Path) -> Path:
-    """Save a tiny random multimodal model, with a text decoder of the given kind."""
-    _, tower = _TYPES[model_type]
+def make_whole(model_type: str, folder: Path) -> Path:
+    """Save a tiny random multimodal model."""
+    kind, tower = {**_TYPES, **_OTHER_LOGITS}[model_type]
     name, values = KINDS[kind]
     text = getattr(transformers, f"{name}Config")(**{**values, "pad_token_id": 0}).to_dict()
     audio = {"audio_config": None} if model_type == "gemma4" else {}
@@ -71,7 +76,7 @@ def make_whole(model_type: str, kind: str, folder: Path) -> Path:
 @pytest.fixture(params=_TYPES)
 def whole(request, tmp_path) -> tuple[Path, torch.nn.Module, ModelSpec]:
     """Return (folder of a whole model, the model in transformers, spec of its text decoder)."""
-    folder = make_whole(request.param, _TYPES[request.param][0], tmp_path / "whole")
+    folder = make_whole(request.param, tmp_path / "whole")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return folder, model, find_model(str(folder))
 
@@ -110,6 +115,14 @@ def test_exports_are_the_whole_model_or_its_text_decoder(whole, tokenizer, tmp_p
     assert text_config["architectures"] == [type(read).__name__]  # also the classes of vLLM
     modules = tuple(_VLLM_PREFIXES.values())
     assert all(f"{vllm_module(name)}.".startswith(modules) for name in exported)
+
+
+@pytest.mark.parametrize("model_type", _OTHER_LOGITS)
+def test_a_text_decoder_whose_logits_are_not_those_of_the_whole_model_is_refused(
+    model_type, tmp_path
+):
+    with refused(model_type, "other logits"):
+        find_model(str(make_whole(model_type, tmp_path)))
 
 
 def test_adapters_fit_the_whole_model_or_its_text_decoder(whole, tmp_path):

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from distributed_training.models.config_file import CONFIG_FILE, cached_json, read_config
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
-from distributed_training.settings.errors import UserError, describe
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SIZES = {label: _MEASURED[name] for label, name in HUB_IDS.items()}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 77  # version of the format of cached sizes
+_VERSION = 78  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -53,9 +53,6 @@ def read_size(folder: Path) -> ModelSize:
         except UnsupportedError as error:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
-        except Exception as error:  # transformers may raise any exception for a wrong value
-            what = f"transformers cannot build a model from {file}"
-            raise UserError(what, describe(error)) from None
 
     text = json.dumps(document, sort_keys=True)
     key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
@@ -89,7 +86,9 @@ def _check_model_type(document: dict[str, Any]) -> None:
     if document.get("auto_map"):
         raise UnsupportedError("comes with custom code, which is never run")
     text = text_document(document)
-    if document.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
+    if any(text.get(key) for key in ("is_encoder_decoder", "add_cross_attention")) or (
+        document.get("is_encoder_decoder")
+    ):
         raise UnsupportedError("is an encoder-decoder")
     for key in sorted(text, reverse=True):
         if _OTHER_PARTS.match(key):
@@ -116,11 +115,15 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
     config = model.make_config(text_document(document))
     if not getattr(config, "num_attention_heads", 0):
         raise UnsupportedError("has no attention heads")
+    if getattr(config, "attn_type", "") == "bi":  # XLNet
+        raise UnsupportedError("has attention that is not causal")
     types = getattr(config, "layer_types", None) or ()
     if getattr(config, "output_router_logits", False):
         raise UnsupportedError("adds a loss for its router. Set output_router_logits to false")
     if "sliding_attention" in types and not getattr(config, "sliding_window", None):
         raise UnsupportedError("has sliding-window layers but no sliding_window")
+    if getattr(config, "index_topk", None):
+        raise UnsupportedError("has sparse attention (index_topk), whose code needs masks")
     net = model.build_net(config, torch.bfloat16)
     path, inner, blocks = model.find_blocks(net)
     head = net.get_output_embeddings()
@@ -133,19 +136,32 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
     tied = head.weight is embedding
     num_parameters = sum(parameter.numel() for parameter in names)
     num_tables = 1 if tied else 2
+    in_decoder = {*inner.parameters(), *head.parameters()}
+    for parameter, name in names.items():
+        if parameter not in in_decoder:
+            raise UnsupportedError(f"has {name} beside its blocks and its output layer")
     settings = {
         "document": document,
         "class": type(net).__name__,
         "blocks": path,
         "embedding": names[embedding],
-        "head": model.read_logit_transform(net),
+        "head": model.read_logit_transform(net, inner),
         # PEFT reads an adapter for each expert of both the text decoder and the whole model.
         "separate_experts": all(
             peft_expert_targets(name) for name in (config.model_type, document["model_type"])
         ),
     }
+    if files.is_multimodal(settings):
+        whole = files.find_whole(settings).net
+        contains_class = any(isinstance(module, type(net)) for module in whole.modules())
+        if not contains_class and (
+            model.read_logit_transform(whole, whole.base_model) != settings["head"]
+        ):
+            raise UnsupportedError("computes other logits than the class of its text decoder")
     traced = trace(net, inner, blocks)
     kinds = traced.kinds
+    if not any(kind.matrices for kind in kinds):
+        raise UnsupportedError("has no linear layers")
     settings |= {"before_blocks": traced.before_blocks, "block_outputs": traced.block_outputs}
     num_positions = model.read_num_positions(config)
     window = getattr(config, "sliding_window", None)

@@ -42,6 +42,8 @@ def attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedError("has attention that is not causal")
     length = q.shape[2]
+    if 1 < length != k.shape[2]:  # such as DeepSeek-V4's compressed keys
+        raise UnsupportedError("has attention with other numbers of keys than of queries")
     extra: dict[str, Any] = {}
     if softcap:
         extra["softcap"] = softcap
@@ -56,8 +58,7 @@ def attention(
         num_visible = first_position % chunk + 1
         k, v = k[:, :, -num_visible:], v[:, :, -num_visible:]
     sinks = None
-    is_square = 1 < length == k.shape[2]  # DeepSeek-V4 has more keys than queries
-    if is_square and not dropout and extra.keys() == {"s_aux"}:
+    if length > 1 and not dropout and extra.keys() == {"s_aux"}:
         sinks = extra.pop("s_aux")
     can_use_kernel = chunk == length and not extra and has_kernel(q.shape[-1])
     needs_kernel = window < length or sinks is not None

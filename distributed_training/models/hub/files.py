@@ -262,12 +262,18 @@ def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
     for name, tensor in state.items():
         parts = to_files(name, tensor.to("meta"), settings, whole=True)
         for file_name, part in parts.items():
+            if file_name in stored:  # such as the matrix of q, k and v
+                raise _inseparable(name)
             code = DTYPE_CODES[dtype_name(part.dtype)]
             stored[file_name] = StoredTensor(code, [*part.shape], lambda part=part: part)
     text = match(stored, settings).text
     for name, tensor in state.items():
         if name not in text or text[name].shape != [*tensor.shape]:
-            raise UnsupportedError(f"has files that do not contain {name} as a separate tensor")
+            raise _inseparable(name)
+
+
+def _inseparable(name: str) -> UnsupportedError:
+    return UnsupportedError(f"has files that do not contain {name} as a separate tensor")
 
 
 def _meta_tensor(tensor: StoredTensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ The modules and their computations come from transformers. The wrapper adds cast
 names of blocks, and the boundaries of packed documents. Weights are cast to `compute_dtype` at each
 use, as in FSDP and DeepSpeed."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -33,7 +34,7 @@ from distributed_training.models.hub.experts import STACKS, experts
 from distributed_training.models.hub.packing import separate_recurrences
 from distributed_training.models.initial_weights import Slices, WeightSource, stored_buffers
 from distributed_training.models.size import ModelSize
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, describe
 
 # Classes that compute x W^T plus an optional bias
 LINEAR_CLASSES = {"Linear", "FalconLinear"}
@@ -48,13 +49,23 @@ def make_config(
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[document["model_type"]]
-    config = config_class.from_dict(private.decode_floats(document))
+    with _wrong_values_refused():
+        config = config_class.from_dict(private.decode_floats(document))
     if document.get("head_dim", 0) is None:  # HunYuan's default, which its code cannot use
         config.head_dim = config.hidden_size // config.num_attention_heads
     for key, value in config.to_dict().items():
         if "drop" in key and type(value) in (float, int):
             setattr(config, key, 0.0 if key.endswith("layerdrop") else dropout)
     return config
+
+
+@contextlib.contextmanager
+def _wrong_values_refused() -> Iterator[None]:
+    """Raise UnsupportedError if transformers raises an exception, which may be of any class."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedError(f"cannot be built by transformers: {describe(error)}") from None
 
 
 def build_whole_net(document: dict[str, Any]) -> Any:
@@ -65,7 +76,7 @@ def build_whole_net(document: dict[str, Any]) -> Any:
     config = make_config(document)
     if "text_config" not in document:
         return build_net(config)
-    with torch.device("meta"):
+    with torch.device("meta"), _wrong_values_refused():
         return AutoModelForImageTextToText.from_config(config).to("meta")
 
 
@@ -90,7 +101,7 @@ def build_net(
     )
     AttentionInterface.register(NAME, attention)  # transformers then builds no masks
     ExpertsInterface.register(NAME, experts)
-    with torch.device("meta"):
+    with torch.device("meta"), _wrong_values_refused():
         net = private.build_hub_model(model_class, config, dtype, NAME)
     separate_recurrences(net)
     set_chunk_sizes(net)
@@ -98,6 +109,8 @@ def build_net(
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if getattr(module, "rope_type", "") == "dynamic":  # it acts only beyond `num_positions`
+            module.rope_type = "default"
         if hasattr(module, "is_transposed"):  # a module of the ExpertsInterface
             ends = torch.zeros(module.num_experts, dtype=torch.int32, device="cpu")
             module.register_buffer(EXPERT_ENDS, ends, persistent=False)
@@ -110,7 +123,7 @@ def read_num_positions(config: Any) -> int:
     """Return the maximum length of a sample, or 2**20 if the config has no limit."""
     for key in ("max_position_embeddings", "max_seq_len"):
         value = getattr(config, key, None)
-        if value is not None:
+        if value is not None and value > 0:  # XLNet's is -1
             return int(value)
     return 2**20
 
@@ -135,6 +148,21 @@ def list_outer_modules(net: nn.Module, inner: nn.Module) -> Iterator[tuple[str, 
             for name, module in owner.named_children():
                 if inner not in module.modules() and not isinstance(module, nn.ModuleList):
                     yield f"{owner_name}.{name}".removeprefix("."), module
+
+
+def is_read_directly(module: nn.Module, matrix: str) -> bool:
+    """Return whether code computes with the weight of a matrix in a module, as in Mamba's fused
+    kernels. Adapters would then have no effect."""
+    parent, _, name = matrix.rpartition(".")
+    code = _source(type(module.get_submodule(parent)))  # type: ignore[arg-type]
+    weight = f"self.{name}.weight"
+    return f"{weight}," in code or f"{weight} @" in code
+
+
+@functools.cache  # Finding a class in its file takes 60 ms.
+def _source(cls: type) -> str:
+    # Subclasses that this package makes have the names of their classes, but no code.
+    return inspect.getsource([base for base in cls.__mro__ if base.__name__ == cls.__name__][-1])
 
 
 class HubDecoder(private.MovedModule, Decoder):
@@ -173,13 +201,19 @@ class HubDecoder(private.MovedModule, Decoder):
         )
         if size.tied:
             del head.weight
-        for module in self.modules():
+        buffers = stored_buffers(self)
+        for path, module in self.named_modules():
+            names = tuple(name for name, _ in module.named_parameters(recurse=False))
+            if not names:  # such as the decays of MiniMax, but no statistics of a router
+                own = module.named_buffers(recurse=False)
+                names = tuple(name for name, _ in own if f"{path}.{name}" in buffers)
             if type(module).__name__ in LINEAR_CLASSES and module is not head:
-                module.__class__ = Linear
+                cls = _cast_class(Linear, names) if is_read_directly(self, path) else Linear
+                module.__class__ = cls  # type: ignore[assignment]
                 module.adapter = None  # type: ignore[assignment]
             elif type(module) is nn.Embedding:
                 module.register_forward_hook(_cast_output)
-            elif names := tuple(name for name, _ in module.named_parameters(recurse=False)):
+            elif names:
                 module.__class__ = _cast_class(type(module), names)  # type: ignore[arg-type]
         # Position embeddings may be fp32 buffers, which would make the whole residual stream fp32.
         self.blocks["0"].register_forward_pre_hook(_cast_input)
@@ -429,21 +463,23 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
     )
 
 
-def read_logit_transform(net: Any) -> dict[str, float]:
+def read_logit_transform(net: Any, inner: Any) -> dict[str, float]:
     """Return the "scale" and "cap" of the function that a model applies to the results z of its
-    output layer. The model's parameters need no values.
+    output layer, whose inputs are computed by `inner`. The model's parameters need no values.
 
     The function is `scale * z` if the cap is 0, and `cap * tanh(scale * z / cap)` otherwise. Raises
     UnsupportedError for any other function."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    class Output(MoeModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            """Return None for what only some models return."""
+
     z = torch.tensor(
         [1e-6, 1.0, -3.0, 50.0, 1e9],
         dtype=torch.float64,
     )
-    output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
-    vars(output).update(cross_attentions=None, shared_kv_states=None)
-    _, inner, _ = find_blocks(net)
+    output = Output(last_hidden_state=z[None, :, None])
     head = net.get_output_embeddings()
     inner.forward = lambda *_arguments, **_options: output
     head.forward = lambda x: x

@@ -77,7 +77,8 @@ def _separate_convolution(convolve: Callable[..., torch.Tensor]) -> Any:
         y = _Convolution.apply(x.to(weight.dtype), weight, positions)
         if bias is not None:
             y = y + bias[:, None]
-        return y if activation is None else getattr(F, activation)(y)
+        y = y if activation is None else getattr(F, activation)(y)
+        return y.to(x.dtype)
 
     return wrapper
 
@@ -171,7 +172,8 @@ def separates(
     first_x = torch.randn(x.shape)
     second_x = torch.where(_IS_SECOND[:, None], first_x, torch.randn(x.shape))
     others, options = private.tree_map(_draw, (others, options))
-    options |= probe_options(torch.float32)
+    probe = probe_options(torch.float32)
+    options |= {name: probe[name] for name in probe.keys() & options.keys()}
     private.replace_parameters(block, _draw_parameter)
     with torch.no_grad():
         first, second = (

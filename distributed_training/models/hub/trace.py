@@ -6,7 +6,6 @@ of matrix multiplications and attention, and their results if other operations r
 these results, torch.compile recomputes everything else. With adapters and without activation
 checkpointing, it also recomputes inputs of matrix multiplications (parallel/blocks.py)."""
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -196,7 +195,7 @@ def _describe_kind(
         attention_width=round(per_key / 2),
         matrices=tuple(matrices.values()),
         hf_matrices={
-            name: {} if name in routers or _is_read_directly(block, name) else {name: rows}
+            name: {} if name in routers or model.is_read_directly(block, name) else {name: rows}
             for name, (rows, _) in matrices.items()
         },
         parameters=sum(sizes),
@@ -212,15 +211,6 @@ def _describe_kind(
         fuses_attention=long.fused,
         traced_values=costs,
     )
-
-
-def _is_read_directly(block: nn.Module, matrix: str) -> bool:
-    """Return whether a block's code computes with the weight of a matrix, as in Mamba's fused
-    kernels. Adapters would then have no effect."""
-    parent, _, name = matrix.rpartition(".")
-    code = inspect.getsource(type(block.get_submodule(parent)))
-    weight = f"self.{name}.weight"
-    return f"{weight}," in code or f"{weight} @" in code
 
 
 class _LastBlock(Exception):
@@ -263,8 +253,12 @@ def _run_blocks(
 
     for layer in layers:
         blocks[layer].forward = functools.partial(record, layer)
-    with contextlib.suppress(_LastBlock):
+    try:
         inner(input_ids=ids.long(), use_cache=False, **model_options)
+    except _LastBlock:
+        pass
+    except private.DataDependentOutputException:
+        raise UnsupportedError("has code that depends on values of tensors") from None
     for layer in layers:
         del blocks[layer].forward
     return recorders
