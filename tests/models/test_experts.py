@@ -5,12 +5,10 @@ import json
 import sys
 from types import SimpleNamespace
 
-import peft as library
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from distributed_training.models import HUB_PREFIX, find_model
@@ -27,8 +25,9 @@ from distributed_training.records.record import METRICS_FILE
 from distributed_training.settings.config import Config
 from tests.conftest import assert_ok, run_command, settings
 from tests.models.hub_folders import make_folder
-from tests.models.test_all_types import small_config
+from tests.models.theirs import gpt_oss_attention, logits, small_config
 from tests.pool import SCRIPT
+from tests.reference import call_reference
 from tests.support import assert_near, read_model
 
 NUM_EXPERTS, HIDDEN, INNER, TOKENS, RANK = 6, 64, 32, 40, 4
@@ -117,6 +116,7 @@ def check_names_of_vllm(files, tensors, kind):
         assert torch.equal(b.unflatten(1, (-1, 4)).permute(2, 0, 1), tensors[f"{adapter}.b"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_adapters_of_experts_are_those_of_peft(kind, tmp_path):
     """PEFT's files have an adapter per expert (qwen3_moe), or one for all experts."""
@@ -135,8 +135,7 @@ def test_adapters_of_experts_are_those_of_peft(kind, tmp_path):
     save_adapters(adapters, tmp_path / "adapters", str(folder))
     ids = torch.randint(spec.size.vocab_size, (2, 20))
     ours = model(ids)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert_near(library.PeftModel.from_pretrained(base, tmp_path / "adapters")(ids).logits, ours)
+    assert_near(call_reference(logits, folder, ids, adapters=tmp_path / "adapters"), ours)
 
     check_names_of_vllm(load_file(tmp_path / "adapters" / ADAPTER_WEIGHTS), tensors, kind)
     again = read_folder(spec, tmp_path / "adapters").tensors
@@ -212,6 +211,7 @@ class GptOssAttention(SimpleNamespace):
     __module__ = gpt_oss.__name__
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sinks_equal_transformers(window, compiled):
@@ -224,14 +224,11 @@ def test_sinks_equal_transformers(window, compiled):
     ours = attention
     if compiled:
         ours = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    found, expected = (
-        (y, *torch.autograd.grad(y.square().sum(), [*tensors, sinks]))
-        for y in (
-            ours(module, *tensors, None, **options)[0],
-            # Soft caps are left to transformers. Its function for gpt_oss has none.
-            attention(module, *tensors, None, softcap=1.0, **options)[0],
-        )
-    )
+    y, _ = ours(module, *tensors, None, **options)
+    found = y, *torch.autograd.grad(y.square().sum(), [*tensors, sinks])
+    far = torch.ones(40, 40, dtype=torch.bool).tril(-(window or 40))
+    mask = documents.mask.masked_fill(far, -torch.inf)
+    expected = call_reference(gpt_oss_attention, tensors, sinks, mask, 0.3)
     for actual, wanted in zip(found, expected, strict=True):
         assert_near(actual, wanted)
 

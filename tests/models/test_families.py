@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from distributed_training.models import config_file, find_model, gpt2, llama, weights
 from tests.models.hub_folders import random_model
+from tests.models.theirs import train_step
+from tests.reference import call_reference
 from tests.support import assert_near, edit_json, read_model, refused, save_model
 
 SHAPE = {
@@ -57,29 +58,31 @@ def exported(state, folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", OPTIONS)
 def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
-    reference, model = theirs(name, tmp_path), ours(tmp_path)
-    assert model.size.num_parameters == reference.num_parameters()
+    theirs(name, tmp_path)
+    model = ours(tmp_path)
     inputs, targets = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
-    logits = reference(inputs).logits
-    assert_near(model(inputs), logits)
-    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    expected.backward()
+    expected = call_reference(train_step, tmp_path, inputs, targets)
+    assert model.size.num_parameters == expected.num_parameters
+    assert_near(model(inputs), expected.logits)
     loss = model(inputs, targets)
     loss.backward()
-    assert_near(loss, expected)
+    assert_near(loss, expected.loss)
     # `save` converts names and shapes to the Hugging Face format, so it also works for gradients.
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     reexported, with_gradients = (
         exported(state, tmp_path) for state in (model.state_dict(), gradients)
     )
-    assert_near(reexported(inputs).logits, logits)
+    assert_near(reexported(inputs).logits, expected.logits)
     assert reexported.config.eos_token_id == 7
     assert reexported.config.architectures == [type(reexported).__name__]
-    for parameter, grad in zip(reference.parameters(), with_gradients.parameters(), strict=True):
-        assert_near(grad, parameter.grad)
-        assert parameter.grad.norm() > 0
+    exported_gradients = dict(with_gradients.named_parameters())
+    assert exported_gradients.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        assert_near(exported_gradients[key], gradient)
+        assert gradient.norm() > 0
 
 
 QWEN2 = {"model_type": "qwen2"}

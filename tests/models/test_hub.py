@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM
 
 import distributed_training
 import distributed_training.models.hub as hub_family
@@ -28,6 +26,8 @@ from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks
 from distributed_training.settings.cache import CACHE_VARIABLE
 from tests.models.hub_folders import KINDS, make_folder
+from tests.models.theirs import logits, train_step
+from tests.reference import call_reference
 from tests.support import assert_near, draw_model, edit_json, read_model, refused, save_model
 
 LENGTH = 40  # longer than the sliding windows
@@ -39,22 +39,19 @@ def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
     return spec, read_model(spec, folder)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     folder = make_folder(kind, tmp_path / "theirs")
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     spec, model = build(folder)
-    assert spec.size.num_parameters == reference.num_parameters()
     ids = torch.randint(spec.size.vocab_size, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    expected = reference(inputs).logits
+    expected, loss, theirs, num_parameters = call_reference(train_step, folder, inputs, targets)
+    assert spec.size.num_parameters == num_parameters
     assert_near(model(inputs), expected)
-    loss = cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
-    loss.backward()
     ours = model(inputs, targets)
     ours.backward()
     assert_near(ours, loss)
-    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
     # Rounding errors of large gradients pass on to small ones, such as those of states' decays.
     error = 1e-7 * sum(grad.square().sum() for grad in theirs.values()) ** 0.5
     for name, parameter in model.named_parameters():
@@ -70,8 +67,7 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     )
     assert before.keys() == after.keys()
     assert all(torch.equal(values, after[name]) for name, values in before.items())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert torch.equal(again(inputs).logits, expected)
+    assert torch.equal(call_reference(logits, tmp_path / "ours", inputs), expected)
 
     past = KVCache()
     with torch.no_grad():
@@ -190,20 +186,20 @@ def test_a_model_that_computes_in_bf16_gets_its_initial_weights(tmp_path):
     model.compute_dtype = torch.bfloat16
     cpu = torch.device("cpu")
     InitialWeights(source=model.random_source(0, cpu, hashed=False)).fill(model, cpu)
-    reference = draw_model(spec, seed=0)
+    drawn = draw_model(spec, seed=0)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # only norms, which are initialized without random numbers
-            torch.testing.assert_close(parameter, reference.get_parameter(name))
+            torch.testing.assert_close(parameter, drawn.get_parameter(name))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["gemma2", "xglm"])  # xglm adds fp32 positions
 def test_computing_in_bf16_rounds_weights_and_keeps_buffers(kind, tmp_path):
     folder = make_folder(kind, tmp_path)
     _, model = build(folder)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     model.compute_dtype = torch.bfloat16
     inputs = torch.randint(2048, (2, LENGTH))
-    expected = reference(inputs).logits
+    expected = call_reference(logits, folder, inputs, dtype=torch.bfloat16)
     assert model(inputs).dtype is torch.bfloat16
     assert_near(model(inputs).float(), expected.float(), 0.01)
     model.to(torch.bfloat16)
