@@ -22,9 +22,10 @@ from distributed_training.models.hub.attention import record_windows
 from distributed_training.models.hub.experts import STACKS
 from distributed_training.models.size import BlockKind
 
-# Maximum length of the longer of the two traced samples. Comparing the two samples shows which
-# costs grow with the square of the length.
-MAX_LENGTH = 256
+# Length of the longer of the two traced samples. Comparing the two samples shows which costs grow
+# with the square of the length. Mamba pads samples to whole chunks, so both contain several.
+MIN_LENGTH = 256
+MIN_CHUNKS = 4
 _aten = torch.ops.aten
 _STACKED_MATMULS = {_aten.bmm, _aten.baddbmm, private.grouped_mm}
 _DELTA_RULE = torch.ops.distributed_training.delta_rule
@@ -59,7 +60,13 @@ def trace(
     groups = _group_blocks(net.config, blocks)
     net.config.pad_token_id = None  # otherwise, some models look for padding among the ids
     firsts = [layers[0] for layers in groups]
-    long_length = min(MAX_LENGTH, model.read_num_positions(net.config))
+    chunk_sizes = [
+        getattr(module, name, 0)
+        for module in net.modules()
+        for name in ("chunk_size", "block_size")
+    ]
+    length = max(MIN_LENGTH, MIN_CHUNKS * max(chunk_sizes))
+    long_length = min(length, model.read_num_positions(net.config))
     short_length = long_length // 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -156,12 +163,14 @@ def _describe_kind(
     for mode, num_unsplit in _UNSPLIT_VALUES.items():
         short_cost = short.values_per_token(mode) - num_unsplit * hidden_size
         long_cost = long.values_per_token(mode) - num_unsplit * hidden_size
-        slope = (long_cost - short_cost) / (long.num_tokens - short.num_tokens)
-        costs[mode] = (short_cost - slope * short.num_tokens, slope)
+        # What does not depend on the length costs less per token of a longer sample.
+        slope = max(0.0, (long_cost - short_cost) / (long.num_tokens - short.num_tokens))
+        costs[mode] = (long_cost - slope * long.num_tokens, slope)
     # Multiplications per token: those of attention grow with the sample's length.
     short_products = short.mixing_products / short.num_tokens
     long_products = long.mixing_products / long.num_tokens
-    per_key = (long_products - short_products) / (long.num_tokens - short.num_tokens)
+    difference = max(0.0, long_products - short_products)
+    per_key = difference / (long.num_tokens - short.num_tokens)
     used_in_experts = sum(rows * columns * used for rows, columns, used in long.expert_products)
     matrices = {
         name: tuple(module.weight.shape)

@@ -65,7 +65,7 @@ def waiting_bytes(sizes: Sizes) -> Sequence[float]:
     if sizes.config.activation_checkpointing == "offload":
         return (boundary_bytes(sizes),)
     both = sizes.hidden_bytes * sizes.split_values("offload-attention") / sizes.tp
-    attention = sizes.value_bytes * max(0, sizes.kind.attention_width) / sizes.tp
+    attention = sizes.value_bytes * sizes.kind.attention_width / sizes.tp
     parts = (both - attention, attention)
     return 2 * (boundary_bytes(sizes),) + tuple(part for part in parts if part > 0)
 
