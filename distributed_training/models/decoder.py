@@ -218,8 +218,6 @@ class Decoder(nn.Module):
             if ends is not None:
                 documents = self.describe_documents(positions, ends)
         x = self.run(x, start, documents, past)
-        if past is not None:
-            past.length += x.shape[1]
         if self.is_last:
             return self.apply_head(x, targets)
         return x
@@ -237,6 +235,8 @@ class Decoder(nn.Module):
             x = self.embed(x, positions)
         for block in self.blocks.values():
             x = block(x, past=past, documents=documents)
+        if past is not None:
+            past.length += x.shape[1]
         return x
 
     @property

@@ -5,12 +5,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from distributed_training.settings.errors import UserError
 
 LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
 # Names of the matrices [out, in] in a block whose outputs tp shards. It shards the inputs of the
 # others.
 COLUMN_PARALLEL = {"qkv", "mlp_in"}
+_NOT_COMPARED = {"kinds", "padding_id", "transformers_version"}
 
 
 def _suffixes(targets: str) -> tuple[str, ...]:
@@ -145,7 +148,7 @@ class ModelSize:
     otherwise."""
 
     vocab_size: int
-    num_positions: int  # maximum sequence length
+    num_positions: int  # maximum length of a training sample
     num_heads: int
     hidden_size: int
     # Kinds of blocks, in the order of their first blocks
@@ -166,7 +169,15 @@ class ModelSize:
     # Id whose row of the token embedding has no gradient from the input, as with transformers'
     # `padding_idx`; None if there is none. Weights of a model with another such id fit as well.
     padding_id: int | None = field(default=None, compare=False)
+    # Maximum length of generated text. It may exceed that of samples, because the positions of all
+    # tokens may depend on the length of a sample, which contains several records or padding.
+    max_generated: int = 0
     config: Any = None  # additional settings for the family's modules
+
+    @property
+    def context_length(self) -> int:
+        """Return the maximum number of tokens from which the next one can be predicted."""
+        return max(self.num_positions, self.max_generated)
 
     @property
     def num_layers(self) -> int:
@@ -280,3 +291,20 @@ class ModelSize:
         width = sum(len(kind.layers) * kind.attention_width for kind in self.kinds)
         attention_flops = 12 * width * seq_len
         return per_parameter * num_used + attention_flops
+
+
+def differing_value(old: ModelSize, new: ModelSize) -> tuple[str, Any, Any] | None:
+    """Return the first value that differs in the configs of two models, as (key, old value, new
+    value). Floats may differ by rounding to fp32."""
+    pairs = [("", to_jsonable_python(old), to_jsonable_python(new))]
+    for key, old_value, new_value in pairs:
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            # Other versions measure other costs of blocks, and have other keys.
+            common = old_value.keys() & new_value.keys() - _NOT_COMPARED
+            pairs += [(name, old_value[name], new_value[name]) for name in sorted(common)]
+        elif isinstance(old_value, float) and isinstance(new_value, float):
+            if not math.isclose(old_value, new_value, rel_tol=1e-6):
+                return key, old_value, new_value
+        elif old_value != new_value:
+            return key, old_value, new_value
+    return None

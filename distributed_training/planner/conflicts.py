@@ -67,10 +67,13 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
     strategy = _setting(plan, "strategy")
     precision = _setting(plan, "precision")
     if config.max_length > size.num_positions:
+        why = f"the model has {size.num_positions} positions"
+        if size.context_length > size.num_positions:
+            why = "the positions of a record would depend on the other records and on padding"
         yield (
             "max_length",
             model,
-            f"the model has {size.num_positions} positions",
+            why,
             f"set max_length to {size.num_positions} or less",
         )
     # Sequence parallelism gives every rank the same number of samples or, if tp does not divide the

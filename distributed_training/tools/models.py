@@ -168,7 +168,7 @@ def generate(arguments: argparse.Namespace) -> int:
             logits,
             prompt_ids,
             num_tokens=arguments.num_tokens,
-            context=model.size.num_positions,
+            context=model.size.context_length,
             seed=arguments.seed,
             temperature=temperature,
             eos_ids=eos_ids,

@@ -458,7 +458,7 @@ class Trainer:
                 self.engine.logits,
                 prompt_ids,
                 num_tokens=60,
-                context=self.plan.size.num_positions,
+                context=self.plan.size.context_length,
                 seed=self.plan.config.seed,
                 temperature=export.default_temperature(is_chat),
                 eos_ids=eos_ids,

@@ -38,7 +38,7 @@ SIZES = {label: _MEASURED[name] for label, name in HUB_IDS.items()}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 78  # version of the format of cached sizes
+_VERSION = 81  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -83,8 +83,6 @@ def _check_model_type(document: dict[str, Any]) -> None:
     """Raise UnsupportedError if the model's type or weight format is not supported."""
     from transformers.models.auto import modeling_auto as auto
 
-    if document.get("auto_map"):
-        raise UnsupportedError("comes with custom code, which is never run")
     text = text_document(document)
     if any(text.get(key) for key in ("is_encoder_decoder", "add_cross_attention")) or (
         document.get("is_encoder_decoder")
@@ -163,16 +161,17 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
     if not any(kind.matrices for kind in kinds):
         raise UnsupportedError("has no linear layers")
     settings |= {"before_blocks": traced.before_blocks, "block_outputs": traced.block_outputs}
-    num_positions = model.read_num_positions(config)
+    max_generated = model.read_num_positions(config)
     window = getattr(config, "sliding_window", None)
     # The window of some models is only in their masks, which are not built.
     if window and not any(kind.window for kind in kinds):
-        num_positions = min(num_positions, window)
+        max_generated = min(max_generated, window)
     files.check_round_trip(settings, [kind.layers[0] for kind in kinds])
     in_blocks = sum(len(kind.layers) * kind.parameters for kind in kinds)
     return ModelSize(
         vocab_size=vocab_size,
-        num_positions=num_positions,
+        num_positions=min(max_generated, model.read_num_stable(config)),
+        max_generated=max_generated,
         num_heads=config.num_attention_heads,
         hidden_size=hidden_size,
         kinds=kinds,

@@ -128,6 +128,19 @@ def read_num_positions(config: Any) -> int:
     return 2**20
 
 
+def read_num_stable(config: Any) -> int:
+    """Return the maximum length of a sample in which the position of each token depends only on the
+    tokens of its record."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = [read_num_positions(config)]
+    for parameters in (rope, *rope.values()):  # of the model, or of each type of layer
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4 scales by the sample's position
+        limits.append(config.floor_scale - 1)
+    return min(limits)
+
+
 def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
     """Return (name of a model's list of blocks, module that runs these blocks on token ids, list of
     blocks). Raises UnsupportedError if there is no such module."""
@@ -156,7 +169,7 @@ def is_read_directly(module: nn.Module, matrix: str) -> bool:
     parent, _, name = matrix.rpartition(".")
     code = _source(type(module.get_submodule(parent)))  # type: ignore[arg-type]
     weight = f"self.{name}.weight"
-    return f"{weight}," in code or f"{weight} @" in code
+    return any(f"{weight}{end}" in code for end in (",", " @", ".clamp("))
 
 
 @functools.cache  # Finding a class in its file takes 60 ms.
@@ -241,15 +254,14 @@ class HubDecoder(private.MovedModule, Decoder):
     ) -> torch.Tensor:
         """Run the whole model except its output layer on token ids [B, T]. Return the output of the
         last norm, [B, T, D]. If this is a pipeline stage, other stages' modules do nothing."""
-        import transformers
-
         options: dict[str, Any] = {"use_cache": past is not None}
         if documents is not None:
             options |= {"documents": documents, "position_ids": positions}
         if past is not None:
-            past.cache = past.cache or transformers.DynamicCache(config=self.net.config)
             names = inspect.signature(self.inner.forward).parameters
-            options["cache" if "cache" in names else "past_key_values"] = past.cache
+            name = "cache" if "cache" in names else "past_key_values"
+            if past.cache is not None:  # otherwise, the model creates one of its own class
+                options[name] = past.cache
             if getattr(self.net.config, "attention_chunk_size", None):
                 options["first_position"] = past.length
         if self.is_first:
@@ -259,7 +271,14 @@ class HubDecoder(private.MovedModule, Decoder):
             # matter here.
             options["inputs_embeds"] = torch.zeros_like(x)
             self.entry.received = x
-        y = self.inner(**options).last_hidden_state
+        output = self.inner(**options)
+        y = output.last_hidden_state
+        if past is not None:
+            past.cache = getattr(output, name)
+            past.length += x.shape[1]
+            if past.length == self.size.num_positions < self.size.context_length:
+                past.cache = None  # The next token changes the positions of all tokens.
+                past.length = 0
         if not self.is_first:
             self.entry.received = None
         if not self.is_last:
