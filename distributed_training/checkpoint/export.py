@@ -111,15 +111,20 @@ def save_full_model(
     text: bool,
 ) -> None:
     """Write a whole model and its tokenizer to `folder`, one tensor at a time to save memory.
-    `folder` appears only when it is complete. The weights have the dtype of those in `base`, or
-    fp32. With `text`, write only the text decoder of a multimodal model. Otherwise, its other
-    parts, and the files of its processor, are those of the model in `base`."""
+    `folder` appears only when it is complete. Each weight has its dtype in `base`, or fp32. With
+    `text`, write only the text decoder of a multimodal model. Otherwise, its other parts, and the
+    files of its processor, are those of the model in `base`."""
     original = None if text else base
     dtype = torch.float32 if base is None else getattr(torch, stored_dtype(base))
     weights = trained.merged_weights()
     with atomic_folder(folder) as unfinished:
         trained.spec.save(
-            weights, unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype, original=original
+            weights,
+            unfinished,
+            eos_token_id=tokenizer.eos_id,
+            dtype=dtype,
+            original=base,
+            text=text,
         )
         write_generation_config(unfinished, tokenizer, chat, base)
         tokenizer.save(unfinished, chat=chat)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from distributed_training.models.size import differing_value
 from distributed_training.plan.plan import Plan, is_copy, load_plan
 from distributed_training.records.folder import META_FILE, list_checkpoints, named_checkpoint
 from distributed_training.records.record import (
@@ -144,6 +145,14 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         return None
     meta = read_meta(checkpoint)
     run_dir = checkpoint.parents[1]
+    saved_plan = None
+    with contextlib.suppress(UserError):  # the file may be lost
+        saved_plan = load_plan(run_dir)
+    if saved_plan and (difference := differing_value(saved_plan.model.size, plan.model.size)):
+        key, old, new = difference
+        what = f"Cannot resume {run_dir.name}, because its model's config.json has changed"
+        fix = "restore the file, or add --resume None to start a new run"
+        raise UserError(what, f"{key} was {old} and is now {new}", fix)
     if find_record(run_dir) is None:
         what = f"{run_dir / RECORD_FILE} was lost or damaged, so the run's new record has no losses"
         notes.append(f"{what} and evaluations up to step {meta.step}")

@@ -18,7 +18,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from distributed_training.data.hub import CLASS_KEYS, fetch_error, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE
-from distributed_training.models.size import ModelSize
+from distributed_training.models.size import ModelSize, differing_value
 from distributed_training.models.weights import (
     TORCH_DTYPES,
     StoredTensor,
@@ -61,6 +61,7 @@ class ModelSpec:
     size: ModelSize
     hub_id: str | None = None  # name of the published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
+    has_own_code: bool = False  # whether its config.json names code, which is never run
 
     def __post_init__(self) -> None:
         # A plan is sent as JSON, which turns the family's configuration into a dict.
@@ -221,33 +222,47 @@ class ModelSpec:
         eos_token_id: int,
         dtype: torch.dtype,
         original: Path | None = None,
+        text: bool = False,
     ) -> None:
         """Write the model's weights and config to a folder that transformers can load. If the model
         is the text decoder of a multimodal model in the folder `original`, write the multimodal
-        model, with the tensors of its other parts as they are.
+        model, with the tensors of its other parts as they are. With `text`, write only the text
+        decoder.
 
-        `weights` must be on the CPU. One tensor is read at a time. The weights are stored in
-        `dtype`. Raises RunError if a value is non-finite in this dtype."""
+        `weights` must be on the CPU. One tensor is read at a time. Tensors that `original` stores
+        unquantized keep their dtype, and the others are stored in `dtype`. Raises RunError if a
+        value is non-finite in its dtype."""
+        import torch
+
         tensors = self._named_tensors()
+        stored: dict[str, StoredTensor] = {} if original is None else open_weights(original)
         others: dict[str, StoredTensor] = {}
         names: dict[str, str] | None = None
         document = self.code.to_config(self.size, eos_token_id)
-        if original is not None and self.files and self.files.is_multimodal(self.size.config):
-            others, names, document = self.files.read_original(original, self.size.config)
+        if original is not None and self.files:
+            matched = self.files.match(stored, self.size.config)
+            stored |= {name: stored[file] for name, file in matched.file_names.items()}
+            if not text and self.files.is_multimodal(self.size.config):
+                others, names = matched.others, matched.file_names
+                document = load_model_json(original / CONFIG_FILE)
+                for key in ("quantization_config", "auto_map"):
+                    document.pop(key, None)
         header: dict[str, torch.Tensor] = {}
         for our_name, tensor in tensors.items():
             # Buffers keep their dtype.
             values = tensor.to(dtype if tensor.requires_grad else tensor.dtype)
-            header |= self._stored_tensors(our_name, values, names)
+            for name, part in self._stored_tensors(our_name, values, names).items():
+                own_dtype = TORCH_DTYPES.get(stored[name].dtype) if name in stored else None
+                header[name] = part.to(getattr(torch, own_dtype)) if own_dtype else part
         meta_others = {name: tensor.read().to("meta") for name, tensor in others.items()}
 
         def iter_converted() -> Iterator[torch.Tensor]:
             for our_name in tensors:
-                stored = self._stored_tensors(our_name, weights(our_name, ()), names)
-                for name, rows in stored.items():
+                parts = self._stored_tensors(our_name, weights(our_name, ()), names)
+                for name, rows in parts.items():
                     converted_rows = rows.to(header[name].dtype)
                     if not all_finite(converted_rows):
-                        what = f"{name} has non-finite values in {dtype_name(dtype)}"
+                        what = f"{name} has non-finite values in {dtype_name(header[name].dtype)}"
                         raise RunError(what, fix="lower learning_rate")
                     yield converted_rows
             for tensor in others.values():
@@ -303,11 +318,10 @@ class ModelSpec:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
         compares model sizes and the tensors' names, dtypes and shapes, but not values."""
         size = self.code.read_size(folder)
-        for field in fields(ModelSize):
-            stored, own = (getattr(part, field.name) for part in (size, self.size))
-            if field.compare and stored != own:
-                what = f"weights {folder} have {field.name}={stored}, but the model has {own}"
-                raise UserError(what, fix=f"set model to {shown(str(folder))}")
+        if difference := differing_value(self.size, size):
+            key, own, stored = difference
+            what = f"weights {folder} have {key}={stored}, but the model has {own}"
+            raise UserError(what, fix=f"set model to {shown(str(folder))}")
         self._match_tensors(self._named_tensors(), folder)
 
 
@@ -334,16 +348,20 @@ def find_model(name: str) -> ModelSpec:
     else:
         folder = Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
+        config = load_model_json(folder / CONFIG_FILE)
         native_family = None
         if is_native:
-            config = load_model_json(folder / CONFIG_FILE)
             native_family = family_of_type.get(str(config.get("model_type")))
         family, size = _read_size(folder, native_family)
-        if hub_id is None:
-            label = folder_label(folder)
-            return ModelSpec(label=label, family=family, size=size, weights_dir=folder)
-        label = hub_id.rpartition("/")[2]
-        return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
+        label = hub_id.rpartition("/")[2] if hub_id else folder_label(folder)
+        return ModelSpec(
+            label=label,
+            family=family,
+            size=size,
+            hub_id=hub_id,
+            weights_dir=None if hub_id else folder,
+            has_own_code="auto_map" in config,
+        )
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"

@@ -4,6 +4,7 @@ nor torch is imported."""
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,15 +18,16 @@ from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import load_model_json, replace_file
 
 CONFIG_FILE = "config.json"
+MAX_LISTED = 100_000
+_LISTED = re.compile(r"layers?$|^num_labels$")  # keys of counts for which transformers makes lists
 Count = Annotated[int, Field(ge=1)]
 GENERATION_CONFIG = "generation_config.json"
 
 
 class FamilyConfig(BaseModel, strict=True):
-    """Keys of a config.json that no family supports."""
+    """Key of a config.json that no family supports."""
 
     quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     `rope_parameters` are replaced. Code in the folder is never run. Raises UserError if
     transformers cannot read the file."""
     document = load_model_json(folder / CONFIG_FILE)
+    _check_counts(folder / CONFIG_FILE, document)
     if find_spec("transformers") is None:
         return complete_config(document)
     text = json.dumps(document, sort_keys=True)
@@ -50,7 +53,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             if getattr(config, "rope_parameters", None):
                 config.standardize_rope_params()
             values = config.to_dict()
-            values.pop("_name_or_path", None)  # the folder, which does not change the model
+            for key in ("_name_or_path", "auto_map"):  # the folder, and its code
+                values.pop(key, None)
             return json.dumps(values)
         except Exception as error:  # transformers may raise any exception for a wrong value
             why = describe(error)
@@ -58,9 +62,19 @@ def read_config(folder: Path) -> dict[str, Any]:
                 why = "its auto_map refers to custom code, which is never run"
             raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
 
-    complete = cached_json(f"3 {version('transformers')} {text}", read)
+    complete = cached_json(f"4 {version('transformers')} {text}", read)
     # Write Infinity as transformers does, because JSON has no such number.
     return json.loads(complete, parse_constant=lambda name: {"__float__": name})  # type: ignore[no-any-return]
+
+
+def _check_counts(file: Path, document: dict[str, Any]) -> None:
+    """Raise UserError if a model has so many layers or labels that a list of them fills the RAM."""
+    for key, value in document.items():
+        if isinstance(value, dict):
+            _check_counts(file, value)
+        elif _LISTED.search(key) and isinstance(value, int) and value > MAX_LISTED:
+            why = f"{key} is {value}, and no model has more than {MAX_LISTED}"
+            raise UserError(f"{file} cannot be used", why, "restore the file")
 
 
 def complete_config(document: dict[str, Any]) -> dict[str, Any]:

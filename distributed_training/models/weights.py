@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_object, parse_as, plural
+from distributed_training.settings.files import load_object, parse_as, plural, require_regular
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +143,7 @@ def open_file(file: Path, fix: str) -> tuple[dict[str, StoredTensor], dict[str, 
     advises to `fix` it, if the file is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
+    require_regular(file, "weights")
     try:
         # safe_open reads the header and checks it against the length of the file.
         with safe_open(file, "np") as header:

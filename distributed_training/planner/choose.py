@@ -99,6 +99,11 @@ def choose_model(
                 "model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB"
             )
     model = find_model(name)
+    if model.has_own_code:
+        notes.append(
+            f"the code that {model.label}'s config.json names in auto_map is not run, because "
+            "transformers has the same model"
+        )
     max_length = settings.get("max_length", request.max_length)
     if max_length > model.size.num_positions and not request.is_set("max_length"):
         settings["max_length"] = model.size.num_positions

@@ -2,6 +2,7 @@ import fcntl
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from distributed_training.checkpoint.resume import FORMAT, check_files, read_met
 from distributed_training.checkpoint.saver import Saver, load_checkpoint
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.engines.base import Engine
+from distributed_training.models import find_model
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import build_part
 from distributed_training.records.folder import META_FILE, list_checkpoints, remove_unfinished
@@ -285,6 +287,22 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_work_or_explain
     (tmp_path / "a-file").write_text("")
     resumed = find_checkpoint("auto", tmp_path)
     assert resumed == newest / "checkpoints" / "step-00000004"
+
+
+def test_a_run_whose_model_has_changed_is_not_resumed(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path, "20260101-a", 1)
+    size = find_model("gpt2-tiny").size
+    plan = plan_of(None)
+    plan.output_dir = tmp_path
+    saved = SimpleNamespace(model=SimpleNamespace(size=size))
+    monkeypatch.setattr(resume, "load_plan", lambda _: saved)
+    for setting in ("auto", str(run_dir)):
+        plan.config.resume = setting
+        plan.model = SimpleNamespace(size=size)
+        assert resume.choose_checkpoint(plan, []).name == "step-00000001"
+        plan.model = SimpleNamespace(size=replace(size, num_heads=77))
+        with refused("20260101-a", "num_heads", "77"):
+            resume.choose_checkpoint(plan, [])
 
 
 def test_resume_auto_prefers_a_run_of_the_same_strategy(tmp_path):

@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, dict]] = {
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
     }),
     "gemma3_text": ("Gemma3Text", {**_MIXED, **_HEADS}),
+    "phi3": ("Phi3", _SHAPE),
     "phi": ("Phi", {**_SHAPE, "partial_rotary_factor": 0.5}),
     "olmo2": ("Olmo2", _SHAPE),
     "smollm3": ("SmolLM3", {**_SHAPE, "no_rope_layers": [1, 0]}),

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distributed_training.models import config_file, find_model, gpt2, llama, weights
-from tests.models.hub_folders import random_model
+from tests.models.hub_folders import make_folder, random_model
 from tests.models.theirs import train_step
 from tests.reference import call_reference
 from tests.support import assert_near, edit_json, read_model, refused, save_model
@@ -238,6 +239,17 @@ def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
         edited(tmp_path, edit)
 
 
+def test_weights_of_another_config_are_refused_by_its_key(tmp_path):
+    folder = make_folder("qwen3", tmp_path)
+    spec = find_model(str(folder))
+    own = json.loads((folder / "config.json").read_text())["rms_norm_eps"]
+    edit_json(folder / "config.json", rms_norm_eps=float(np.float32(own)))
+    spec.check_weights(folder)
+    edit_json(folder / "config.json", rms_norm_eps=2 * own)
+    with refused(f"rms_norm_eps={2 * own}", f"has {own}"):
+        spec.check_weights(folder)
+
+
 def test_weights_of_another_size_or_truncated_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
@@ -265,7 +277,6 @@ GPT2 |= {"vocab_size": 300}
         ({"head_dim": 0}, ("head_dim=0",)),
         ({"hidden_size": "32"}, ("hidden_size", "expected int")),
         ({"rope_scaling": [4.0]}, ("config.json",)),
-        ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
         (
             {"num_key_value_heads": 3},
             ("num_attention_heads=4", "num_key_value_heads=3", "do not fit"),

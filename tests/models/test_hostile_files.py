@@ -1,5 +1,8 @@
 """Test that invalid adapters are rejected quickly with a one-line error."""
 
+import json
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -64,3 +67,23 @@ def test_unreadable_adapter_files_are_refused(damage, adapters):
     # An older PEFT wrote adapter_model.bin.
     with refused(str(file), "PEFT"):
         peft.read_folder(spec, folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("gpt2", "n_layer"), ("llama", "num_hidden_layers"), ("mixtral", "num_labels")],
+)
+def test_configs_whose_lists_fill_the_memory_are_refused(model_type, key, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: 10**9}))
+    with refused(str(tmp_path), key):
+        find_model(str(tmp_path))
+
+
+def test_weights_in_pipes_are_refused(adapters):
+    spec, folder = adapters
+    base = base_folder(folder)
+    for file in (folder / "adapter_model.safetensors", base / "model.safetensors"):
+        file.unlink()
+        os.mkfifo(file)
+        with refused(str(file), "not a regular file"):
+            peft.read_folder(spec, folder) if file.parent == folder else spec.check_weights(base)

@@ -14,9 +14,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
 
 import distributed_training
 import distributed_training.models.hub as hub_family
+from distributed_training.checkpoint.export import generate_ids
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
@@ -24,11 +26,22 @@ from distributed_training.models.decoder import KVCache
 from distributed_training.models.hub import packing
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel import blocks
+from distributed_training.planner.choose import choose_model
 from distributed_training.settings.cache import CACHE_VARIABLE
-from tests.models.hub_folders import KINDS, make_folder
+from distributed_training.settings.request import build_config
+from tests.models.hub_folders import KINDS, VOCABULARY, make_folder
 from tests.models.theirs import logits, train_step
+from tests.planner.helpers import plan_for
 from tests.reference import call_reference
-from tests.support import assert_near, draw_model, edit_json, read_model, refused, save_model
+from tests.support import (
+    CPU_MACHINE,
+    assert_near,
+    draw_model,
+    edit_json,
+    read_model,
+    refused,
+    save_model,
+)
 
 LENGTH = 40  # longer than the sliding windows
 
@@ -256,7 +269,7 @@ def test_hashed_weights_of_experts_are_drawn_by_shards(tmp_path):
     [
         ({"model_type": "t5"}, ("encoder-decoder",)),
         ({"model_type": "nobody"}, ("nobody",)),
-        ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("custom code",)),
+        ({"model_type": "nobody", "auto_map": {"AutoConfig": "own.Config"}}, ("auto_map", "code")),
         ({"model_type": "olmo2", "hidden_size": "wide"}, ("config.json",)),
         ({"model_type": "olmo2", "num_attention_heads": 0}, ("config.json",)),
         ({"model_type": "olmo2", "hidden_act": "nobody"}, ("config.json", "nobody")),
@@ -267,6 +280,47 @@ def test_models_other_than_dense_decoders_are_refused_in_one_line(changes, words
     (tmp_path / "config.json").write_text(json.dumps({**shape, **changes}))
     with refused(str(tmp_path), *words):
         find_model(str(tmp_path))
+
+
+def test_code_named_in_a_config_is_ignored_if_transformers_has_the_type(tmp_path):
+    folder = make_folder("olmo2", tmp_path)
+    plain = find_model(str(folder))
+    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "own.Model"})
+    spec = find_model(str(folder))
+    assert spec.size == plain.size
+    assert "auto_map" not in spec.code.to_config(spec.size, 0)
+    notes: list[str] = []
+    choose_model(build_config({"model": str(folder)}), CPU_MACHINE, notes)
+    assert any("auto_map" in note for note in notes)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+
+
+def test_samples_are_no_longer_than_the_frequencies_of_their_positions_allow(tmp_path):
+    """Llama 4 and models with longrope compute a token differently in longer samples."""
+    changes = {"original_max_position_embeddings": 24, "rope_parameters": LONGROPE}
+    folder = make_folder("phi3", tmp_path / "phi3", **changes)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    spec = find_model(str(folder))
+    assert (spec.size.num_positions, spec.size.context_length) == (24, 96)
+    with refused("max_length=25", "24 or less"):
+        plan_for(tmp_path, strategy="dp", model=str(folder), max_length=25, checked=False)
+    model = read_model(spec, folder).eval()
+    prompt = torch.randint(2, VOCABULARY, (1, 10))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = reference.generate(prompt, max_new_tokens=30, **options)[0, 10:].tolist()
+    generation = {"num_tokens": 30, "context": 96, "eos_ids": [-1], "seed": 0, "temperature": 0.0}
+    with torch.inference_mode():
+        ids = generate_ids(lambda x, past: model(x, past=past), prompt[0].tolist(), **generation)
+        assert [*ids] == expected
+    llama4 = make_folder("llama4_text", tmp_path / "llama4", floor_scale=32)
+    assert find_model(str(llama4)).size.num_positions == 31
 
 
 def test_a_size_depends_only_on_the_config(tmp_path, monkeypatch):

@@ -10,22 +10,13 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.hub import UnsupportedError, model, text_document
 from distributed_training.models.private import is_ignored
-from distributed_training.models.weights import (
-    DTYPE_CODES,
-    TORCH_DTYPES,
-    StoredTensor,
-    dtype_name,
-    open_weights,
-)
-from distributed_training.settings.files import load_model_json
+from distributed_training.models.weights import DTYPE_CODES, TORCH_DTYPES, StoredTensor, dtype_name
 
 Settings = Mapping[str, Any]
 # dtype in safetensors -> dtype in torch, also for the parts of quantized tensors
@@ -235,18 +226,6 @@ def adapter_renaming(settings: Settings) -> Callable[[str], str]:
 def is_multimodal(settings: Settings) -> bool:
     """Return whether the model is the text decoder of a multimodal model."""
     return "text_config" in settings["document"]
-
-
-def read_original(
-    folder: Path,
-    settings: Settings,
-) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
-    """Return (tensors of other parts of the multimodal model in `folder`, names of the text
-    decoder's tensors in files by names in transformers, config.json)."""
-    matched = match(open_weights(folder), settings)
-    document = load_model_json(folder / CONFIG_FILE)
-    document.pop("quantization_config", None)
-    return matched.others, matched.file_names, document
 
 
 def check_round_trip(settings: Settings, layers: Collection[int]) -> None:
