@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distributed_training.data.chats.marks import mark
+from distributed_training.data.chats.marks import put_marks
 from distributed_training.data.pieces import ASSISTANT, Message, Span
 
-Render = Callable[..., str]  # (messages, ask=bool) -> text
-RenderMarked = Callable[[Sequence[Message]], tuple[str, list[Span]]]
+# Messages and options of transformers -> text, and the spans that the template marks
+Render = Callable[..., tuple[str, list[Span]]]
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
 # Block of reasoning with which a prompt asks for an answer without reasoning
 _EMPTY_THOUGHT = re.compile(r"(<[^<>\s]*(think[^<>\s]*>|channel[^<>\s]*>(thought)?)\s*)+\Z", re.I)
@@ -46,19 +46,18 @@ def align(
     messages: Sequence[Message],
     *,
     skip: Sequence[int],
-    render_marked: RenderMarked | None,
+    is_marked: bool,
     special_pattern: re.Pattern[str],
 ) -> list[Rendered]:
     """Return the samples of a conversation.
 
     The template may render an answer differently in the whole conversation than during generation.
-    If `render_marked` is None, each such answer gets a separate sample, and all other answers share
-    the first sample.
+    Each such answer gets a separate sample, and all other answers share the first sample.
 
-    If the template marks the text to train on, `render_marked` returns the text of messages and its
-    marked spans. The result is then one sample with the spans that belong to no skipped message, or
-    no sample if there are no such spans. `skip` contains the indices of messages that are not in
-    the loss. The pattern `special_pattern` matches special tokens.
+    If the template marks the text to train on (`is_marked`), the result is instead one sample with
+    the marked spans that belong to no skipped message, or no sample if there are no such spans.
+    `skip` contains the indices of messages that are not in the loss. The pattern `special_pattern`
+    matches special tokens.
 
     Some templates, such as GLM-4's, put no special token after an answer. The special token that
     begins the next turn is then in the loss, because the model must generate it to stop. This token
@@ -72,12 +71,12 @@ def align(
     ]
     if not trained_indices:
         return []
-    if render_marked is None:
+    if not is_marked:
         samples = _align_answers(render, messages, trained_indices, special_pattern)
     else:
-        text, spans = render_marked(messages)
+        text, spans = render(messages, return_assistant_tokens_mask=True)
         if skip:
-            owners = _find_owners(render_marked, messages)
+            owners = _find_owners(render, messages)
             spans = [span for span, i in zip(spans, owners, strict=True) if i not in skip]
         spans = [(first, last) for first, last in spans if first < last]
         # An answer may have several marked spans. The last one must contain the end token.
@@ -100,7 +99,7 @@ def _align_answers(
     trained_indices: Sequence[int],
     special_pattern: re.Pattern[str],
 ) -> list[Rendered]:
-    full_text = render(messages)
+    full_text, _ = render(messages)
     shared_spans = list[Span]()
     separate_samples = list[Rendered]()
     num_without_end_token = 0
@@ -133,10 +132,10 @@ def _align_answers(
     return separate_samples
 
 
-def _find_owners(render_marked: RenderMarked, messages: Sequence[Message]) -> list[int]:
+def _find_owners(render: Render, messages: Sequence[Message]) -> list[int]:
     """Return the index of the answer to which each span belongs that the template marks."""
-    marked_messages, _, marks = mark([*messages])
-    text, spans = render_marked(marked_messages)
+    marked_messages, _, marks = put_marks([*messages])
+    text, spans = render(marked_messages, return_assistant_tokens_mask=True)
     positions = sorted((text.find(name), index) for name, (_, index) in marks.items())
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     owners = []
@@ -156,7 +155,7 @@ def _find_answer(
     answer in the rendered text. Raises AlignmentError if the answer cannot be found."""
     earlier_messages = list(messages[:index])
     answer = messages[index]
-    text = render([*earlier_messages, answer])
+    text, _ = render([*earlier_messages, answer])
     # Render other content in place of the answer to find the text that the template puts around an
     # answer.
     reply = {"role": ASSISTANT, "content": _PLACEHOLDER}
@@ -247,14 +246,11 @@ def _common_start(one: str, other: str) -> str:
     return re.sub(r"[<\[][^<>\[\]]*\Z", "", start)
 
 
-def try_render(
-    render: Render,
-    messages: Sequence[Message],
-    **options: Any,
-) -> str:
-    """Return the rendered `messages`, or "" if the template cannot render them."""
+def try_render(render: Render, messages: Sequence[Message], *, ask: bool = False) -> str:
+    """Return the rendered `messages`, followed by the prompt for an answer if `ask` is set. Return
+    "" if the template cannot render them."""
     try:
-        return render(messages, **options)
+        return render(messages, add_generation_prompt=ask)[0]
     except Exception:  # A template can raise any error for unexpected messages.
         return ""
 

@@ -11,7 +11,7 @@ from distributed_training.data.pieces import Message
 Marks = dict[str, tuple[str, int]]  # mark -> (message, call or tool; index of its message or -1)
 
 
-def mark(
+def put_marks(
     messages: list[Message], tools: list[Any] | None = None
 ) -> tuple[list[Message], list[Any] | None, Marks]:
     """Return copies of messages and tools with marks in contents that are not blank, and instead of

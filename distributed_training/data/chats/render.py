@@ -9,19 +9,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from distributed_training.data.chats.align import (
     AlignmentError,
-    Render,
     Rendered,
     align,
     join_parts,
     try_render,
 )
-from distributed_training.data.chats.marks import find_functions, mark
+from distributed_training.data.chats.marks import find_functions, put_marks
 from distributed_training.data.pieces import ASSISTANT, Message, Span
 from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
@@ -64,17 +63,13 @@ class Renderer:
     def render_samples(self, conversation: Conversation, where: str) -> list[Rendered]:
         """Return the samples of a conversation. Raises UserError with its location in the dataset,
         `where`, if the template cannot render it."""
-
-        def render_marked(messages: Sequence[Message]) -> tuple[str, list[Span]]:
-            return self._render(conversation, messages, return_assistant_tokens_mask=True)
-
         _check_kwargs(conversation.template_kwargs, where)
         try:
             conversation = self._adapt(conversation)
             return align(
-                self._bind(conversation),
+                partial(self._render, conversation),
                 conversation.messages,
-                render_marked=render_marked if self._marks_answers(conversation) else None,
+                is_marked=self._marks_answers(conversation),
                 special_pattern=self.special_pattern,
                 skip=conversation.skip,
             )
@@ -90,8 +85,8 @@ class Renderer:
     def find_omitted(self, conversation: Conversation) -> list[str]:
         """Return message, call or tool for each part of a conversation that the template omits."""
         conversation = self._adapt(conversation)
-        messages, tools, marks = mark(conversation.messages, conversation.tools)
-        render = self._bind(conversation._replace(tools=tools))
+        messages, tools, marks = put_marks(conversation.messages, conversation.tools)
+        render = partial(self._render, conversation._replace(tools=tools))
         ends = [len(messages)]
         if not self._marks_answers(conversation):
             # An answer that the template shortens if another one follows has its own sample.
@@ -103,15 +98,6 @@ class Renderer:
             if not omitted:
                 break
         return omitted
-
-    def _bind(self, conversation: Conversation) -> Render:
-        """Return a function that renders messages with the tools and variables of a
-        conversation."""
-
-        def render(messages: Sequence[Message], *, ask: bool = False) -> str:
-            return self._render(conversation, messages, add_generation_prompt=ask)[0]
-
-        return render
 
     def render_prompt(self, messages: list[Message]) -> str:
         """Return the text of a conversation, whose contents are strings, up to the start of the
