@@ -55,7 +55,7 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         embedding = stored_parameter(model.token_embedding, "weight")
         for parameter in self.stage.parameters():
             if parameter is not embedding:
-                parameter.ds_pipe_replicated = False
+                parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
         # (positions, ends) of the next micro-batches of packed records, in the order in which all
         # stages compute them. Every process has all of these tensors, so stages do not send them.
         self.upcoming_documents = deque[Sequence[torch.Tensor]]()

@@ -77,7 +77,7 @@ def test_quantized_files_are_dequantized_as_in_transformers(kind, quantize, conf
 
 @pytest.mark.parametrize("plain", ["vision_tower", "nothing"])
 def test_parts_of_a_multimodal_model_are_quantized(plain, tmp_path):
-    folder = make_whole("mistral3", "ministral3", tmp_path / "whole")
+    folder = make_whole("mistral3", tmp_path / "whole")
     file = folder / "model.safetensors"
     state = load_file(file)
     quantized = {name: values for name, values in state.items() if plain not in name}

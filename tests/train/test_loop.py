@@ -100,6 +100,7 @@ def make_trainer(engine=None, record=None, **config):
     return Trainer(
         engine=engine or CountingEngine(),
         plan=SimpleNamespace(
+            size=SimpleNamespace(kinds=(), num_layers=0),
             config=config,
             strategy=load_strategy(config),
             run_dir=Path("x"),

@@ -22,7 +22,9 @@ NAMES = ["blocks.0.qkv.weight", "blocks.1.qkv.weight", "norm_out.weight"]
 
 def make_results(model=None, **config):
     config = build_config({"strategy": "dp", **config})
-    plan = SimpleNamespace(config=config, strategy=load_strategy(config))
+    kind = SimpleNamespace(stacks={"experts": (2, 3, 3)} if model else {})
+    size = SimpleNamespace(kinds=(kind,), num_layers=2)
+    plan = SimpleNamespace(config=config, strategy=load_strategy(config), size=size)
     engine = SimpleNamespace(gradient_names=NAMES, model=model or torch.nn.Module())
     step_results = StepResults(plan, History(), engine, torch.device("cpu"))
     step_results.restart()
@@ -60,10 +62,10 @@ def test_skipped_steps_are_limited():
 
 
 def test_load_is_that_of_the_most_loaded_expert():
-    model = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
-    for layer, ends in zip(model, ([10, 40], [20, 40]), strict=True):
-        layer.register_buffer("latest_ends", torch.tensor(ends))
-    step_results = make_results(model)
+    blocks = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for block, ends in zip(blocks, ([10, 40], [20, 40]), strict=True):
+        block.register_buffer("latest_ends", torch.tensor(ends))
+    step_results = make_results(torch.nn.ModuleDict({"blocks": blocks}))
     row = {"step": 1, "num_tokens": 4, "num_targets": 2}
     step_results.add(row, StepResult(torch.tensor(1.0), torch.tensor(1.0), False))
     step_results.flush()
