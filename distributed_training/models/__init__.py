@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
@@ -24,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.hub import CLASS_KEYS, fetch_error, fetch_folder, is_repo_id
+from distributed_training.data.hub import CLASS_KEYS, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize, differing_value
+from distributed_training.models.table import match_names, read_table
 from distributed_training.models.weights import (
     TORCH_DTYPES,
     StoredTensor,
@@ -37,7 +37,7 @@ from distributed_training.models.weights import (
     write_tensors,
 )
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import did_you_mean, load_model_json, shown
+from distributed_training.settings.files import did_you_mean, load_model_json, one_of, shown
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,8 @@ OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every famil
 HUB = "hub"  # the family that runs any decoder with code from transformers
 HUB_PREFIX = f"{HUB}:"
 ALL = slice(None)
+# A spelling may mean several models, such as versions, if their numbers of parameters differ less.
+MAX_SIZE_RATIO = 1.1
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -62,6 +64,7 @@ class ModelSpec:
     hub_id: str | None = None  # name of the published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
     has_own_code: bool = False  # whether its config.json names code, which is never run
+    has_own_config: bool = True  # False if the size is only known to equal a published model's
 
     def __post_init__(self) -> None:
         # A plan is sent as JSON, which turns the family's configuration into a dict.
@@ -328,47 +331,72 @@ class ModelSpec:
 def find_model(name: str) -> ModelSpec:
     """Return the model selected by `name`, which is the value of `model` in CONFIG. Raises
     UserError if there is no such model."""
-    names = []
-    family_of_type: dict[str, str] = {}
     for family in FAMILIES:
         module = _load(family)
-        family_of_type |= dict.fromkeys(module.MODEL_TYPES, family)
         for label, size in module.SIZES.items():
             hub_id = module.HUB_IDS.get(label)
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
-            names.append(label)
     # The prefix "hub:" selects transformers' code even if another family supports the model.
     is_native = not name.startswith(HUB_PREFIX)
     name = name.removeprefix(HUB_PREFIX)
-    hub_id = None
-    if "/" in name and is_repo_id(name) and not os.path.exists(name):
-        hub_id = name
-        folder = _fetch_config(hub_id)
-    else:
-        folder = Path(name).resolve()
+    folder = Path(name).resolve()
+    if folder.name == CONFIG_FILE:
+        folder = folder.parent
     if (folder / CONFIG_FILE).is_file():
-        config = load_model_json(folder / CONFIG_FILE)
-        native_family = None
-        if is_native:
-            native_family = family_of_type.get(str(config.get("model_type")))
-        family, size = _read_size(folder, native_family)
-        label = hub_id.rpartition("/")[2] if hub_id else folder_label(folder)
-        return ModelSpec(
-            label=label,
-            family=family,
-            size=size,
-            hub_id=hub_id,
-            weights_dir=None if hub_id else folder,
-            has_own_code="auto_map" in config,
-        )
+        label = folder_label(folder)
+        return replace(_read_spec(label, folder, is_native=is_native), weights_dir=folder)
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"
         raise UserError(what, "adapters need a base model", fix)
-    why = f"it must be auto, {', '.join(names)}, a name on the Hub, or a folder with config.json"
-    advice = did_you_mean(name, names)
-    raise UserError(f"model={shown(name)} is not accepted", advice or why)
+    if name in read_table() and is_native:
+        return _listed_spec(name)
+    missing = None
+    if "/" in name and is_repo_id(name) and not folder.exists():
+        try:
+            return read_published(name, is_native=is_native)
+        except UserError as error:
+            missing = error
+    names, has_all_words = match_names(name)
+    if has_all_words and is_native:
+        # Of versions with the same size, the last one in the table is the newest.
+        specs = [_listed_spec(hub_id) for hub_id in names]
+        counts = [spec.size.num_parameters for spec in specs]
+        if max(counts) < MAX_SIZE_RATIO * min(counts):
+            newest = specs[-1]
+            owner, _, label = name.rpartition("/")
+            if owner.lower() in ("", str(newest.hub_id).partition("/")[0].lower()):
+                return newest
+            # somebody's copy or fine-tuned model
+            return replace(newest, label=label, hub_id=name, has_own_config=False)
+        what = f"model={shown(name)} means models of several sizes"
+        raise UserError(what, fix=f"name one of {', '.join(spec.label for spec in specs)}")
+    labels = [label for family in FAMILIES for label in _load(family).SIZES]
+    advice = did_you_mean(name, labels)
+    if names and not advice:
+        advice = f"did you mean {one_of(names[-3:])}?"
+    raise missing or _missing_config(name, advice)
+
+
+def read_published(hub_id: str, *, is_native: bool = True) -> ModelSpec:
+    """Return the model in a Hub repository, with the size that its config.json describes. Raises
+    UserError if the file is not available or the model is not supported."""
+    spec = _read_spec(hub_id.rpartition("/")[2], _fetch_config(hub_id), is_native=is_native)
+    return replace(spec, hub_id=hub_id)
+
+
+def _listed_spec(hub_id: str) -> ModelSpec:
+    """Return a model in the table, with the size in the table."""
+    entry = read_table()[hub_id]
+    family = HUB if "size" in entry else "llama"
+    return ModelSpec(
+        label=hub_id.rpartition("/")[2],
+        family=family,
+        size=_load(family).listed_size(entry),
+        hub_id=hub_id,
+        has_own_config=family != HUB and hub_id not in entry["also"],
+    )
 
 
 def folder_label(folder: Path) -> str:
@@ -380,30 +408,39 @@ def folder_label(folder: Path) -> str:
     return f"{run}-{folder.name}" if run else folder.name
 
 
-def _read_size(
-    folder: Path,
-    native_family: str | None,
-) -> tuple[str, ModelSize]:
-    """Return (family, size) of the model in `folder`. The family is `native_family` if that family
-    supports the model and its options. Otherwise, it is the family that uses transformers' code.
-    Raises UserError if neither family supports the model."""
+def _read_spec(label: str, folder: Path, *, is_native: bool) -> ModelSpec:
+    """Return the model in `folder`. Its family is the one of the model's type if that family
+    supports the model and its options and `is_native` is set. Otherwise, it is the family that uses
+    transformers' code. Raises UserError if neither family supports the model."""
+    config = load_model_json(folder / CONFIG_FILE)
+    families = [HUB]
+    if is_native:
+        model_type = config.get("model_type")
+        families = [name for name in FAMILIES if model_type in _load(name).MODEL_TYPES] + families
     errors = []
-    for family in (native_family, HUB):
-        if family is not None:
-            try:
-                return family, _load(family).read_size(folder)
-            except UserError as error:
-                errors.append(error)
+    for family in families:
+        try:
+            size = _load(family).read_size(folder)
+        except UserError as error:
+            errors.append(error)
+            continue
+        return ModelSpec(label=label, family=family, size=size, has_own_code="auto_map" in config)
     raise errors[0]
 
 
 @functools.cache
 def _fetch_config(hub_id: str) -> Path:
     try:
-        return fetch_folder(hub_id, ("config.json",))
+        return fetch_folder(hub_id, (CONFIG_FILE,))
     except OSError as error:
-        why = OSError(f"no folder has this name, and the download failed. {error}")
-        raise fetch_error(f"model={hub_id!r} is", why, f"hf download {hub_id}") from None
+        raise _missing_config(hub_id, f"no folder has this name, and {error}") from None
+
+
+def _missing_config(name: str, why: str) -> UserError:
+    repo_id = name if "/" in name else "OWNER/NAME"
+    command = f"hf download {repo_id} {CONFIG_FILE} --local-dir ."
+    fix = f"set model to the path of this file. To get it, run: {command}"
+    return UserError(f"{CONFIG_FILE} of model={shown(name)} is needed", why, fix)
 
 
 @functools.cache

@@ -135,7 +135,9 @@ def answer(
     and appends notes; without it, only steps that the user set are known. Raises UserError for
     settings that cannot be used."""
     notes: list[str] = []
-    config, _ = choose_model(request, cluster.machine, notes)
+    config, model = choose_model(request, cluster.machine, notes)
+    if request.model == AUTO and request.weights == AUTO:
+        notes.append(f"no model was named, so this is for {model.label}; to name one, add --model")
 
     def find_layouts(request: Request) -> list[Prediction]:
         request = choose_batch_size(request, cluster, [])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.corpus import split_weights
-from distributed_training.models import ModelSpec, find_model
+from distributed_training.models import HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
@@ -104,10 +104,15 @@ def choose_model(
             f"the code that {model.label}'s config.json names in auto_map is not run, because "
             "transformers has the same model"
         )
+    if model.hub_id and name not in (model.label, model.hub_id, f"{HUB_PREFIX}{model.hub_id}"):
+        notes.append(f"model {name!r} is {model.hub_id}")
     max_length = settings.get("max_length", request.max_length)
     if max_length > model.size.num_positions and not request.is_set("max_length"):
         settings["max_length"] = model.size.num_positions
         notes.append(f"max_length is {model.size.num_positions}, the model's context length")
+    elif max_length > model.size.num_positions and request.model == AUTO:
+        what = f"no model was named, and {name} has a context of {model.size.num_positions} tokens"
+        raise UserError(what, fix="name a model, such as --model Qwen/Qwen3-4B")
     size = model.size
     if request.lora_rank and request.lora_targets and not continues_adapters:
         size.check_targets(request.lora_targets)

@@ -25,13 +25,14 @@ from distributed_training.data.corpus import (
 from distributed_training.data.estimate import MIN_ERROR, sample_corpus
 from distributed_training.data.samples import Data, Sampler, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec, weights
+from distributed_training.models import ModelSpec, read_published, weights
 from distributed_training.models.adapters import base_folder, is_adapter
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft, Packing
 from distributed_training.plan.samples import build_tokenizer
 from distributed_training.planner.answer import count_typed_steps
+from distributed_training.planner.conflicts import check_settings
 from distributed_training.settings.config import AUTO, Config, Request
 from distributed_training.settings.errors import UserError, first_line
 from distributed_training.settings.files import plural
@@ -61,6 +62,10 @@ def find_sources(
             raise
         notes.append(first_line(error))
     adapters_dir = Path(source).resolve() if is_adapter(Path(source)) else None
+    if not spec.has_own_config and (needs_weights or weights_dir is not None):
+        spec = read_published(str(spec.hub_id))
+        draft = replace(draft, model=spec)
+        check_settings(draft, [])  # such as max_length, because the table may be of a sibling
     if weights_dir is not None:
         spec.check_weights(weights_dir)
     tokenizer, tokenizer_dir = choose_tokenizer(config, request, spec, source, notes)

@@ -8,10 +8,11 @@ fields."""
 
 import functools
 import os
+import re
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from distributed_training.settings.files import parse_as
 from distributed_training.settings.keys import KeyModel, config_key, read_keys
@@ -52,13 +53,21 @@ CountOrAll = Count | Literal[-1]
 Axis = CountOrAll | None
 
 
+def _parse_length(value: Any) -> Any:
+    """Return the number of tokens that a context length such as "32k" means."""
+    if isinstance(value, str) and re.fullmatch(r"\d+[kK]", value):
+        return 1024 * int(value[:-1])
+    return value
+
+
 class Config(KeyModel):
     """Values of CONFIG's keys. Keys that accept "auto" may have this value."""
 
     # fmt: off
     model: PathText = data_key(AUTO)
     """Model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
-    the Hub name or folder of a Llama, Mistral, Qwen or other decoder. auto: gpt2-tiny without
+    the name on the Hub (in any spelling if models/table.json lists it), folder or config.json of a
+    Llama, Mistral, Qwen or other decoder. auto: gpt2-tiny without
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: PathText = data_key(AUTO)
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
@@ -89,8 +98,8 @@ class Config(KeyModel):
     """Train on at most this many samples, from the start of the data. A sample is a block of
     running text or a record. -1: all. The default is 1000 if model is auto and there is no GPU, and
     in compare and parity."""
-    max_length: Annotated[int, Field(ge=2)] = data_key(512)
-    """Tokens per sample, up to the model's context length (1024 for GPT-2)."""
+    max_length: Annotated[int, BeforeValidator(_parse_length), Field(ge=2)] = data_key(512)
+    """Tokens per sample, up to the model's context length (1024 for GPT-2). 32k means 32768."""
     pack: bool | Auto = data_key(AUTO)
     """True: fill blocks of max_length tokens with running text, or with records that cannot attend
     to each other. False: each sample is one line or record, padded to max_length. auto: True for

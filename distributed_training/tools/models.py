@@ -27,7 +27,7 @@ from distributed_training.data.pieces import ASSISTANT, RUNNING, Message
 from distributed_training.data.samples import Samples, read_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.graphs import to_device
-from distributed_training.models import ModelSpec, find_model, weights
+from distributed_training.models import ModelSpec, find_model, read_published, weights
 from distributed_training.models.adapters import base_folder, base_name, is_adapter
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
@@ -77,6 +77,8 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
             advice = did_you_mean(folder.name, os.listdir(folder.parent))
             raise UserError(f"{name} does not exist", advice)
         spec = find_model(name)
+        if not spec.has_own_config:
+            spec = read_published(str(spec.hub_id))
         if spec.hub_id is None:
             raise UserError(f"{name} has no weights", fix="name a run or a published model")
         try:

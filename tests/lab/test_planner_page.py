@@ -12,7 +12,8 @@ import threading
 import pytest
 from pydantic_core import to_jsonable_python
 
-from distributed_training.models.hub import SIZES_FILE, measure_size
+from distributed_training.models.hub import measure_size
+from distributed_training.models.table import read_table
 from distributed_training.settings.files import ROOT
 from pipedream_tutorial.tests import browser as tutorial
 
@@ -139,7 +140,8 @@ def test_table_answers_from_a_folder(page):
     assert re.match("(?s)All weights of Qwen3-8B .*python -m http.server", text)
 
 
-def test_shipped_sizes_are_measured():
-    size = json.loads(SIZES_FILE.read_text())["Qwen/Qwen3-30B-A3B"]
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "google/gemma-2-2b"])
+def test_shipped_sizes_are_measured(name):
+    size = read_table()[name]["size"]
     measured = measure_size(size["config"]["document"])
     assert to_jsonable_python(measured) == size

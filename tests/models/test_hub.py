@@ -342,4 +342,3 @@ def test_options_missing_in_native_families_use_transformers_blocks(tmp_path):
     assert find_model(str(tmp_path)).family == "llama"
     edit_json(file, mlp_bias=True)
     assert find_model(str(tmp_path)).family == HUB
-    assert hub_family.SIZES == {}

@@ -11,7 +11,6 @@ import json
 import re
 from dataclasses import replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +26,18 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_TYPES = ()  # this family accepts every model_type that no other family claims
-SIZES_FILE = Path(__file__).parent / "sizes.json"  # measured sizes by names on the Hub
-
-# With torch, a model is always measured from its own config.json.
-_MEASURED: dict[str, ModelSize] = {}
-if find_spec("torch") is None:
-    _MEASURED = TypeAdapter(dict[str, ModelSize]).validate_json(SIZES_FILE.read_text())
-HUB_IDS = {name.rpartition("/")[2]: name for name in _MEASURED}
-SIZES = {label: _MEASURED[name] for label, name in HUB_IDS.items()}
+SIZES: dict[str, ModelSize] = {}  # models/table.json has those of published models
+HUB_IDS: dict[str, str] = {}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
 _VERSION = 81  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
+
+
+def listed_size(entry: dict[str, Any]) -> ModelSize:
+    """Return the size of a model in models/table.json."""
+    return TypeAdapter(ModelSize).validate_python(entry["size"])
 
 
 def read_size(folder: Path) -> ModelSize:

@@ -3,7 +3,6 @@ Qwen2 and Qwen3. This module imports torch only inside functions."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
-from distributed_training.models.config_file import CONFIG_FILE, Count, FamilyConfig, read_config
+from distributed_training.models.config_file import (
+    CONFIG_FILE,
+    Count,
+    FamilyConfig,
+    complete_config,
+    read_config,
+)
 from distributed_training.models.size import BlockKind, ModelSize
 from distributed_training.models.weights import is_tied, rename_parts
 from distributed_training.settings.errors import UserError
@@ -24,7 +29,9 @@ ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 MODEL_TYPES = get_args(ModelType)
 MODEL = "distributed_training.models.llama.model:Llama"
 STORES_TRANSPOSED = False
-_FIX = "use a model without it, for example one of those in models/llama/sizes.json"
+SIZES: dict[str, ModelSize] = {}  # models/table.json has those of published models
+HUB_IDS: dict[str, str] = {}
+_FIX = "use a model without it, for example one in models/table.json"
 # Our names -> Hugging Face names, except for tensors that combine several Hugging Face tensors
 _NAMES = {
     "token_embedding": "model.embed_tokens",
@@ -180,6 +187,11 @@ def llama_size(config: Config) -> ModelSize:
     )
 
 
+def listed_size(entry: dict[str, Any]) -> ModelSize:
+    """Return the size of a model in models/table.json."""
+    return llama_size(Config(**complete_config(entry["config"])))
+
+
 def read_size(folder: Path) -> ModelSize:
     """Return the size of the model in a Hugging Face folder. Raises UserError if this family does
     not support the architecture."""
@@ -248,8 +260,3 @@ def unit_size(hidden: int) -> int:
     followed by the same number of up-projection rows. Units are small enough for tp to distribute
     them over ranks, and large enough for efficient GPU reads."""
     return math.gcd(hidden, 16)
-
-
-_PUBLISHED = json.loads((Path(__file__).parent / "sizes.json").read_text())
-SIZES = {name: llama_size(Config(**config)) for name, config in _PUBLISHED.items()}
-HUB_IDS = {name: config["hub_id"] for name, config in _PUBLISHED.items()}

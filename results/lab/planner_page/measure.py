@@ -1,15 +1,22 @@
-"""Measure the models in distributed_training/models/hub/sizes.json again, from their configs in
-this file: `python -m results.lab.planner_page.measure`. For a new model, add its name with the keys
-`config` and `document`."""
+"""Measure the models in distributed_training/models/table.json again, from their configs in this
+file: `python -m results.lab.planner_page.measure`. For a new model, add a line with the keys
+`also`, `source` and `config`. Models of a native family keep their config, which gives the size."""
 
 import json
 
 from pydantic_core import to_jsonable_python
 
-from distributed_training.models.hub import SIZES_FILE, measure_size
+from distributed_training.models import llama
+from distributed_training.models.hub import measure_size
+from distributed_training.models.table import TABLE
 
 lines = []
-for name, size in json.loads(SIZES_FILE.read_text()).items():
-    measured = to_jsonable_python(measure_size(size["config"]["document"]))
-    lines.append(f"  {json.dumps(name)}: {json.dumps(measured)}")
-SIZES_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+for name, entry in json.loads(TABLE.read_text()).items():
+    document = entry.get("config") or entry["size"]["config"]["document"]
+    try:
+        llama.listed_size({"config": document})
+    except ValueError:
+        size = to_jsonable_python(measure_size(document))
+        entry = {"also": entry["also"], "source": entry["source"], "size": size}
+    lines.append(f"  {json.dumps(name)}: {json.dumps(entry)}")
+TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

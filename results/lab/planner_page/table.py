@@ -10,7 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 sys.modules["torch"] = None  # type: ignore[assignment]  # the page has none
 
-from distributed_training.models import gpt2, hub, llama  # noqa: E402
+from distributed_training.models import gpt2  # noqa: E402
+from distributed_training.models.table import TABLE  # noqa: E402
 from distributed_training.settings.machine import GPUS  # noqa: E402
 from results.lab.planner_page.ask import ask  # noqa: E402
 
@@ -66,7 +67,7 @@ def list_answers() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    models = [name for family in (hub, llama, gpt2) for name in family.HUB_IDS.values()]
+    models = [*json.loads(TABLE.read_text()), *gpt2.HUB_IDS.values()]
     parts = {
         "models": list_options(sorted(models), lambda model: model.partition("/")[0]),
         "gpus": list_options(GPUS, gpu_group),

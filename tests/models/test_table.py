@@ -1,0 +1,143 @@
+"""Test that published models are found by any spelling of their names, from models/table.json."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from distributed_training import models
+from distributed_training.models import find_model
+from distributed_training.models.table import TABLE, read_table
+from distributed_training.planner.answer import answer
+from distributed_training.planner.data import find_sources
+from distributed_training.predict.predict import parse_cluster
+from tests.planner.helpers import merged
+from tests.support import refused
+
+SPELLINGS = """\
+llama 3.1 8b = meta-llama/Llama-3.1-8B
+Llama-3.1-70B = meta-llama/Llama-3.1-70B
+meta-llama/Llama-3.1-70B = meta-llama/Llama-3.1-70B
+llama-3.3-70b = meta-llama/Llama-3.3-70B-Instruct
+Llama 3 8B = meta-llama/Meta-Llama-3-8B
+llama3-70b = meta-llama/Meta-Llama-3-70B
+llama3.2:1b = meta-llama/Llama-3.2-1B
+Llama-2-7B = meta-llama/Llama-2-7b-hf
+meta-llama/Llama-2-13B = meta-llama/Llama-2-13b-hf
+llama2 70b chat = meta-llama/Llama-2-70b-chat-hf
+llama 70b = meta-llama/Llama-3.1-70B
+tinyllama = TinyLlama/TinyLlama-1.1B-Chat-v1.0
+codellama 34b = codellama/CodeLlama-34b-hf
+qwen3-32b = Qwen/Qwen3-32B
+Qwen3 32B = Qwen/Qwen3-32B
+QWEN_3_32B = Qwen/Qwen3-32B
+qwen/qwen3-14b = Qwen/Qwen3-14B
+Qwen3 30B A3B = Qwen/Qwen3-30B-A3B
+qwen3 30b = Qwen/Qwen3-30B-A3B
+qwen 7b = Qwen/Qwen2.5-7B
+Qwen2.5 72B Instruct = Qwen/Qwen2.5-72B-Instruct
+qwen2.5-coder-7b = Qwen/Qwen2.5-Coder-7B
+qwq 32b = Qwen/QwQ-32B
+qwen3.5 27b = Qwen/Qwen3.5-27B
+R1-Distill-Qwen-7B = deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
+deepseek r1 distill llama 70b = deepseek-ai/DeepSeek-R1-Distill-Llama-70B
+DeepSeek-V2-Lite = deepseek-ai/DeepSeek-V2-Lite
+mistral 7b = mistralai/Mistral-7B-v0.3
+Mistral-7B-v0.1 = mistralai/Mistral-7B-v0.1
+mistral small 24b = mistralai/Mistral-Small-24B-Base-2501
+Mistral-Nemo = mistralai/Mistral-Nemo-Base-2407
+mixtral 8x7b = mistralai/Mixtral-8x7B-v0.1
+gemma 2 9b = google/gemma-2-9b
+gemma-3-27b = google/gemma-3-27b-it
+gemma3 1b = google/gemma-3-1b-it
+gemma 4 e4b = google/gemma-4-E4B
+gemma4 26b = google/gemma-4-26B-A4B-it
+gpt-oss-20b = openai/gpt-oss-20b
+GPT OSS 120B = openai/gpt-oss-120b
+phi-4 = microsoft/phi-4
+phi4 mini = microsoft/Phi-4-mini-instruct
+Phi 3.5 mini = microsoft/Phi-3.5-mini-instruct
+granite 3.1 2b = ibm-granite/granite-3.1-2b-base
+olmo 2 7b = allenai/OLMo-2-1124-7B
+smollm2 1.7b = HuggingFaceTB/SmolLM2-1.7B
+SmolLM3 = HuggingFaceTB/SmolLM3-3B
+falcon3 10b = tiiuae/Falcon3-10B-Base
+yi 34b = 01-ai/Yi-34B
+glm 4 9b chat = zai-org/glm-4-9b-chat-hf
+unsloth/Qwen3-8B = unsloth/Qwen3-8B
+"""
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    def fetch(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(models, "fetch_folder", fetch)
+    models._fetch_config.cache_clear()
+
+
+@pytest.mark.parametrize("line", SPELLINGS.splitlines())
+def test_models_are_found_by_any_spelling(line):
+    spelling, hub_id = line.split(" = ")
+    assert find_model(spelling).hub_id == hub_id
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama 3.1", ("Llama-3.1-8B", "Llama-3.1-405B")),
+        ("Qwen3-40B", ("config.json of model='Qwen3-40B' is needed", "Qwen/Qwen3-", "hf download")),
+        ("qwem3 32b", ("Qwen/Qwen3-32B",)),
+        ("nobody/nothing", ("no network", "hf download nobody/nothing config.json")),
+        ("gpt2-mediun", ("gpt2-medium",)),
+        ("?", ("config.json",)),
+        ("hub:Qwen/Qwen3-8B", ("no network",)),
+    ],
+)
+def test_other_names_are_refused(name, words):
+    with refused(*words):
+        find_model(name)
+
+
+def test_entries_name_their_sources_and_no_name_occurs_twice():
+    table = json.loads(TABLE.read_text())
+    names = [name for key, entry in table.items() for name in (key, *entry["also"])]
+    assert len(names) == len(set(names)) == len(read_table())
+    for name, entry in table.items():
+        assert {*entry} in ({"also", "source", "size"}, {"also", "source", "config"})
+        assert entry["source"], name
+        for repository, file, commit in entry["source"]:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+ [\w./-]+ ([0-9a-f]{40}|v5.24.0)",
+                                f"{repository} {file} {commit}"), name  # fmt: skip
+
+
+def test_a_model_that_is_trained_reads_its_own_config(tmp_path, monkeypatch):
+    """The table has the shape of a sibling, whose context may be longer."""
+    config = read_table()["Qwen/Qwen2.5-7B"]["config"] | {"max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    request = merged({"model": "Qwen2.5-7B-Instruct", "weights": "random", "tokenizer": "gpt2"})
+    draft = answer(request, parse_cluster("8xH200")).first.plan
+    with refused("Qwen/Qwen2.5-7B-Instruct", "no network"):
+        find_sources(draft, [])
+    monkeypatch.setattr(models, "fetch_folder", lambda *_, **__: tmp_path)
+    models._fetch_config.cache_clear()
+    with refused("max_length=512", "256"):
+        find_sources(draft, [])
+    assert replace(draft.model, has_own_config=True) != draft.model
+
+
+def test_plans_say_which_model_they_are_for(tmp_path):
+    found = answer(merged({"model": "qwen3 8b"}), parse_cluster("H200"))
+    assert "Qwen3-8B" in found.verdict
+    assert "Qwen/Qwen3-8B" in "".join(found.notes)
+    assert "gpt2-medium" in "".join(answer(merged({}), parse_cluster("H200")).notes)
+    with refused("no model was named", "1024"):
+        answer(merged({"max_length": 2048}), parse_cluster("H200"))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(read_table()["Qwen/Qwen3-0.6B"]["config"]))
+    request = merged({"model": str(file)}, "max_length=32k")
+    assert request.max_length == 32768
+    plan = answer(request, parse_cluster("H200")).first.plan
+    assert plan.size == find_model("Qwen3-0.6B").size
