@@ -66,10 +66,11 @@ class WeightGradients:
         linears: list[Any],
         forward: Callable[..., torch.Tensor],
         x: torch.Tensor,
+        *others: Any,
         **options: Any,
     ) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            return forward(x, **options)
+            return forward(x, *others, **options)
         samples, tokens = self.tp_parts
         for linear in linears:
             rows = local_part(linear.weight).shape[0]
@@ -80,7 +81,7 @@ class WeightGradients:
                 rows,
             )
             linear.tap = tap.requires_grad_()
-        out = forward(x, **options)
+        out = forward(x, *others, **options)
         for linear in linears:
             linear.tap.matmul = linear, linear.saved_input
             linear.tap.register_post_accumulate_grad_hook(self.pending.append)
