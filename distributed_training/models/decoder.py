@@ -231,6 +231,8 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Run this stage's blocks, after the embedding if this is the first stage. Return hidden
         states [B, T, D]."""
+        if documents is not None:  # of all tokens, of which cp splits the positions
+            documents = documents._replace(positions=positions)
         if self.is_first:
             x = self.embed(x, positions)
         for block in self.blocks.values():

@@ -7,6 +7,7 @@ all-to-all before attention gives each rank all tokens of H / R query heads, so 
 documents are whole. Another all-to-all after attention returns each token to its rank."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.models.attention import Documents, attend
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import Decoder, Positions
 from distributed_training.parallel.private import group_of_name
 
 
@@ -24,9 +25,11 @@ def apply_cp(model: Decoder, cp: int) -> None:
     call this function, because it creates communicators."""
     group, _ = dist.new_subgroups(cp)
     assert group is not None
-    attend_to_all = partial(_attend_to_all_tokens, group)
+    exchange = HeadExchange(group)
     for block in model.blocks.values():
-        block.attend = attend_to_all
+        block.attend = partial(_attend_to_all_tokens, exchange)
+        for module in block.modules():
+            module.exchange = exchange  # type: ignore[assignment]
     model.forward = partial(_forward_own_tokens, model, group)  # type: ignore[method-assign]
 
 
@@ -44,50 +47,76 @@ def _forward_own_tokens(
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(group.size(), dim=1)[group.rank()]
 
-    first_position = group.rank() * (ids.shape[1] // group.size())
-    documents = Documents(first_position)
+    own_positions: Positions = group.rank() * (ids.shape[1] // group.size())
+    documents = Documents(own_positions)
     if positions is not None and ends is not None:
-        documents = model.describe_documents(positions, ends)._replace(positions=own(positions))
+        own_positions = own(positions)
+        documents = model.describe_documents(positions, ends)
     x = model.run(
         own(ids),
-        documents.positions,
+        own_positions,
         documents,
         past=None,
     )
     return model.apply_head(x, own(targets))
 
 
+class HeadExchange:
+    """All-to-alls around attention. models/hub/attention.py calls this object if it is an attribute
+    of an attention module."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group_name = group.group_name
+        self.num_ranks = group.size()
+        self.rank = group.rank()
+
+    def own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor with one row per query head."""
+        return x.chunk(self.num_ranks)[self.rank]
+
+    def __call__(
+        self,
+        attend_heads: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the attention of this rank's tokens: q [B, H, T / R, K], k and v [B, G, T / R, K]
+        and the result [B, T / R, H, K]. The heads of v may have another size. `attend_heads`
+        computes attention for all tokens of H / R query heads, whose result is [B, T, H / R, K]."""
+        # Each rank needs the same number of key/value heads, and these must be the ones that its
+        # query heads use.
+        repeats = self.num_ranks // math.gcd(k.shape[1], self.num_ranks)
+        k = k.repeat_interleave(repeats, dim=1)
+        v = v.repeat_interleave(repeats, dim=1)
+        # For each rank, its heads of q, k and v: [R, B, T / R, values]
+        parts = []
+        for x in (q, k, v):
+            by_rank = x.transpose(1, 2).flatten(2).unflatten(2, (self.num_ranks, -1))
+            parts.append(by_rank.movedim(2, 0))
+        received = _all_to_all(torch.cat(parts, dim=3), self.group_name)
+        whole = received.movedim(0, 1).flatten(1, 2)  # [B, T, values]
+        own = whole.split([part.shape[3] for part in parts], dim=2)
+        q, k, v = (
+            values.unflatten(2, (-1, x.shape[-1])).transpose(1, 2)
+            for values, x in zip(own, (q, k, v), strict=True)
+        )
+        y = attend_heads(q, k, v)
+        by_rank = y.unflatten(1, (self.num_ranks, -1)).movedim(1, 0)
+        returned = _all_to_all(by_rank, self.group_name)
+        return returned.movedim(0, 2).flatten(2, 3)
+
+
 def _attend_to_all_tokens(
-    group: dist.ProcessGroup,
+    exchange: HeadExchange,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     documents: Documents | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return `attend` for this rank's tokens: q [B, H, T / R, K], k and v [B, G, T / R, K] and the
-    result [B, T / R, H, K]. `documents` describes all tokens."""
-    num_ranks = group.size()
-    # Each rank needs the same number of key/value heads, and these must be the ones that its query
-    # heads use.
-    repeats = num_ranks // math.gcd(k.shape[1], num_ranks)
-    k = k.repeat_interleave(repeats, dim=1)
-    v = v.repeat_interleave(repeats, dim=1)
-    # For each rank, its heads of q, k and v: [R, B, T / R, (H + 2 G) / R, K]
-    parts = []
-    for x in (q, k, v):
-        by_rank = x.transpose(1, 2).unflatten(2, (num_ranks, -1))
-        parts.append(by_rank.movedim(2, 0))
-    received = _all_to_all(torch.cat(parts, dim=3), group.group_name)
-    whole = received.movedim(0, 1).flatten(1, 2).transpose(1, 2)  # [B, heads, T, K]
-    q, k, v = whole.split(
-        [part.shape[3] for part in parts],
-        dim=1,
-    )
-    y = attend(q, k, v, documents, **options)  # [B, T, H / R, K]
-    by_rank = y.unflatten(1, (num_ranks, -1)).movedim(1, 0)
-    returned = _all_to_all(by_rank, group.group_name)
-    return returned.movedim(0, 2).flatten(2, 3)
+    """Return `attend` for this rank's tokens. `documents` describes all tokens."""
+    return exchange(partial(attend, documents=documents, **options), q, k, v)
 
 
 # Full checkpointing would keep the results of an autograd.Function (torch 2.11). It recomputes an

@@ -1,5 +1,6 @@
-"""Run the stages of every type of decoder in transformers one after the other in one process: loss
-and gradients equal those of the whole model, or the type is refused by a property."""
+"""Split every type of decoder in transformers in one process, by blocks as pipelines do, and by
+tokens as context parallelism does. The results equal those of the whole model, or the type is
+refused by a property."""
 
 import json
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models.attention import Documents
+from distributed_training.models.hub.attention import attend_to_own_tokens
 from distributed_training.models.initial_weights import allocate
 from tests.models.test_all_types import ACCEPTED, RESULTS, small_config
 
@@ -63,3 +66,23 @@ def test_stages_equal_the_whole_model_or_the_type_is_refused(model_type, tmp_pat
             assert grad is None or not grad.any(), name
         else:
             torch.testing.assert_close(sum(parts), grad, msg=name)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.filterwarnings("ignore")
+def test_only_attention_combines_tokens_or_the_type_is_refused(model_type, tmp_path):
+    """If each token attends only to itself, the second half of a sample is as in the whole
+    sample. In types that are refused, it is not, or their attention is not replaced."""
+    small_config(model_type).save_pretrained(tmp_path)
+    spec, model = build(tmp_path)
+    length = min(20, spec.size.num_positions) // 2
+    ids = torch.randint(2, 64, (2, 2 * length))
+    reasons = []
+    with torch.no_grad(), attend_to_own_tokens(spec.size.num_heads, reasons):
+        whole = model(ids)[:, length:]
+        try:
+            half = model.apply_head(model.run(ids[:, length:], length, Documents(length), None))
+        except TypeError:  # does not accept positions
+            half = whole + 1
+    is_equal = torch.allclose(half, whole, rtol=1e-4, atol=1e-4)
+    assert ("cp" in spec.size.unsplit) == (not is_equal or bool(reasons)), spec.size.unsplit

@@ -30,6 +30,7 @@ from tests.parity.test_packing import PACKED
 
 NUM_BLOCKS = 4
 PP2, FOUR = mesh(pp=2), micro_batches(4)
+CP2, TWO = mesh(cp=2), micro_batches(2)
 # "kind/layout", or "kind, packed/layout" -> CONFIG values
 CASES = {
     2: {
@@ -44,15 +45,30 @@ CASES = {
         "deepseek_v3/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
         "phi/pp2-gpipe": {**PP2, **FOUR, "pipeline_schedule": "gpipe", "pipeline_cut": "3,1"},
         "xglm/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
+        # Soft caps, windows, sinks, narrow values, chunks, learned positions
+        "gemma2, packed/cp2": {**CP2, **TWO, **SELECTIVE},
+        "gpt_oss/cp2": {**CP2, **TWO, **FULL},
+        "deepseek_v3, packed/cp2": {**CP2, **TWO},
+        "llama4_text, packed/cp2": {**CP2, **TWO, **CHUNKED},
+        "gemma4_text/dp-cp2": {"strategy": "dp", "cp": 2, **TWO},
+        "biogpt/cp2": {"strategy": "cp", **TWO},
     },
     4: {
         "gemma3_text/shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **FOUR, **ZB_V},
         "olmo2, packed/copies2-pp2": {**mesh(dp_replicate=2, pp=2), **FOUR, **FULL},
         "gpt_oss/pp4-1f1b": {**mesh(pp=4), **FOUR},
+        # The model has fewer key/value heads than there are ranks along cp.
+        "gemma3_text, packed/cp4": {**mesh(cp=4), **TWO},
+        "qwen3_moe/shard2-cp2": {**mesh(dp_shard=2, cp=2), **micro_batches(1)},
     },
 }  # fmt: skip
 # Compiled code is traced, but not generated.
-TRACED = {2: {"gemma3_text/pp2-zb-h1-traced": {**PP2, **FOUR, **ZB_H1, **COMPILED}}}
+TRACED = {
+    2: {
+        "gemma3_text/pp2-zb-h1-traced": {**PP2, **FOUR, **ZB_H1, **COMPILED},
+        "gemma2, packed/cp2-traced": {**CP2, **TWO, **COMPILED, **SELECTIVE},
+    }
+}
 TABLES = {"train": CASES, "train_without_inductor": TRACED}
 NAMED = [
     (what, count, name)

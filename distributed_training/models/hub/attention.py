@@ -1,8 +1,10 @@
 """Provide this package's attention through the AttentionInterface that transformers models call."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,12 +25,7 @@ def attention(
     v: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     documents: Documents | None = None,
-    first_position: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K].
@@ -41,6 +38,32 @@ def attention(
     mask or if attention is not causal."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedError("has attention that is not causal")
+    exchange = getattr(module, "exchange", None)
+    if exchange is not None and q.shape[2] > 1:  # cp splits the tokens (parallel/context.py)
+        if documents is not None and documents.ends is None and documents.mask is None:
+            documents = None  # it has only the position of this rank's first token
+        if options.get("s_aux") is not None:
+            options["s_aux"] = exchange.own_heads(options["s_aux"])
+        attend_heads = functools.partial(_attend, module, documents=documents, **options)
+        return exchange(attend_heads, q, k, v), None
+    return _attend(module, q, k, v, documents=documents, **options), None
+
+
+def _attend(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    documents: Documents | None = None,
+    first_position: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute `attention` of all tokens."""
     length = q.shape[2]
     if 1 < length != k.shape[2]:  # such as DeepSeek-V4's compressed keys
         raise UnsupportedError("has attention with other numbers of keys than of queries")
@@ -82,8 +105,15 @@ def attention(
         documents = Documents(positions, mask=mask)
     if extra:
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        # Under cp, the module has more heads than these.
+        heads = SimpleNamespace(
+            training=module.training,
+            num_key_value_groups=q.shape[1] // k.shape[1],
+            head_dim=q.shape[-1],
+            sinks=extra.get("s_aux"),
+        )
         output, _ = eager(
-            module,
+            heads,
             q,
             k,
             v,
@@ -92,7 +122,7 @@ def attention(
             dropout=dropout,
             **extra,
         )
-        return output, None
+        return output  # type: ignore[no-any-return]
     return attend(
         q,
         k,
@@ -103,7 +133,7 @@ def attention(
         scale=scaling,
         window=window if window < length else None,
         sinks=sinks,
-    ), None
+    )
 
 
 def _is_fast(q: torch.Tensor, dropout: float) -> bool:
@@ -119,6 +149,32 @@ def set_chunk_sizes(net: Any) -> None:
         layer = getattr(module, "layer_idx", None)
         if layer is not None and layer < len(types) and types[layer] == "chunked_attention":
             module.attention_chunk = net.config.attention_chunk_size
+
+
+@contextlib.contextmanager
+def attend_to_own_tokens(num_heads: int, reasons: list[str]) -> Iterator[None]:
+    """Replace `attention` by a function in which each token attends only to itself. Append to
+    `reasons` why cp cannot divide the heads of a call, of which the model has `num_heads`."""
+    from transformers import AttentionInterface
+
+    def attend_to_itself(
+        _module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *_arguments: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        names = {name for name, value in options.items() if torch.is_tensor(value)}
+        if q.shape[1] != num_heads or q.shape[2] != k.shape[2]:
+            reasons.append("its attention has other numbers of heads or keys in some blocks")
+        if unknown := names - _IGNORED_OPTIONS - {"s_aux"}:
+            reasons.append(f"its attention needs {', '.join(sorted(unknown))}")
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(NAME, attend_to_itself)
+    yield
+    AttentionInterface.register(NAME, attention)
 
 
 @contextlib.contextmanager

@@ -256,6 +256,8 @@ class HubDecoder(private.MovedModule, Decoder):
         last norm, [B, T, D]. If this is a pipeline stage, other stages' modules do nothing."""
         options: dict[str, Any] = {"use_cache": past is not None}
         if documents is not None:
+            if isinstance(positions, int):
+                positions += torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
             options |= {"documents": documents, "position_ids": positions}
         if past is not None:
             names = inspect.signature(self.inner.forward).parameters

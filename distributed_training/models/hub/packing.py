@@ -162,13 +162,11 @@ def separates(
     others: tuple[Any, ...],
     options: dict[str, Any],
 ) -> bool:
-    """Return whether a block computes packed records as if they were alone. Its inputs are those of
-    a forward pass with `probe_options`, and need no values. The block's parameters have no values
-    afterwards.
+    """Return whether the first half of a block's tokens does not affect the second. The inputs are
+    those of a forward pass with `probe_options`, and need no values. The block's parameters have
+    no values afterwards.
 
-    The block, which gets random weights, runs twice. Only the tokens of the first record differ."""
-    if "documents" not in options:
-        return False
+    The block, which gets random weights, runs twice. Only the tokens of the first half differ."""
     first_x = torch.randn(x.shape)
     second_x = torch.where(_IS_SECOND[:, None], first_x, torch.randn(x.shape))
     others, options = private.tree_map(_draw, (others, options))
@@ -180,7 +178,7 @@ def separates(
             private.tree_leaves(block(value, *others, **options))[0]
             for value in (first_x, second_x)
         )
-    block.to("meta")
+    private.replace_parameters(block, lambda tensor: tensor.to("meta"))
     change = (first - second).abs().amax(-1)
     largest_in_second = change[..., _IS_SECOND].max()
     return bool(largest_in_second < 1e-3 * change[..., ~_IS_SECOND].max())

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from distributed_training.models import private
 from distributed_training.models.hub import UnsupportedError, linear_attention, model, packing
-from distributed_training.models.hub.attention import record_windows
+from distributed_training.models.hub.attention import NAME, attend_to_own_tokens, record_windows
 from distributed_training.models.hub.experts import STACKS
 from distributed_training.models.size import BlockKind
 
@@ -87,7 +87,22 @@ def trace(
             if parameter.untyped_storage() not in recorders[1].read:  # such as cross-attention
                 raise UnsupportedError(f"has blocks that do not use {name}")
         kinds.append(_describe_kind(layers, block, recorders, net))
-    packs = all(packing.separates(blocks[layer], *packed[layer].inputs) for layer in firsts)
+    packs = True
+    for layer in firsts:
+        x, others, options = packed[layer].inputs
+        documents = options.pop("documents", None)
+        # cp needs blocks in which only attention combines values of different tokens.
+        reasons: list[str] = []
+        if net.config._attn_implementation != NAME:
+            reasons.append("it computes attention in its own code")
+        else:
+            with attend_to_own_tokens(net.config.num_attention_heads, reasons):
+                if not packing.separates(blocks[layer], x, others, options):
+                    reasons.append("its blocks pass values from token to token beside attention")
+        if reasons:
+            unsplit["cp"] = reasons[-1]
+        options["documents"] = documents
+        packs &= documents is not None and packing.separates(blocks[layer], x, others, options)
     return Traced(tuple(kinds), packs, before_blocks, block_outputs, unsplit)
 
 
@@ -201,7 +216,7 @@ def _describe_kind(
                 stacks[f"{name}.{stack}"] = (experts, *shape)
     return BlockKind(
         layers=layers,
-        attention_width=round(per_key / 2),
+        attention_width=max(0, round(per_key / 2)),
         matrices=tuple(matrices.values()),
         hf_matrices={
             name: {} if name in routers or model.is_read_directly(block, name) else {name: rows}

@@ -18,18 +18,22 @@ from distributed_training.predict.mechanism import (
 def exchanged_values(sizes: Sizes) -> tuple[float, float]:
     """Return the numbers of values per token in (q, k and v, attention's output). If cp does not
     divide the number of key/value heads, each of these heads is sent several times."""
-    size = sizes.size
+    kv_heads = sizes.size.num_kv_heads or sizes.size.num_heads
+    return _qkv_values(sizes, math.lcm(kv_heads, sizes.cp)), sizes.kind.attention_width
+
+
+def _qkv_values(sizes: Sizes, kv_heads: int) -> float:
+    """Return the number of values per token in q, k and v with so many key/value heads."""
     width = sizes.kind.attention_width
-    kv_heads = size.num_kv_heads or size.num_heads
-    kv_width = width / size.num_heads * math.lcm(kv_heads, sizes.cp)
-    return width + 2 * kv_width, width
+    return width + 2 * width / sizes.size.num_heads * kv_heads
 
 
 def cp_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over the cp axis: for each block and pass, an all-to-all before attention
     and one after it."""
     num_passes = 2 + rank.recomputed_share
-    values = num_passes * rank.num_microbatches * rank.num_blocks * sum(exchanged_values(rank))
+    per_block = sum(share * sum(exchanged_values(sizes)) for share, sizes in rank.by_kind())
+    values = num_passes * rank.num_microbatches * rank.num_blocks * per_block
     return {("cp", "all_to_all"): int(values * rank.value_bytes)}
 
 
@@ -48,8 +52,7 @@ def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     them."""
     if timing.config.activation_checkpointing != "selective":
         return ()
-    rows, columns = timing.kind.matrices[1]
-    product = timing.gemm_cost(timing.tokens, columns, rows)
+    product = timing.gemm_cost(timing.tokens, timing.kind.attention_width, timing.size.hidden_size)
     return exchange_costs(timing).forward, product
 
 
@@ -57,7 +60,8 @@ def exchanged_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that a block's backward pass needs in addition to those of
     costs/block.py: attention's output before the all-to-all, and repeated key/value heads."""
     qkv, output = exchanged_values(rank)
-    return rank.value_bytes * (output + qkv - rank.kind.matrices[0][0])
+    kv_heads = rank.size.num_kv_heads or rank.size.num_heads
+    return rank.value_bytes * (output + qkv - _qkv_values(rank, kv_heads))
 
 
 def kept_bytes(rank: PipelineRank, recomputed: float) -> float:
