@@ -264,6 +264,9 @@ class HubDecoder(private.MovedModule, Decoder):
             name = "cache" if "cache" in names else "past_key_values"
             if past.cache is not None:  # otherwise, the model creates one of its own class
                 options[name] = past.cache
+            if "position_ids" in names:  # Bamba would count them in a block that caches no keys
+                own_positions = torch.arange(past.length, past.length + x.shape[1])
+                options["position_ids"] = own_positions.to(x.device).expand(x.shape)
             if getattr(self.net.config, "attention_chunk_size", None):
                 options["first_position"] = past.length
         if self.is_first:
@@ -276,7 +279,7 @@ class HubDecoder(private.MovedModule, Decoder):
         output = self.inner(**options)
         y = output.last_hidden_state
         if past is not None:
-            past.cache = getattr(output, name)
+            past.cache = getattr(output, name, None)  # RecurrentGemma keeps its own state
             past.length += x.shape[1]
             if past.length == self.size.num_positions < self.size.context_length:
                 past.cache = None  # The next token changes the positions of all tokens.
