@@ -18,6 +18,7 @@ from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
 from distributed_training.engines.optimizers import build_optimizer, init_state
 from distributed_training.models.decoder import Decoder, KVCache
+from distributed_training.models.hub.model import HubDecoder
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.models.private import locate_local
 from distributed_training.parallel import blocks, gradients
@@ -35,7 +36,8 @@ from distributed_training.parallel.private import (
     overlap_matmuls,
     reset_fsdp_shards,
 )
-from distributed_training.parallel.tensor import apply_tp, shard_loss
+from distributed_training.parallel.regions import apply_regions
+from distributed_training.parallel.tensor import apply_tp, shard_loss, tp_partial_names
 from distributed_training.parallel.tensor_files import Part, TensorFiles, build_part, choose_writer
 from distributed_training.plan.plan import Plan
 
@@ -55,12 +57,12 @@ def parallelize(
     with its initial `weights`. Return the parameters whose gradients must be summed over tp. All
     ranks must call this function."""
     config = plan.config
-    tp_partial_names = set()
     tp_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
     if tp_mesh is not None:
-        tp_partial_names = apply_tp(stage, tp_mesh, plan.tp_parts)
+        apply = apply_regions if isinstance(stage, HubDecoder) else apply_tp
+        apply(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
-        tp_partial_names = apply_lora(
+        apply_lora(
             stage,
             plan.model,
             config,
@@ -72,6 +74,7 @@ def parallelize(
             from distributed_training.parallel.lora_mlp import apply_fused_mlp
 
             apply_fused_mlp(stage, config)
+    partial_names = tp_partial_names(stage) if tp_mesh is not None else set()
     if topology.cp > 1:
         apply_cp(stage, topology.cp)
     mode, compiled = config.activation_checkpointing, config.compile
@@ -108,7 +111,7 @@ def parallelize(
             gather_by_copying(modules)
     if plan.embeds_from_host:
         move_embedding_to_host(stage.token_embedding)
-    return [p for name, p in stage.named_parameters() if name in tp_partial_names]
+    return [p for name, p in stage.named_parameters() if name in partial_names]
 
 
 class NativeEngine(base.Engine):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.attention import Documents, attend, describe_documents
 from distributed_training.models.initial_weights import Slices, WeightSource, hashed_normal
+from distributed_training.models.private import shard_for
 from distributed_training.models.size import ModelSize
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -56,6 +57,7 @@ class Linear(nn.Linear):
 
     # False for row-parallel layers under tp, whose bias is added after the sum over ranks
     adds_bias = True
+    bias_factor = 1.0  # 0 if only another rank's term of a sum over ranks has the bias
     # Function of (layer, x) that replaces `matmul`. All layers use the same function, because
     # torch.compile shares one graph only between blocks that call the same functions.
     matmul_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -80,16 +82,17 @@ class Linear(nn.Linear):
         """Return `x W^T`, plus the bias if this layer adds it."""
         return F.linear(
             x,
-            self.weight.to(x.dtype),
-            self.cast_bias(x.dtype),
+            shard_for(x, self.weight).to(x.dtype),
+            self.cast_bias(x),
         )
 
-    def cast_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bias that this layer adds, in `dtype`. Return None if the layer adds no
-        bias."""
+    def cast_bias(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the bias that this layer adds for an input, in its dtype. Return None if the layer
+        adds no bias."""
         if self.bias is None or not self.adds_bias:
             return None
-        return self.bias.to(dtype)
+        bias = shard_for(x, self.bias).to(x.dtype)
+        return bias if self.bias_factor == 1 else bias * self.bias_factor
 
 
 class KVCache:

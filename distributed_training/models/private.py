@@ -82,6 +82,14 @@ def stored_parameter(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name, module._buffers.get(name))
 
 
+def shard_for(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that a layer applies to its input: this rank's shard if tp
+    shards the parameter but `x` is a local tensor, as in models that run transformers' code."""
+    if isinstance(parameter, DTensor) and not isinstance(x, DTensor):
+        return parameter.to_local()
+    return parameter
+
+
 def copy_with_unset_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:
     """Return a shallow copy of a module with its own fp32 parameters of the given shapes, whose
     values are NaN. `copy.copy` would call the constructor of a class that FSDP made."""

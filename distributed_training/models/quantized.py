@@ -41,7 +41,7 @@ class QuantizedLinear(Linear):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         y = Multiply.apply(x, self.weight, self.weight_scales, self.base)
-        bias = self.cast_bias(x.dtype)
+        bias = self.cast_bias(x)
         return y if bias is None else y + bias
 
 

@@ -10,9 +10,8 @@ from pydantic_core import to_jsonable_python
 from distributed_training.settings.errors import UserError
 
 LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
-# Names of the matrices [out, in] in a block whose outputs tp shards. It shards the inputs of the
-# others.
-COLUMN_PARALLEL = {"qkv", "mlp_in"}
+# Dimensions of the matrices [out, in] in models/decoder.py that tp shards
+_CUTS = {"qkv.weight": 0, "attention_out.weight": 1, "mlp_in.weight": 0, "mlp_out.weight": 1}
 _NOT_COMPARED = {"kinds", "padding_id", "transformers_version"}
 
 
@@ -34,6 +33,8 @@ class BlockKind:
     # that cannot have adapters contains none.
     hf_matrices: dict[str, dict[str, int]]
     parameters: int
+    # Names of the parameters that tp shards -> sharded dimension
+    cuts: dict[str, int] = field(default_factory=_CUTS.copy)
     # Number of parameters that tp shards; the other parameters are replicated
     split_parameters: int
     norm_parameters: int  # parameters that each tp rank applies to its own tokens
@@ -56,6 +57,21 @@ class BlockKind:
     # Mode of `split_values` -> values measured by tracing a block. {}: use the matrices' shapes
     traced_values: dict[str, LinearCost] = field(default_factory=dict)
 
+    def cut_dim(self, matrix: str) -> int | None:
+        """Return the dimension of a matrix that tp shards, or None."""
+        return self.cuts.get(f"{matrix}.weight")
+
+    def sees_all_tokens(self, matrix: str) -> bool:
+        """Return whether each tp rank multiplies a matrix with all tokens, instead of its own."""
+        layers = [name.removesuffix(".weight") for name, dim in self.cuts.items() if dim == 1]
+        regions = [layer.rpartition(".")[0] + "." for layer in layers]
+        return self.cut_dim(matrix) is not None or matrix.startswith(tuple(regions))
+
+    @property
+    def num_regions(self) -> int:
+        """Return how often a block sums over the tp ranks."""
+        return list(self.cuts.values()).count(1)
+
     def split_values(self, mode: str, length: int) -> float:
         """Return the number of values per token that a block keeps for the backward pass and that
         tp shards, in samples of `length` tokens. Values of the hidden size between the layers,
@@ -70,7 +86,7 @@ class BlockKind:
         outputs = 0
         inputs = 0
         for name, (rows, columns) in zip(self.hf_matrices, self.matrices, strict=True):
-            if name in COLUMN_PARALLEL:
+            if self.cut_dim(name) == 0:
                 outputs += rows
             else:
                 inputs += columns
@@ -131,9 +147,12 @@ class BlockKind:
         per_rank = 0
         shared = 0
         for name, (a_shape, b_shape) in self.adapter_shapes(rank, targets).items():
-            common, split = math.prod(b_shape), math.prod(a_shape)  # each rank has all of B
-            if name.removesuffix(".adapter") in COLUMN_PARALLEL:  # each rank has all of A
-                common, split = split, common
+            common = math.prod(a_shape) + math.prod(b_shape)
+            split = 0
+            dim = self.cut_dim(name.removesuffix(".adapter"))
+            if dim is not None:
+                split = math.prod((b_shape, a_shape)[dim])  # each rank has all of the other one
+                common -= split
             shared += common
             per_rank += common + split // tp
         return per_rank, shared
@@ -162,6 +181,8 @@ class ModelSize:
     mlp_units: int | None = None
     # Mesh axis -> why the model cannot be split over this axis
     unsplit: dict[str, str] = field(default_factory=dict)
+    # Whether blocks mix tokens outside of what tp shards, so that tp cannot split a sample
+    needs_whole_samples: bool = False
     packs: bool = True  # whether blocks can separate packed records
     # Whether blocks have linear attention, which on a GPU needs the package
     # flash-linear-attention. Without it, a step launches thousands of kernels for each block.

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models.private import shard_for
 from distributed_training.parallel.mesh import local_part
 from distributed_training.settings.config import Config
 
@@ -34,16 +35,14 @@ def apply_lora(
     config: Config,
     device: torch.device,
     initial_values: Mapping[str, torch.Tensor],
-) -> set[str]:
+) -> None:
     """Freeze a model or a pipeline stage, and add fp32 adapters on `device` to the matrices of its
     blocks, in place.
 
     If tp shards a matrix by rows, each rank has all of A and its own rows of B. If tp shards a
     matrix by columns, each rank has its own columns of A and all of B. `initial_values` (the
-    `adapters` of InitialWeights) replace the random initialization. Return the names of the
-    parameters whose gradients must be summed over tp."""
+    `adapters` of InitialWeights) replace the random initialization."""
     model.requires_grad_(False)
-    tp_partial_names = set()
     for number in model.blocks:
         kind = spec.size.kind_of(int(number))
         shapes = kind.adapter_shapes(config.lora_rank, config.lora_targets)
@@ -67,10 +66,7 @@ def apply_lora(
                 owner.add_module(key, StackAdapter(a, b, scale))
                 continue
             rows = spec.hf_rows(owner_name, config.lora_targets)
-            shared_factor = _add_adapter(owner, a, b, list(rows.values()), config)
-            if shared_factor is not None:
-                tp_partial_names.add(f"{name}.{shared_factor}")
-    return tp_partial_names
+            _add_adapter(owner, a, b, list(rows.values()), config)
 
 
 def _add_adapter(
@@ -79,24 +75,21 @@ def _add_adapter(
     b: torch.Tensor,
     rows: list[torch.Tensor],
     config: Config,
-) -> str | None:
+) -> None:
     """Add an adapter with the matrices `a` and `b` to a layer. `rows` are the rows of each Hugging
-    Face matrix. If tp shards the layer, return the name of the matrix that all ranks have."""
+    Face matrix."""
     device = a.device
     num_parts = len(rows)
     # Use the sizes of the layer, because a quantized weight has a different shape.
     num_rows = linear.out_features
     part_positions = [part_rows * num_parts + index for index, part_rows in enumerate(rows)]
     positions = torch.cat(part_positions).sort().values
-    shared_factor = None
     if isinstance(linear.weight, DTensor):
         mesh = linear.weight.device_mesh
         if linear.weight.placements[0].is_shard(1):
             placement_a, placement_b = Shard(1), Replicate()
-            shared_factor = "b"
         else:
             placement_a, placement_b = Replicate(), Shard(0)
-            shared_factor = "a"
             rank = mesh.get_local_rank()
             num_rows //= mesh.size()
             own_positions = positions.chunk(mesh.size())[rank]
@@ -107,7 +100,6 @@ def _add_adapter(
     if len(positions) < num_rows * num_parts:
         linear.adapter.positions = positions.to(device)
         linear.adapter.num_blocks = num_rows * num_parts
-    return shared_factor
 
 
 def _draw(
@@ -162,12 +154,11 @@ class Adapter(nn.Module):
         a, b = self.matrices(x.dtype)
         drops = self.dropout > 0 and self.training
         is_plain = type(linear) is Linear and linear.matmul_override is None
-        if is_plain and not drops and not isinstance(linear.weight, DTensor):
-            bias = linear.cast_bias(x.dtype)
+        if is_plain and not drops and not isinstance(x, DTensor):
             return adapted_linear(
                 x,
-                linear.weight.to(x.dtype),
-                bias,
+                shard_for(x, linear.weight).to(x.dtype),
+                linear.cast_bias(x),
                 a,
                 b,
             )[0]

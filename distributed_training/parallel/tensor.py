@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
+from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import LayerStyle
 
 
@@ -38,14 +39,12 @@ def apply_tp(
     model: Decoder,
     mesh: DeviceMesh,
     tp_parts: tuple[int, int],
-) -> set[str]:
+) -> None:
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
     Parameters become DTensors. Between sharded layers, activations are local tensors, with samples
-    split into `tp_parts[0]` parts and tokens split into `tp_parts[1]` parts. Return the names of
-    parameters that each rank applies only to its own tokens or heads. The gradients of these
-    parameters must be summed over `mesh` (gradients.all_reduce_sum)."""
-    placement = _place_activations(tp_parts)
+    split into `tp_parts[0]` parts and tokens split into `tp_parts[1]` parts."""
+    placement = place_activations(tp_parts)
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=placement),
         "row": _LayerParallel(Shard(-1), placement, dim=1),
@@ -63,14 +62,22 @@ def apply_tp(
         mesh,
         {name: styles[role] for name, role in roles.items()},
     )
-    own_roles = ("heads", "whole", "positions")
-    own_parameters = set()
-    for name, role in roles.items():
-        for parameter, _ in model.get_submodule(name).named_parameters():
-            is_own_bias = role == "row" and parameter == "bias"
-            if role in own_roles or is_own_bias:
-                own_parameters.add(f"{name}.{parameter}")
-    return own_parameters
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Return whether tp shards a parameter."""
+    return isinstance(parameter, DTensor) and not parameter.placements[0].is_replicate()
+
+
+def tp_partial_names(model: Decoder) -> set[str]:
+    """Return the names of the trained parameters that tp does not shard. Each rank applies these
+    only to its own tokens or heads, so their gradients must be summed over the ranks
+    (gradients.all_reduce_sum)."""
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not is_sharded(parameter)
+    }
 
 
 def shard_loss(
@@ -78,10 +85,10 @@ def shard_loss(
 ) -> Callable[..., torch.Tensor]:
     """Return the function `loss` of a Decoder whose output layer is sharded over `mesh` by
     vocabulary. The argument is the loss of an unsharded model."""
-    return partial(_vocab_parallel_loss, mesh, _place_activations(tp_parts), loss)
+    return partial(_vocab_parallel_loss, mesh, place_activations(tp_parts), loss)
 
 
-def _place_activations(tp_parts: tuple[int, int]) -> Placement:
+def place_activations(tp_parts: tuple[int, int]) -> Placement:
     """Return the placement of the activations between sharded layers."""
     return Shard(0 if tp_parts[0] > 1 else 1)
 
@@ -156,23 +163,33 @@ class _TableParallel(LayerStyle):
         device_mesh: DeviceMesh,
     ) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
-        module.forward = partial(self._look_up, module, device_mesh)
+        look_up_rows(module, device_mesh, self.output_layout)
         return module  # type: ignore[no-any-return]
 
-    def _look_up(
-        self,
-        table: Any,
-        mesh: DeviceMesh,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return this rank's part of the embeddings of token ids, [B, T] -> [B, T, D]."""
-        rows = table.weight.to_local()
-        own_ids = ids - mesh.get_local_rank() * rows.shape[0]
-        is_missing = (own_ids < 0) | (own_ids >= rows.shape[0])
-        found = F.embedding(own_ids.masked_fill(is_missing, 0), rows)
+
+def look_up_rows(table: Any, mesh: DeviceMesh, placement: Placement) -> None:
+    """Let a table of embeddings with sharded rows return this rank's part of the embeddings of all
+    token ids, [B, T] -> [B, T, D]."""
+    num_rows = len(table._parameters["weight"]) // mesh.size()
+    first = mesh.get_local_rank() * num_rows
+    forward = table.forward
+    if table.padding_idx is not None:
+        own_padding = table.padding_idx - first
+        table.padding_idx = own_padding if 0 <= own_padding < num_rows else None
+
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        own_ids = ids - first
+        is_missing = (own_ids < 0) | (own_ids >= num_rows)
+        # The table's own forward may also scale the rows, as in Gemma.
+        weight = table._parameters["weight"]
+        table._parameters["weight"] = weight.to_local()
+        found = forward(own_ids.masked_fill(is_missing, 0))
+        table._parameters["weight"] = weight
         own_term = found.masked_fill(is_missing[..., None], 0)
         embedded = DTensor.from_local(own_term, mesh, [Partial()], run_check=False)
-        return embedded.redistribute(placements=[self.output_layout]).to_local()
+        return embedded.redistribute(placements=[placement]).to_local()
+
+    table.forward = look_up
 
 
 def _local_positions(
@@ -206,17 +223,18 @@ def _vocab_parallel_loss(
     placement: Placement,
     loss: ChunkedCrossEntropy,
     x: torch.Tensor,
-    weight: DTensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Compute `decoder.summed_cross_entropy` with the rows of the output layer's `weight` sharded
     over the ranks."""
-    rows = weight.to_local()  # (P / R, D)
+    rows = local_part(weight)  # [P / R, D]
     first = mesh.get_local_rank() * rows.shape[0]
     shard = VocabularyShard(first, mesh.get_group())
     own_tokens = DTensor.from_local(x, mesh, [placement])
     gathered = own_tokens.redistribute(placements=[Replicate()])
     # The backward pass sums the gradients over the ranks.
     all_tokens = gathered.to_local(grad_placements=[Partial()])
-    return loss(all_tokens, rows, targets, vocab_size, shard)
+    return loss(all_tokens, rows, targets, vocab_size, shard, cap)

@@ -19,7 +19,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
 from distributed_training.models.decoder import Decoder, Linear
-from distributed_training.models.private import copy_with_unset_parameters, stored_parameter
+from distributed_training.models.private import (
+    copy_with_unset_parameters,
+    shard_for,
+    stored_parameter,
+)
 from distributed_training.parallel.mesh import local_part
 
 
@@ -98,8 +102,8 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     linear.saved_input = local_part(x.detach())
     y = F.linear(
         x,
-        linear.weight.detach().to(x.dtype),
-        linear.cast_bias(x.dtype),
+        shard_for(x, linear.weight.detach()).to(x.dtype),
+        linear.cast_bias(x),
     )
     if not isinstance(y, DTensor):
         return _AttachTap.apply(y, linear.tap)

@@ -88,6 +88,29 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
             "micro-batch, and sequence_parallel gives every rank the same number of them",
             f"set max_length to {config.max_length // tp * tp or tp}",
         )
+    needs_whole = tp > 1 and size.needs_whole_samples
+    if needs_whole and token_parts > 1:
+        yield (
+            "micro_batch_size",
+            f"{tp=}",
+            "blocks of the model mix tokens in layers that tp does not shard, so that each rank "
+            "needs whole samples",
+            f"set micro_batch_size to a multiple of {tp}",
+        )
+    if needs_whole and plan.packing:
+        yield (
+            "pack",
+            f"{tp=}",
+            "blocks of the model mix tokens in layers that tp does not shard",
+            "set pack to False",
+        )
+    if config.dropout and tp > 1 and size.kinds[0].traced_values:
+        yield (
+            "dropout",
+            f"{tp=}",
+            "transformers' code drops terms of sums over ranks",
+            "set dropout to 0",
+        )
     if config.precision == "fp16" and not on_gpu:
         yield "precision", device, "fp16 needs a GPU", "set precision to fp32"
     if config.precision == "bf16" and on_gpu and capability < (8, 0):

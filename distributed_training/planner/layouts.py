@@ -180,6 +180,13 @@ def _check_divisible(candidate: Candidate) -> None:
             raise UserError(
                 f"{axis}={mesh[axis]} does not divide {description}", why, LAYOUT_ADVICE
             )
+    for kind in size.kinds:
+        for name, shape in zip(kind.hf_matrices, kind.matrices, strict=True):
+            dim = kind.cut_dim(name)
+            if dim is not None and shape[dim] % mesh["tp"]:
+                what = f"tp={mesh['tp']} does not divide the {shape[dim]} "
+                what += f"{('outputs', 'inputs')[dim]} of {name} in {label}"
+                raise UserError(what, fix=LAYOUT_ADVICE)
     for axis in ("pp", "tp"):
         if mesh["cp"] > 1 and mesh[axis] > 1:
             raise UserError(

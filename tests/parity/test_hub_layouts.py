@@ -27,11 +27,15 @@ from tests.parity.test_layouts import (
     ZB_V,
 )
 from tests.parity.test_packing import PACKED
+from tests.parity.test_resharding import assert_goes_on
 
 NUM_BLOCKS = 4
 PP2, FOUR = mesh(pp=2), micro_batches(4)
 CP2, TWO = mesh(cp=2), micro_batches(2)
-# "kind/layout", or "kind, packed/layout" -> CONFIG values
+# tp splits samples if there are several in a micro-batch, otherwise tokens.
+TP2, SAMPLES, TOKENS = mesh(tp=2), micro_batches(2), micro_batches(8)
+FORMS = {"": {}, "packed": PACKED, "lora": {"lora_rank": 4, "learning_rate": 1e-2}}
+# "kind/layout", or "kind, form/layout" -> CONFIG values
 CASES = {
     2: {
         "gemma3_text/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
@@ -52,6 +56,14 @@ CASES = {
         "llama4_text, packed/cp2": {**CP2, **TWO, **CHUNKED},
         "gemma4_text/dp-cp2": {"strategy": "dp", "cp": 2, **TWO},
         "biogpt/cp2": {"strategy": "cp", **TWO},
+        "gemma3_text/tp2-samples": {**TP2, **SAMPLES, **SELECTIVE},
+        "gemma3_text, packed/tp2-tokens": {**TP2, **TOKENS, **CHUNKED},
+        "olmo2, packed/tp2-samples": {**TP2, **SAMPLES, **FULL},
+        "phi/tp2-tokens": {**TP2, **TOKENS},
+        "qwen3_moe, packed/tp2-samples": {**TP2, **SAMPLES},
+        "qwen3_5_text/tp2-samples": {**TP2, **SAMPLES},
+        "qwen3_moe, lora/tp2-tokens": {**TP2, **TOKENS},
+        "phi, lora/tp2-samples": {**TP2, **SAMPLES},
     },
     4: {
         "gemma3_text/shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **FOUR, **ZB_V},
@@ -60,6 +72,11 @@ CASES = {
         # The model has fewer key/value heads than there are ranks along cp.
         "gemma3_text, packed/cp4": {**mesh(cp=4), **TWO},
         "qwen3_moe/shard2-cp2": {**mesh(dp_shard=2, cp=2), **micro_batches(1)},
+        "gemma3_text/shard2-tp2": {**mesh(dp_shard=2, tp=2), **micro_batches(1)},
+        "gemma3_text, packed/tp2-pp2-zb-h1": {**mesh(tp=2, pp=2), **FOUR, **ZB_H1},
+        "granite_swa/copies2-tp2": {**mesh(dp_replicate=2, tp=2), **SAMPLES},
+        "olmo2, lora/shard2-tp2": {**mesh(dp_shard=2, tp=2), **SAMPLES},
+        "qwen3_moe/tp2-pp2-1f1b": {**mesh(tp=2, pp=2), **TOKENS, **SELECTIVE},
     },
 }  # fmt: skip
 # Compiled code is traced, but not generated.
@@ -67,6 +84,8 @@ TRACED = {
     2: {
         "gemma3_text/pp2-zb-h1-traced": {**PP2, **FOUR, **ZB_H1, **COMPILED},
         "gemma2, packed/cp2-traced": {**CP2, **TWO, **COMPILED, **SELECTIVE},
+        "olmo2/tp2-traced": {**TP2, **SAMPLES, **COMPILED, **SELECTIVE},
+        "gemma3_text, lora/tp2-traced": {**TP2, **TOKENS, **COMPILED},
     }
 }
 TABLES = {"train": CASES, "train_without_inductor": TRACED}
@@ -94,8 +113,7 @@ def work(tmp_path_factory):
 
     def values(name):
         kind, _, form = name.partition("/")[0].partition(", ")
-        records = PACKED if form else {}
-        return {**BASE, **records, "model": deep_model(kind, tmp_path_factory.mktemp)}
+        return {**BASE, **FORMS[form], "model": deep_model(kind, tmp_path_factory.mktemp)}
 
     return values
 
@@ -136,4 +154,13 @@ def test_bf16_pipelines_follow_one_process(work):
 
 def test_a_resumed_layout_is_bitwise_equal(work):
     values = {**work("gemma3_text"), **micro_batches(2)}
-    assert_resumes({"zb-v": {**values, **PP2, **ZB_V}, "hybrid": {**values, **HYBRID}}, 2)
+    layouts = {"zb-v": PP2 | ZB_V, "hybrid": HYBRID, "tp": TP2}
+    assert_resumes({name: {**values, **keys} for name, keys in layouts.items()}, 2)
+
+
+def test_a_run_resumed_under_another_layout_equals_one_process(tmp_path):
+    """tp pads the vocabulary, whose size is odd."""
+    model = make_folder("olmo2", tmp_path / "model", vocab_size=2051)
+    work = {**BASE, "model": f"hub:{model}"}
+    pairs = [("tp x 2", "fsdp x 2"), ("3d-shard-tp x 4", "tp x 2"), ("fsdp x 2", "3d-tp-pp x 4")]
+    assert_goes_on(pairs, tmp_path, work)

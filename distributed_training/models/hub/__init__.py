@@ -31,7 +31,7 @@ HUB_IDS: dict[str, str] = {}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 83  # version of the format of cached sizes
+_VERSION = 101  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
@@ -176,7 +176,8 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
         final_norm_parameters=num_parameters - in_blocks - num_tables * vocab_size * hidden_size,
         tied=tied,
         num_kv_heads=text_document(document).get("num_key_value_heads"),
-        unsplit={"tp": "it runs transformers' code"} | traced.unsplit,
+        unsplit=traced.unsplit,
+        needs_whole_samples=traced.needs_whole_samples,
         packs=traced.packs,
         has_linear_attention=packing.has_linear_attention(net),
         config=settings,

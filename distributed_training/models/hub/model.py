@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from distributed_training.models import private
 from distributed_training.models.attention import Documents
@@ -187,6 +188,9 @@ class HubDecoder(private.MovedModule, Decoder):
     head: Any  # the output layer
     entry: Any = None  # the stand-in before this stage's blocks, which returns what was received
     exit: Any = None  # the stand-in after this stage's blocks, which keeps what is to be sent
+    # Number of parts into which tp splits the tokens of a sample, or 0 without tp. With tp, hidden
+    # states do not show how many tokens and samples there are.
+    token_parts = 0
     cast_dtype: torch.dtype | None  # value of `compute_dtype`, which each module also has
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
@@ -259,6 +263,9 @@ class HubDecoder(private.MovedModule, Decoder):
             if isinstance(positions, int):
                 positions += torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
             options |= {"documents": documents, "position_ids": positions}
+        elif self.token_parts:
+            length = x.shape[1] * (1 if self.is_first else self.token_parts)
+            options["position_ids"] = torch.arange(length, device=x.device)[None]
         if past is not None:
             names = inspect.signature(self.inner.forward).parameters
             name = "cache" if "cache" in names else "past_key_values"
@@ -334,9 +341,10 @@ class HubDecoder(private.MovedModule, Decoder):
         head = self.size.config["head"]
         scale = head["scale"]
         x = x * scale if scale != 1 else x
-        weight = self.output_weight.to(x.dtype)
+        weight = private.shard_for(x, self.output_weight).to(x.dtype)
         bias = private.stored_parameter(self.head, "bias")
         if bias is not None:
+            bias = private.shard_for(x, bias)
             # Express the bias as the weight of one more hidden unit whose value is 1. Seven more
             # columns of zeros keep the rows aligned.
             column = scale * bias.to(x.dtype)[:, None]
@@ -363,6 +371,15 @@ class HubDecoder(private.MovedModule, Decoder):
     def output_weight(self) -> torch.Tensor:
         holder = self.token_embedding if self.size.tied else self.head
         return private.stored_parameter(holder, "weight")  # type: ignore[no-any-return]
+
+    def vocabulary_parameters(self) -> list[str]:
+        tables = {self.token_embedding, self.head}
+        return [
+            f"{name}.{key}"
+            for name, module in self.named_modules()
+            if module in tables
+            for key, _ in module.named_parameters(recurse=False)
+        ]
 
     def random_source(
         self,
@@ -475,6 +492,9 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
     def cast(name: str) -> property:
         def read(self: Any) -> torch.Tensor:
             value = private.stored_parameter(self, name)
+            # FSDP reads its own shards, whose mesh has more axes.
+            if isinstance(value, DTensor) and value.device_mesh.mesh_dim_names == ("tp",):
+                value = value.to_local()
             return value.to(self.cast_dtype or value.dtype)
 
         return property(read)

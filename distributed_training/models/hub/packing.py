@@ -156,6 +156,21 @@ def probe_options(dtype: torch.dtype) -> dict[str, Any]:
     return {"position_ids": _POSITIONS, "documents": documents}
 
 
+def draw_values(
+    block: nn.Module,
+    x: torch.Tensor,
+    others: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Give a block random weights. Return random values of its inputs, which are those of a forward
+    pass with `probe_options`."""
+    others, options = private.tree_map(_draw, (others, options))
+    probe = probe_options(torch.float32)
+    options |= {name: probe[name] for name in probe.keys() & options.keys()}
+    private.replace_parameters(block, _draw_parameter)
+    return torch.randn(x.shape), others, options
+
+
 def separates(
     block: nn.Module,
     x: torch.Tensor,
@@ -167,12 +182,8 @@ def separates(
     no values afterwards.
 
     The block, which gets random weights, runs twice. Only the tokens of the first half differ."""
-    first_x = torch.randn(x.shape)
+    first_x, others, options = draw_values(block, x, others, options)
     second_x = torch.where(_IS_SECOND[:, None], first_x, torch.randn(x.shape))
-    others, options = private.tree_map(_draw, (others, options))
-    probe = probe_options(torch.float32)
-    options |= {name: probe[name] for name in probe.keys() & options.keys()}
-    private.replace_parameters(block, _draw_parameter)
     with torch.no_grad():
         first, second = (
             private.tree_leaves(block(value, *others, **options))[0]

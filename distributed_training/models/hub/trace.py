@@ -8,9 +8,11 @@ checkpointing, it also recomputes inputs of matrix multiplications (parallel/blo
 
 import functools
 import inspect
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from distributed_training.models import private
 from distributed_training.models.hub import UnsupportedError, linear_attention, model, packing
 from distributed_training.models.hub.attention import NAME, attend_to_own_tokens, record_windows
 from distributed_training.models.hub.experts import STACKS
+from distributed_training.models.hub.regions import find_cuts
 from distributed_training.models.size import BlockKind
 
 # Length of the longer of the two traced samples. Comparing the two samples shows which costs grow
@@ -46,6 +49,7 @@ class Traced(NamedTuple):
     before_blocks: list[str]  # names of the modules that are called before the blocks
     block_outputs: int  # length of the tuple that a block returns, or 0 if it returns a tensor
     unsplit: dict[str, str]  # mesh axis -> why the model cannot be split over this axis
+    needs_whole_samples: bool  # see ModelSize
 
 
 def trace(
@@ -58,6 +62,13 @@ def trace(
 
     Afterwards, the model's tensors have no values."""
     groups = _group_blocks(net.config, blocks)
+    plan = {
+        pattern.partition(".*.")[2]: style
+        for pattern, style in (getattr(net.config, "base_model_tp_plan", None) or {}).items()
+    }
+    num_heads = math.gcd(
+        net.config.num_attention_heads, getattr(net.config, "num_key_value_heads", None) or 0
+    )
     net.config.pad_token_id = None  # otherwise, some models look for padding among the ids
     firsts = [layers[0] for layers in groups]
     chunk_sizes = [
@@ -101,9 +112,33 @@ def trace(
                     reasons.append("its blocks pass values from token to token beside attention")
         if reasons:
             unsplit["cp"] = reasons[-1]
-        options["documents"] = documents
+        if documents is not None:
+            options["documents"] = documents
         packs &= documents is not None and packing.separates(blocks[layer], x, others, options)
-    return Traced(tuple(kinds), packs, before_blocks, block_outputs, unsplit)
+    needs_whole_samples = False
+    wrong: list[str] = []
+    for index, layer in enumerate(firsts):
+        block = blocks[layer]
+        inputs = packing.draw_values(block, *packed[layer].inputs)
+        cuts, wrong_regions, mixes = find_cuts(block, plan, num_heads, inputs)
+        needs_whole_samples |= mixes
+        wrong += wrong_regions
+        num_split = sum(block.get_parameter(name).numel() for name in cuts)
+        private.replace_parameters(block, lambda tensor: tensor.to("meta"))
+        kinds[index] = replace(
+            kinds[index],
+            cuts=cuts,
+            split_parameters=num_split,
+            norm_parameters=kinds[index].parameters - num_split,
+        )
+    if not any(kind.cuts for kind in kinds):
+        unsplit["tp"] = "transformers declares no layers of its blocks that can be split"
+        if wrong:
+            names = " and ".join(dict.fromkeys(wrong))
+            unsplit["tp"] = f"the parts of {names} do not add up if transformers' plan splits them"
+    elif "pp" in unsplit:  # hidden states are not all that ranks exchange
+        unsplit["tp"] = unsplit["pp"]
+    return Traced(tuple(kinds), packs, before_blocks, block_outputs, unsplit, needs_whole_samples)
 
 
 def _find_stages(
@@ -203,7 +238,6 @@ def _describe_kind(
         for parameter in block.parameters()
         if parameter.dim() > 2 and parameter.shape[1] > 1  # otherwise, it is a convolution
     )
-    in_matrices = sum(rows * columns for rows, columns in matrices.values())
     stacks = {}
     transposed = False
     for name, module in block.named_modules():
@@ -223,8 +257,8 @@ def _describe_kind(
             for name, (rows, _) in matrices.items()
         },
         parameters=sum(sizes),
-        split_parameters=in_matrices,
-        norm_parameters=sum(sizes) - in_matrices,
+        split_parameters=0,
+        norm_parameters=sum(sizes),
         tensors=len(sizes),
         expert_products=tuple(long.expert_products),
         stacks=dict(sorted(stacks.items(), reverse=True)),  # in the order of their products

@@ -25,10 +25,10 @@ def block_costs(timing: Timing) -> PassCosts:
     """Return the total costs of a block's matrix multiplications, attention and element-wise
     operations for each pass."""
     forward = inputs = weights = NO_COST
-    for n, k in matrix_shapes(timing):
-        forward += timing.gemm_cost(timing.tokens, k, n)
-        inputs += timing.gemm_cost(timing.tokens, n, k)
-        weights += timing.gemm_cost(k, timing.tokens, n)
+    for num_tokens, n, k in matrix_products(timing):
+        forward += timing.gemm_cost(num_tokens, k, n)
+        inputs += timing.gemm_cost(num_tokens, n, k)
+        weights += timing.gemm_cost(k, num_tokens, n)
     expert_counts = [experts for experts, *_ in timing.kind.stacks.values()]
     num_experts = max(expert_counts, default=0)
     if expert_counts:  # short kernels choose, count and sort
@@ -36,16 +36,17 @@ def block_costs(timing: Timing) -> PassCosts:
         forward += routing
         inputs += 2 * routing
     for n, k, rows_per_token in timing.kind.expert_products:
-        num_rows = timing.tokens * rows_per_token
+        num_rows = timing.tokens * timing.hidden_share * rows_per_token
         # Tiles of matrices are partly empty at the end of each expert's rows.
         factor = 1 + num_experts * FITTED.grouped_rows / num_rows
         # The rows are gathered and read, and the results are written and read. The gradients of
         # both move twice as much. elementwise_costs counts the activation function.
-        moved = timing.memory_cost(2 * rows_per_token * (n + k) * timing.value_bytes)
+        row_bytes = (n + k) * timing.dtype_bytes
+        moved = timing.memory_cost(2 * num_rows * row_bytes)
         forward += factor * timing.gemm_cost(num_rows, k, n) + moved
         inputs += factor * timing.gemm_cost(num_rows, n, k) + 2 * moved
         weights += factor * timing.gemm_cost(k, num_rows, n)
-    state_flops = 2 * timing.tokens * timing.kind.state_products
+    state_flops = 2 * timing.tokens * timing.hidden_share * timing.kind.state_products
     attention = attention_cost(timing)
     state_rate = timing.rates.linear_attention * timing.rates.attention_flops
     attention += Cost(arithmetic_s=state_flops / state_rate)
@@ -69,15 +70,21 @@ def elementwise_costs(timing: Timing) -> tuple[Cost, Cost]:
 
 
 def matrix_shapes(sizes: Sizes) -> list[tuple[float, float]]:
-    """Return the (rows, columns) of each matrix in a block, as stored on one rank. tp splits the
-    first matrix of each pair by rows, and the second matrix by columns."""
-    matrices = sizes.kind.matrices
-    if sizes.tp == 1:
-        return list(matrices)
+    """Return the (rows, columns) of each matrix in a block, as stored on one rank."""
     shapes = []
-    for (rows, columns), second in zip(matrices[::2], matrices[1::2], strict=True):
-        shapes += [(rows / sizes.tp, columns), (second[0], second[1] / sizes.tp)]
+    for name, (rows, columns) in zip(sizes.kind.hf_matrices, sizes.kind.matrices, strict=True):
+        parts = {sizes.kind.cut_dim(name): sizes.tp}
+        shapes.append((rows / parts.get(0, 1), columns / parts.get(1, 1)))
     return shapes
+
+
+def matrix_products(sizes: Sizes) -> list[tuple[float, float, float]]:
+    """Return (tokens of a micro-batch that a rank multiplies, rows, columns) for each matrix in a
+    block. Only in the regions that tp shards, a rank computes all tokens."""
+    return [
+        (sizes.tokens * (1 if sizes.kind.sees_all_tokens(name) else sizes.hidden_share), *shape)
+        for name, shape in zip(sizes.kind.hf_matrices, matrix_shapes(sizes), strict=True)
+    ]
 
 
 def attention_cost(timing: Timing) -> Cost:
@@ -126,7 +133,9 @@ def activation_bytes(rank: PipelineRank) -> float:
     """Return the number of bytes that a block keeps for its backward pass."""
     # Values in the compute dtype that models/ and torch.compile keep, per token and hidden unit
     values = 2 * rank.hidden_share + rank.split_values(rank.compile_mode) / rank.tp
-    values += 2  # the inputs of both column-split layers, which tp does not split
+    # The inputs of the regions that tp shards, which are gathered, and those of other matrices
+    num_regions = rank.kind.num_regions
+    values += num_regions + (2 - num_regions) * rank.hidden_share
     if rank.config.precision != "bf16" and rank.plan.machine.num_gpus:
         values += rank.kind.repeated_values / rank.size.hidden_size / rank.tp
     if rank.config.dropout:  # two masks with one byte per value

@@ -20,8 +20,8 @@ def full_recompute_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
     """Return the cost of repeating the forward pass. The last matrix multiplication is repeated
     only in uncompiled blocks with adapters. Compiled blocks with adapters repeat only half of the
     adapters' computation."""
-    rows, columns = block.matrix_shapes(timing)[-1]
-    last_gemm = timing.gemm_cost(timing.tokens, columns, rows)
+    num_tokens, rows, columns = block.matrix_products(timing)[-1]
+    last_gemm = timing.gemm_cost(num_tokens, columns, rows)
     if timing.trained_share:
         return forward, -1 * last_gemm
     if timing.config.compile:

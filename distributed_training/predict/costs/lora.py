@@ -39,7 +39,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     for experts, rows, columns in timing.kind.adapted_stacks(config.lora_targets).values():
         experts_s += FITTED.expert_product_s * experts
         # models/hub/experts.py adds products of adapters separately.
-        num_outputs = rows * rows_of[rows, columns]
+        num_outputs = rows * rows_of[rows, columns] * timing.hidden_share
         forward += 4 * num_outputs
         inputs += 7 * num_outputs
     # A and B are multiplied once in the forward pass. In the backward pass, they and the gradients

@@ -1,0 +1,194 @@
+"""Find the regions of a block that tensor parallelism can split.
+
+A region is a module in a block, such as attention or an MLP, that gets and returns hidden states
+[B, T, D]. Its first layers are split by outputs and its last layer by inputs, as transformers
+declares (`base_model_tp_plan`). Each rank computes the region with its shards, and the sum over
+ranks is the region's output. The plans are made for inference with other code, so random numbers
+test whether this is true. Each rank computes the rest of a block only for its own tokens."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+Cuts = dict[str, int]  # name of a parameter in a block -> dimension that is split
+_STYLES = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
+
+
+def find_cuts(
+    block: nn.Module,
+    plan: Mapping[str, str],
+    num_heads: int,
+    inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]],
+) -> tuple[Cuts, list[str], bool]:
+    """Return (parameters of a block that can be split, regions that `plan` splits although the
+    parts do not add up, whether other regions mix tokens).
+
+    The block has random weights, and gets `inputs` for two packed records of four tokens each.
+    `plan` contains the names of parameters and modules in a block. The parts are as many as
+    possible, because sums of parts then also add up. They are at most `num_heads`."""
+    x, others, options = inputs
+    regions = _declared_regions(block, plan)
+    if not regions or x.dim() > 3:
+        return {}, [], True
+    calls: dict[str, Any] = {}
+    hooks = []
+    for name, cuts in regions.items():
+        record = functools.partial(_record_call, calls, name)
+        hooks.append(block.get_submodule(name).register_forward_hook(record, with_kwargs=True))
+        for norm in split_norms(block, cuts):
+            hooks.append(norm.register_forward_pre_hook(_record_mean_square))
+    with torch.no_grad():
+        block(x, *others, **options)
+    for hook in hooks:
+        hook.remove()
+    found: Cuts = {}
+    wrong = []
+    for name, (args, kwargs, output) in calls.items():
+        if hidden_states(args, kwargs).shape != x.shape:  # such as a flat list of tokens
+            continue
+        if _adds_up(block, name, regions[name], num_heads, (args, kwargs, output)):
+            found |= regions[name]
+        else:
+            wrong.append(name)
+    return found, wrong, _mixes_tokens(block, found, calls, inputs)
+
+
+def _declared_regions(block: nn.Module, plan: Mapping[str, str]) -> dict[str, Cuts]:
+    """Return the parameters that `plan` splits in each region of a block. With the outputs of
+    layers, also split what belongs to them: parameters with one value for each output."""
+    declared: Cuts = {}
+    for name, parameter in block.named_parameters():
+        dim = _STYLES.get(plan.get(name, plan.get(name.rpartition(".")[0], "")))
+        is_output_bias = parameter.dim() == dim == 1
+        if dim is not None and parameter.dim() <= 2 and not is_output_bias:
+            declared[name] = dim
+    regions = {}
+    for last_layer, dim in declared.items():
+        region = region_of(last_layer)
+        cuts = {name: dim for name, dim in declared.items() if name.startswith(f"{region}.")}
+        if dim == 0 or [*cuts.values()].count(1) > 1:
+            continue
+        parameters = {name: block.get_parameter(name) for name in cuts}
+        widths = {len(parameters[name]) for name, dim in cuts.items() if dim == 0}
+        for name, parameter in block.get_submodule(region).named_parameters(prefix=region):
+            is_layer = isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Linear)
+            if parameter.numel() in widths and not is_layer:
+                cuts[name] = 0
+        regions[region] = cuts
+    return regions
+
+
+def region_of(last_layer: str) -> str:
+    """Return the name of the region whose last layer has the weight `last_layer`."""
+    return last_layer.rpartition(".")[0].rpartition(".")[0]
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states among the arguments of a region."""
+    return args[0] if args else kwargs["hidden_states"]  # type: ignore[no-any-return]
+
+
+def split_norms(block: nn.Module, cuts: Cuts) -> list[Any]:
+    """Return the norms that normalize all outputs of a split layer together."""
+    return [
+        block.get_submodule(name.removesuffix(".weight"))
+        for name in cuts
+        if name.endswith(".weight") and block.get_parameter(name).dim() == 1
+    ]
+
+
+def normalize(
+    norm: Any,
+    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Apply one of `split_norms`, an RMSNorm, to this rank's features [B, T, F / R]."""
+    values = x.float()
+    epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+    mean_square = mean_over_ranks(values.square().mean(-1, keepdim=True))
+    return (norm.weight * (values * torch.rsqrt(mean_square + epsilon))).to(x.dtype)
+
+
+def _record_call(
+    calls: dict[str, Any],
+    name: str,
+    _module: Any,
+    args: Any,
+    kwargs: Any,
+    output: Any,
+) -> None:
+    calls[name] = args, kwargs, output
+
+
+def _record_mean_square(norm: Any, args: tuple[torch.Tensor, ...]) -> None:
+    mean = args[0].float().square().mean(-1, keepdim=True)
+    norm.recorded_mean = lambda _own_mean: mean
+
+
+def _adds_up(
+    block: nn.Module,
+    region_name: str,
+    cuts: Cuts,
+    num_heads: int,
+    call: tuple[Any, Any, Any],
+) -> bool:
+    """Return whether the outputs of a region's parts add up to those of a recorded `call`."""
+    args, kwargs, output = call
+    region = block.get_submodule(region_name)
+    parameters = dict(region.named_parameters(prefix=region_name))
+    num_parts = math.gcd(num_heads, *(parameters[name].shape[dim] for name, dim in cuts.items()))
+    for norm in split_norms(block, cuts):
+        norm.forward = functools.partial(normalize, norm, norm.recorded_mean)
+    expected = _first(output)
+    total = torch.zeros_like(expected)
+    for part in range(num_parts):
+        values = {}
+        for name, parameter in parameters.items():
+            value = parameter.detach()
+            if name in cuts:
+                value = value.chunk(num_parts, cuts[name])[part]
+            elif part and cuts.get(f"{name.rpartition('.')[0]}.weight") == 1:
+                value = torch.zeros_like(value)  # only one part adds the bias of the last layer
+            values[name.removeprefix(f"{region_name}.")] = value
+        try:
+            with torch.no_grad():
+                total += _first(torch.func.functional_call(region, values, args, kwargs))
+        except Exception:  # transformers may raise any exception for other shapes
+            return False
+    return num_parts > 1 and _largest(total - expected) < 1e-3 * _largest(expected)
+
+
+def _mixes_tokens(
+    block: nn.Module,
+    cuts: Cuts,
+    calls: dict[str, Any],
+    inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]],
+) -> bool:
+    """Return whether a token affects later tokens of its record outside of the split regions."""
+    x, others, options = inputs
+    for name, dim in cuts.items():
+        if dim == 1:
+            region: Any = block.get_submodule(region_of(name))
+            region.forward = functools.partial(_repeat, calls[region_of(name)][2])
+    changed = x.clone()
+    changed[:, :2] += torch.randn_like(x[:, :2])
+    with torch.no_grad():
+        before, after = (_first(block(value, *others, **options)) for value in (x, changed))
+    change = after - before
+    return _largest(change[:, 2:4]) > 1e-3 * _largest(change[:, :2])
+
+
+def _repeat(output: Any, *_arguments: Any, **_options: Any) -> Any:
+    return output
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max())
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
