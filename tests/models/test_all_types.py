@@ -88,6 +88,7 @@ def main() -> None:
                 results[model_type] = f"WRONG {type(error).__name__} {error}"
         print(model_type, results[model_type], flush=True)
     document = {"transformers": transformers.__version__, "types": results}
+    document = json.loads(RESULTS.read_text()) | document
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 

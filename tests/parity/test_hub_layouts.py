@@ -62,7 +62,7 @@ CASES = {
         "phi/tp2-tokens": {**TP2, **TOKENS},
         "qwen3_moe, packed/tp2-samples": {**TP2, **SAMPLES},
         "qwen3_5_text/tp2-samples": {**TP2, **SAMPLES},
-        "qwen3_moe, lora/tp2-tokens": {**TP2, **TOKENS},
+        "qwen3_5_text, lora/tp2-samples": {**TP2, **SAMPLES},
         "phi, lora/tp2-samples": {**TP2, **SAMPLES},
     },
     4: {
