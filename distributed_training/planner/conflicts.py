@@ -97,13 +97,6 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
             "needs whole samples",
             f"set micro_batch_size to a multiple of {tp}",
         )
-    if needs_whole and plan.packing:
-        yield (
-            "pack",
-            f"{tp=}",
-            "blocks of the model mix tokens in layers that tp does not shard",
-            "set pack to False",
-        )
     if config.dropout and tp > 1 and size.kinds[0].traced_values:
         yield (
             "dropout",

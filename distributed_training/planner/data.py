@@ -241,6 +241,12 @@ def resolve_data_values(
         )
     packing = None
     if train.firsts is not None:
+        if draft.mesh["tp"] > 1 and draft.size.needs_whole_samples:
+            raise UserError(
+                f"packed records cannot be used with tp={draft.mesh['tp']}",
+                "blocks of the model mix tokens in layers that tp does not shard",
+                "set pack to False",
+            )
         sampler = Sampler(
             num_samples=len(train),
             **draft.batch.model_dump(),

@@ -142,6 +142,13 @@ def read_num_stable(config: Any) -> int:
     return min(limits)
 
 
+def read_num_kv_heads(config: Any) -> int | None:
+    """Return the number of key/value heads, or None if it is that of queries or differs between
+    layers."""
+    count = config.to_dict().get("num_key_value_heads")
+    return count if isinstance(count, int) else None
+
+
 def find_blocks(net: Any) -> tuple[str, Any, nn.ModuleList]:
     """Return (name of a model's list of blocks, module that runs these blocks on token ids, list of
     blocks). Raises UnsupportedError if there is no such module."""

@@ -66,9 +66,7 @@ def trace(
         pattern.partition(".*.")[2]: style
         for pattern, style in (getattr(net.config, "base_model_tp_plan", None) or {}).items()
     }
-    num_heads = math.gcd(
-        net.config.num_attention_heads, getattr(net.config, "num_key_value_heads", None) or 0
-    )
+    num_heads = math.gcd(net.config.num_attention_heads, model.read_num_kv_heads(net.config) or 0)
     net.config.pad_token_id = None  # otherwise, some models look for padding among the ids
     firsts = [layers[0] for layers in groups]
     chunk_sizes = [
