@@ -424,6 +424,10 @@ def _read_spec(label: str, folder: Path, *, is_native: bool) -> ModelSpec:
         except UserError as error:
             errors.append(error)
             continue
+        except Exception:  # transformers may raise any exception for a wrong value
+            if errors:
+                break
+            raise
         return ModelSpec(label=label, family=family, size=size, has_own_code="auto_map" in config)
     raise errors[0]
 

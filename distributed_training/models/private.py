@@ -90,6 +90,16 @@ def shard_for(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
+def store_parameter(module: nn.Module, name: str, value: Any) -> None:
+    """Store a parameter, or a tensor in its place, under a name that may also be a property."""
+    module._parameters[name] = value
+
+
+def uses_attention(config: Any, name: str) -> bool:
+    """Return whether a model of transformers calls the attention that is registered as `name`."""
+    return config._attn_implementation == name  # type: ignore[no-any-return]
+
+
 def copy_with_unset_parameters(module: nn.Module, shapes: Mapping[str, torch.Size]) -> Any:
     """Return a shallow copy of a module with its own fp32 parameters of the given shapes, whose
     values are NaN. `copy.copy` would call the constructor of a class that FSDP made."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed_training.models.hub.model import HubDecoder
 from distributed_training.models.hub.regions import hidden_states, normalize, region_of, split_norms
-from distributed_training.models.private import stored_parameter
+from distributed_training.models.private import store_parameter, stored_parameter
 from distributed_training.parallel.tensor import look_up_rows, place_activations
 
 
@@ -60,7 +60,8 @@ def _shard(module: Any, key: str, mesh: DeviceMesh, dim: int, multiple: int = 1)
     num_missing = -len(parameter) % (mesh.size() * multiple)
     if dim == 0 and num_missing:
         parameter = F.pad(parameter, [0] * (2 * parameter.dim() - 1) + [num_missing])
-    module._parameters[key] = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(dim)]))
+    shard = distribute_tensor(parameter, mesh, [Shard(dim)])
+    store_parameter(module, key, nn.Parameter(shard))
 
 
 def _gather_input(

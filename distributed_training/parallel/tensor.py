@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import Decoder, Role
+from distributed_training.models.private import store_parameter, stored_parameter
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import LayerStyle
 
@@ -170,7 +171,7 @@ class _TableParallel(LayerStyle):
 def look_up_rows(table: Any, mesh: DeviceMesh, placement: Placement) -> None:
     """Let a table of embeddings with sharded rows return this rank's part of the embeddings of all
     token ids, [B, T] -> [B, T, D]."""
-    num_rows = len(table._parameters["weight"]) // mesh.size()
+    num_rows = len(stored_parameter(table, "weight")) // mesh.size()
     first = mesh.get_local_rank() * num_rows
     forward = table.forward
     if table.padding_idx is not None:
@@ -181,10 +182,10 @@ def look_up_rows(table: Any, mesh: DeviceMesh, placement: Placement) -> None:
         own_ids = ids - first
         is_missing = (own_ids < 0) | (own_ids >= num_rows)
         # The table's own forward may also scale the rows, as in Gemma.
-        weight = table._parameters["weight"]
-        table._parameters["weight"] = weight.to_local()
+        weight = stored_parameter(table, "weight")
+        store_parameter(table, "weight", weight.to_local())
         found = forward(own_ids.masked_fill(is_missing, 0))
-        table._parameters["weight"] = weight
+        store_parameter(table, "weight", weight)
         own_term = found.masked_fill(is_missing[..., None], 0)
         embedded = DTensor.from_local(own_term, mesh, [Partial()], run_check=False)
         return embedded.redistribute(placements=[placement]).to_local()

@@ -22,6 +22,7 @@ from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.models.private import (
     copy_with_unset_parameters,
     shard_for,
+    store_parameter,
     stored_parameter,
 )
 from distributed_training.parallel.mesh import local_part
@@ -153,7 +154,7 @@ def _look_up(
     rows.register_hook(add_rows)
     # The embedding may scale its rows, so it looks them up in a table that has only these.
     table = copy_with_unset_parameters(embedding, {})
-    table._parameters["weight"] = rows
+    store_parameter(table, "weight", rows)
     table.padding_idx = None
     return type(table).forward(table, torch.arange(len(rows), device=ids.device).view(ids.shape))
 

@@ -160,7 +160,8 @@ def dry_run(command: str, tmp_path: Path) -> str:
 def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
-    compared = "strategy=fsdp"
+    listed = re.search(r"--strategies (\S+)", command)
+    compared = f"strategy={listed[1].rpartition(',')[2] if listed else 'fsdp'}"
     words = {"plan": "--explain", "parity": compared, "compare": compared, "data": "loss"}
     name = next((name for name in words if f".py {name}" in command), None)
     assert words.get(name, "global") in dry_run(command, tmp_path)

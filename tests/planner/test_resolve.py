@@ -194,7 +194,7 @@ def test_compiled_steps_use_a_cuda_graph():
 
 def test_a_default_max_length_is_lowered_to_the_models_context(monkeypatch):
     size = SimpleNamespace(num_positions=64, has_linear_attention=False)
-    short = SimpleNamespace(size=size, hub_id=None)
+    short = SimpleNamespace(size=size, hub_id=None, has_own_code=False)
     monkeypatch.setattr("distributed_training.planner.choose.find_model", lambda name: short)
     for typed, length in (({}, 64), ({"max_length": 100}, 100)):
         notes = []

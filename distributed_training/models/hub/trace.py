@@ -102,7 +102,7 @@ def trace(
         documents = options.pop("documents", None)
         # cp needs blocks in which only attention combines values of different tokens.
         reasons: list[str] = []
-        if net.config._attn_implementation != NAME:
+        if not private.uses_attention(net.config, NAME):
             reasons.append("it computes attention in its own code")
         else:
             with attend_to_own_tokens(net.config.num_attention_heads, reasons):
@@ -177,7 +177,8 @@ def _find_stages(
     for block in blocks:
         hooks.append(block.register_forward_pre_hook(check_inputs, with_kwargs=True))
         hooks.append(block.register_forward_hook(check_output))
-    inner(input_ids=ids, use_cache=False)
+    with torch.enable_grad():
+        inner(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
     if "inputs_embeds" not in inspect.signature(inner.forward).parameters:
