@@ -11,13 +11,17 @@ const { loadPyodide } = await import(pathToFileURL(`${runtime}pyodide.mjs`));
 const [planner, source] = ["planner.zip", "ask.py"].map(name => readFileSync(`${folder}/${name}`));
 const { python, ask } = await start(loadPyodide, runtime, planner, source.toString());
 
-// These requests load all modules: they are answered, refused, and need torch.
+// These requests load all modules: they are answered, refused, need torch, and read a shipped size.
 const llama = {
   model_type: "llama", vocab_size: 32000, max_position_embeddings: 4096, num_hidden_layers: 32,
   num_attention_heads: 32, hidden_size: 4096, intermediate_size: 11008,
 };
-for (const [cluster, config] of [["2x8xT4", llama], ["5090 ti", llama], ["T4", { model_type: "gemma" }]]) {
-  const options = ["--cluster", cluster, "--model", "my-model", "--tokens", "1M", "--price", "1 USD"];
+const questions = [
+  ["2x8xT4", "my-model", llama], ["5090 ti", "my-model", llama],
+  ["T4", "my-model", { model_type: "gemma" }], ["T4", "google/gemma-3-4b-it", {}],
+];
+for (const [cluster, model, config] of questions) {
+  const options = ["--cluster", cluster, "--model", model, "--tokens", "1M", "--price", "1 USD"];
   ask(options, JSON.stringify(config));
 }
 
