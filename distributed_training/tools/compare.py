@@ -238,33 +238,32 @@ def train_each(
     out: Path,
     conclude: Callable[[Run], str],
 ) -> None:
-    """Train the remaining runs one after another, and print what `conclude` returns for each."""
+    """Train the remaining runs one after another, and print what `conclude` returns for each.
+    Raises KeyboardInterrupt also on SIGTERM."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
-    for number, run in enumerate(runs, 1):
-        if run.status == "ok":
-            continue
-        prefix = f"{number:>3}/{len(runs)}  "
-        if run.status == NOT_RUN:
-            print(f"{prefix}{run.name} ...", flush=True)
-            start = time.monotonic()
-            train(run, out)
-            run.seconds = time.monotonic() - start
-        line = f"{prefix}{run.name}: {conclude(run)}"
-        print(fold(line, len(prefix)), flush=True)
+    with handle_signals({signal.SIGTERM: signal.default_int_handler}):
+        for number, run in enumerate(runs, 1):
+            if run.status == "ok":
+                continue
+            prefix = f"{number:>3}/{len(runs)}  "
+            if run.status == NOT_RUN:
+                print(f"{prefix}{run.name} ...", flush=True)
+                start = time.monotonic()
+                train(run, out)
+                run.seconds = time.monotonic() - start
+            line = f"{prefix}{run.name}: {conclude(run)}"
+            print(fold(line, len(prefix)), flush=True)
 
 
 def train(run: Run, out: Path) -> None:
-    """Start the run in a new process session, and store its record or error in `run`. On Ctrl-C or
-    SIGTERM, interrupt the training process, wait until it ends, and raise KeyboardInterrupt."""
+    """Start the run in a new process session, and store its record or error in `run`. On
+    KeyboardInterrupt, interrupt the training process, wait until it ends, and raise."""
     folder = out / "runs"
     old_records = set(folder.glob(RECORD_PATTERN))
     options = format_options(run.values | {"output_dir": folder})
     command = [*run.command, f"--num_gpus={run.num_processes}", *options]
-    with (
-        open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,
-        handle_signals({signal.SIGTERM: signal.default_int_handler}),
-    ):
+    with open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
         start_of_run = log.tell()
