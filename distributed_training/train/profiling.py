@@ -1,8 +1,7 @@
 """Trace a few steps on every rank. The key `profile` sets the number of steps to trace.
 
-Traces are Chrome JSON files, which you can open at ui.perfetto.dev and analyze with
-results/lab/overlap.py. The first steps are not traced, because they compile, allocate memory and
-capture graphs."""
+Traces are Chrome JSON files, which you can open at ui.perfetto.dev. The first steps are not traced,
+because they compile, allocate memory and capture graphs."""
 
 from torch.profiler import profile, schedule
 

@@ -48,7 +48,6 @@ from distributed_training.records.record import start_record, timestamp
 from distributed_training.train.run import describe_run
 from results.lab import harness
 from results.lab.analysis.bubble import bubble, explain
-from results.lab.overlap import length, union
 from results.lab.runs import Measured, Runs, collect, read_plan
 
 NUM_STEPS = 12
@@ -204,7 +203,12 @@ def busy_seconds(trace: dict[str, Any]) -> float:
     ]
     if not spans:
         raise ValueError("the trace shows no kernel")
-    return length(union(spans)) / 1e6
+    busy_us = 0.0
+    last_end = -float("inf")
+    for begin, end in sorted(spans):
+        busy_us += max(0.0, end - max(begin, last_end))
+        last_end = max(last_end, end)
+    return busy_us / 1e6
 
 
 def measure(run: harness.Run) -> dict[str, Any]:

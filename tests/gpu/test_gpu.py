@@ -1,5 +1,6 @@
-"""Tests on real GPUs. Run them with `bash tests/run.sh tests/gpu tests/lab -m gpu`."""
+"""Tests on real GPUs. Run them with `bash tests/run.sh tests/gpu -m gpu`."""
 
+import gzip
 import os
 import sys
 from types import SimpleNamespace
@@ -235,6 +236,14 @@ def test_low_precision_learns_and_records_memory(precision, tmp_path):
     assert record["loss_curve"][-1][1] < record["loss_curve"][0][1] - 0.5
     assert record["memory"]["peak_reserved_bytes"] > record["memory"]["peak_allocated_bytes"] / 2
     assert_ok(run_command([sys.executable, SCRIPT, "eval", record["run_dir"]]))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_trace_has_kernels(graphs, tmp_path):
+    values = {**BASE, "strategy": "dp", "profile": 2, "max_steps": 20, "num_samples": 320}
+    assert_ok(run_script({**values, "cuda_graphs": graphs, "output_dir": tmp_path}))
+    (file,) = tmp_path.glob("latest/trace-rank0.json.gz")
+    assert b'"cat": "kernel"' in gzip.decompress(file.read_bytes())
 
 
 def test_out_of_memory_is_recorded_and_explained(tmp_path):

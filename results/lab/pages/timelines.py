@@ -1,4 +1,5 @@
-"""Draw timelines of rank 0's computation and communication from records made by traces.py."""
+"""Draw timelines of rank 0's computation and communication. The record's `command` names the commit
+that has the program which made it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
