@@ -170,8 +170,8 @@ class Config(KeyModel):
     """With pp: the number of blocks in each stage, such as 7,7,7,3. None: stages of equal estimated
     cost."""
     network_gbit: Positive | None = layout_key(None)
-    """Network speed between nodes for predictions, in Gbit/s per GPU, as measured by
-    results/lab/links.py. None: 400."""
+    """Network speed between nodes for predictions, in Gbit/s per GPU, such as 8
+    times the bus bandwidth that nccl-tests measure. None: 400."""
     activation_checkpointing: Literal[
         "none", "selective", "full", "offload-attention", "offload"
     ] = memory_key("none")

@@ -29,12 +29,12 @@ from typing import Any
 
 import checkout
 import torch
+import torch.distributed as dist
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
 from distributed_training.train.loop import learning_rate
-from results.lab.exchanges import validation_loss
 from results.lab.harness import Run, RunCache, each_run, open_group_for
 from results.lab.runs import read_plan, write_inputs
 from results.lab.steps import synchronize, time_step
@@ -81,6 +81,17 @@ def measure_speed(run: Run) -> dict[str, Any]:
         "predicted_gib": predicted.get("peak_bytes", 0) / GIB,
         "notes": list(plan.notes),
     }
+
+
+def validation_loss(run: Run) -> float:
+    """Return the loss in nats per token over the validation samples. All ranks must call this
+    function."""
+    samples = run.data.validation
+    total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
+    for indices in run.sampler.eval_indices(len(samples)):
+        total += run.engine.eval_step(*samples.batch(indices)).double()
+    dist.all_reduce(total)
+    return float(total) / int(samples.num_targets.sum())
 
 
 def measure_loss(run: Run, num_steps: int) -> dict[str, Any]:
