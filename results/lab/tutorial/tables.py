@@ -40,8 +40,8 @@ def study_intro(study: Record) -> str:
     relation = f"differs by up to {max(stashed):.2g} from" if any(stashed) else "equals"
     settings = study["settings"]["final_losses"]
     return wrap(
-        "`python results/lab/tutorial/staleness.py` trained a residual network under each schedule "
-        f"in {study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
+        "[A study](records/cpu-staleness.json) trained a residual network under each schedule in "
+        f"{study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
         f"gradient {relation} autograd's gradient at the same weights. The table gives the median "
         f"loss of 5 seeds after {settings['num_batches']} batches of "
         f"{settings['num_microbatches']} microbatches. A microbatch's update uses 1/m of the "
