@@ -20,6 +20,7 @@ from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
 from distributed_training.records.results import RESULTS
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.keys import Parser
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
@@ -44,7 +45,7 @@ def build_entry(record: Record, timed: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--timed", action="store_true")
     arguments = parser.parse_args(argv)

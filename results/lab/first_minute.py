@@ -22,6 +22,7 @@ import checkout
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.keys import Parser
 
 COMMAND = (
     sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", "1", "--weights", "random",
@@ -67,7 +68,7 @@ def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the JSON file to write")
     parser.add_argument("command", nargs="*", default=COMMAND, help="command to time, after --")
     arguments = parser.parse_args(argv)

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import checkout
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed_training.records.record import load_record, provenance, write_json
 from distributed_training.settings.files import ROOT, load_object
+from distributed_training.settings.keys import Parser
 
 SEEDS = ("0", "1", "2")
 SCRIPT = str(ROOT / "real_model_example.py")
@@ -73,7 +73,7 @@ def measure(model: str, folder: str, text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the JSON file to write")
     parser.add_argument("model", help="name or folder of the chat model")
     parser.add_argument("text", help="a file of general text")

@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +25,9 @@ from distributed_training.records.record import Record, write_json
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.files import load_json
+from distributed_training.settings.keys import Parser
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.request import build_config
-from results.lab import checkout
 from results.lab.corpus.records import write_records
 from results.lab.pages.columns import table
 
@@ -37,7 +38,7 @@ Measured = tuple[str, dict[str, Any] | str]  # (name, record or the reason why t
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
     """Parse the command line of a program that measures a plan. Return the arguments, the plan, and
     its runs by name. A run's record can also serve as a plan that repeats the run."""
-    parser = checkout.Parser(description=about, check=print_layouts)
+    parser = Parser(description=about)
     plan_help = "a JSON file of results/plans/, or the record of a run"
     parser.add_argument("plan", type=Path, help=plan_help)
     parser.add_argument("out", type=Path, help="a folder for the records")
@@ -45,7 +46,11 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
     parser.add_argument("--first", type=int, default=0, help="index of the first run to start")
     parser.add_argument("--last", type=int, help="index after the last run to start")
     parser.add_argument("--git_commit", help="commit hash, for checkouts without a .git folder")
+    parser.add_argument("--dry-run", action="store_true", help="only print the runs' layouts")
     arguments = parser.parse_args(argv)
+    if arguments.dry_run:
+        print_layouts(arguments)
+        sys.exit(0)
     arguments.out.mkdir(parents=True, exist_ok=True)
     plan = load_json(arguments.plan, "plan")
     return arguments, plan, runs_of(plan, arguments)

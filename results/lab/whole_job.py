@@ -27,6 +27,7 @@ import torch
 
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.keys import Parser
 from results.lab.corpus.records import write_records
 
 CHAT_TEMPLATE = (
@@ -175,7 +176,7 @@ def newest_record(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(description="Run a complete job with an 8B model and time each step.")
+    parser = Parser(description="Run a complete job with an 8B model and time each step.")
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
     parser.add_argument("--tiny", action="store_true")

@@ -25,6 +25,7 @@ import torch
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.keys import Parser
 from results.lab import checkout
 from results.lab.corpus.records import write_records
 
@@ -182,7 +183,7 @@ def show(name: str, result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = checkout.Parser(
+    parser = Parser(
         description="Compare this suite with transformers' Trainer on models with 1B to 8B "
         "parameters."
     )
