@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from distributed_training.models.sink_attention import SinkAttention, to_rows, window_size
 from distributed_training.models.wide_attention import wide_attention
 
-if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
+if torch.cuda.is_available():  # Importing the kernel takes seconds, and only GPUs use it.
     from torch.nn.attention.varlen import varlen_attn
 # FlashAttention's kernels accept multiples of 8 up to this size.
 _MAX_HEAD_SIZE = 256

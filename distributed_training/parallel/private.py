@@ -34,7 +34,7 @@ ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import takes seconds
+if torch.cuda.is_available():  # varlen_attn needs CUDA, and its import takes seconds
     import torch.nn.attention.varlen  # registers the operation with torch
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
