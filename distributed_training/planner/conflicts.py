@@ -5,6 +5,7 @@ A setting that has no effect causes a note, because several strategies may share
 a command line."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from distributed_training.plan.plan import Draft
 from distributed_training.settings.errors import UserError
@@ -13,11 +14,21 @@ from distributed_training.settings.errors import UserError
 MIN_SWAPPED_BYTES = 2**20
 
 
+class Conflict(NamedTuple):
+    """A key whose value cannot be used with another setting or device."""
+
+    key: str
+    other: str
+    reason: str
+    fix: str
+
+
 def check_settings(plan: Draft, notes: list[str]) -> None:
     """Raise UserError if settings cannot be combined. For every setting that has no effect, add a
     note. Whether a setting has an effect depends on the layout and on the engine's options."""
-    for key, other, why, fix in find_conflicts(plan):  # The first conflict is reported.
-        raise UserError(f"{_setting(plan, key)} cannot be used with {other}", why, fix)
+    for found in find_conflicts(plan):  # The first conflict is reported.
+        what = f"{_setting(plan, found.key)} cannot be used with {found.other}"
+        raise UserError(what, found.reason, found.fix)
     options = plan.strategy.options(plan.engine_options)
     options.check(plan.config.precision, plan.size.hidden_size)
     request = plan.requested
@@ -54,8 +65,8 @@ def _setting(plan: Draft, key: str) -> str:
     return f"{key}={getattr(plan.config, key)!r}"
 
 
-def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (key, setting or device with which the key's value cannot be used, reason, fix)."""
+def find_conflicts(plan: Draft) -> Iterator[Conflict]:
+    """Yield every conflict in a plan."""
     config = plan.config
     size = plan.size
     traits = plan.strategy.traits
@@ -70,7 +81,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         why = f"the model has {size.num_positions} positions"
         if size.context_length > size.num_positions:
             why = "the positions of a record would depend on the other records and on padding"
-        yield (
+        yield Conflict(
             "max_length",
             model,
             why,
@@ -81,7 +92,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
     tp = plan.mesh["tp"]
     _, token_parts = plan.tp_parts
     if config.max_length % token_parts:
-        yield (
+        yield Conflict(
             "max_length",
             f"{tp=}",
             f"{tp=} divides neither max_length nor the {plan.batch.micro_batch_size} samples of a "
@@ -90,7 +101,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         )
     needs_whole = tp > 1 and size.needs_whole_samples
     if needs_whole and token_parts > 1:
-        yield (
+        yield Conflict(
             "micro_batch_size",
             f"{tp=}",
             "blocks of the model mix tokens in layers that tp does not shard, so that each rank "
@@ -98,30 +109,32 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
             f"set micro_batch_size to a multiple of {tp}",
         )
     if config.dropout and tp > 1 and size.kinds[0].traced_values:
-        yield (
+        yield Conflict(
             "dropout",
             f"{tp=}",
             "transformers' code drops terms of sums over ranks",
             "set dropout to 0",
         )
     if config.precision == "fp16" and not on_gpu:
-        yield "precision", device, "fp16 needs a GPU", "set precision to fp32"
+        yield Conflict("precision", device, "fp16 needs a GPU", "set precision to fp32")
     if config.precision == "bf16" and on_gpu and capability < (8, 0):
-        yield "precision", device, "bf16 needs compute capability 8.0", "set precision to fp16"
+        yield Conflict(
+            "precision", device, "bf16 needs compute capability 8.0", "set precision to fp16"
+        )
     # On a CPU, the swap buffer itself serves as device memory. DeepSpeed reuses the buffer too
     # early, so gradients are wrong.
     if plan.strategy.offload["param"] == "nvme" and not on_gpu:
         sizes = (rows * columns for rows, columns in size.matrix_shapes)
         shard_bytes = max(size.embedding_parameters, *sizes) * 4 / plan.num_processes
         if shard_bytes >= MIN_SWAPPED_BYTES:
-            yield (
+            yield Conflict(
                 "model",
                 f"{strategy} on a CPU",
                 "without a GPU, DeepSpeed overwrites parameters that are in use",
                 "set model to gpt2-tiny for a smoke test",
             )
     if has_adapters and plan.strategy.swaps_to_disk and config.precision == "fp32":
-        yield (
+        yield Conflict(
             "lora_rank",
             f"{strategy} and {precision}",
             "DeepSpeed rounds the frozen weights that it stores in files to 16 bits",
@@ -129,7 +142,7 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         )
     has_pipeline = plan.mesh["pp"] > 1
     if has_pipeline and config.pipeline_schedule not in traits.schedules:
-        yield (
+        yield Conflict(
             "pipeline_schedule",
             strategy,
             f"the strategy's engine supports only {', '.join(traits.schedules)}",
@@ -138,14 +151,14 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
     mode = "activation_checkpointing"
     recomputes = config.activation_checkpointing != "none"
     if recomputes and plan.schedule.splits_backward:
-        yield (
+        yield Conflict(
             mode,
             _setting(plan, "pipeline_schedule"),
             "the schedule keeps the activations for the second half of each backward pass",
             f"set {mode} to none, or pipeline_schedule to 1f1b",
         )
     if recomputes and config.checkpointed_blocks is not None and has_pipeline:
-        yield (
+        yield Conflict(
             "checkpointed_blocks",
             strategy,
             "its ranks need memory for different numbers of micro-batches",
@@ -154,9 +167,9 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
     is_eager = on_gpu and not config.compile
     if config.activation_checkpointing == "offload-attention" and is_eager:
         why = "without torch.compile, only inputs leave the GPU"
-        yield mode, "compile=False", why, f"set {mode} to offload"
+        yield Conflict(mode, "compile=False", why, f"set {mode} to offload")
     if config.optimizer != "adamw" and not traits.builds_on_device:
-        yield (
+        yield Conflict(
             "optimizer",
             strategy,
             "the strategy's engine keeps the optimizer state in fp32",
@@ -166,36 +179,38 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         fix = "set optimizer to adamw-bf16"
         if has_pipeline or plan.mesh["cp"] > 1 or not traits.averages_with_torch:
             why = "only dp, fsdp and tp train weights that have no fp32 copy"
-            yield "optimizer", strategy, why, fix
+            yield Conflict("optimizer", strategy, why, fix)
         if has_adapters:
             why = "the adapters' fp32 copy is small"
-            yield "optimizer", _setting(plan, "lora_rank"), why, fix
+            yield Conflict("optimizer", _setting(plan, "lora_rank"), why, fix)
         if config.precision != "bf16":
-            yield "optimizer", precision, "the weights are in bf16", "set precision to bf16"
+            yield Conflict(
+                "optimizer", precision, "the weights are in bf16", "set precision to bf16"
+            )
     is_compressed = config.gradient_compression != "none" and plan.num_processes > 1
     if is_compressed and not _uses_ddp(plan):
-        yield (
+        yield Conflict(
             "gradient_compression",
             strategy,
             "this layout does not use PyTorch's DDP, whose communication hook the key selects",
             "set strategy to dp, or gradient_compression to none",
         )
     if config.on_nonfinite == "skip" and not traits.averages_with_torch:
-        yield (
+        yield Conflict(
             "on_nonfinite",
             strategy,
             "the strategy's engine updates the weights before it reports the gradient norm",
             "set on_nonfinite to stop",
         )
     if config.base_dtype is not None and not has_adapters:
-        yield (
+        yield Conflict(
             "base_dtype",
             "lora_rank=0",
             "without LoRA, no weights are frozen",
             "set lora_rank to 16, or base_dtype to None",
         )
     if config.base_dtype == "bf16" and config.precision != "bf16":
-        yield (
+        yield Conflict(
             "base_dtype",
             precision,
             f"frozen weights then have the dtype {config.precision}",
@@ -203,14 +218,14 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         )
     if config.base_dtype == "fp8":
         if capability < (8, 9):
-            yield (
+            yield Conflict(
                 "base_dtype",
                 device,
                 "fp8 needs a GPU with compute capability 8.9",
                 "set base_dtype to None or nf4",
             )
         if tp > 1 or not traits.builds_on_device:
-            yield (
+            yield Conflict(
                 "base_dtype",
                 strategy,
                 "fp8 needs whole matrices, and an engine that multiplies them",
@@ -219,10 +234,10 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
         all_sizes = {length for shape in size.matrix_shapes for length in shape}
         if odd_sizes := sorted(length for length in all_sizes if length % 16):
             why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
-            yield "base_dtype", model, why, "set base_dtype to None"
+            yield Conflict("base_dtype", model, why, "set base_dtype to None")
     if config.base_dtype == "nf4":
         if has_pipeline or tp > 1 or not traits.builds_on_device:
-            yield (
+            yield Conflict(
                 "base_dtype",
                 strategy,
                 "quantized layers must stay whole or be sharded by FSDP",
@@ -234,4 +249,4 @@ def find_conflicts(plan: Draft) -> Iterator[tuple[str, str, str, str]]:
                 "each group of 64 values shares a scale, but 64 does not divide "
                 f"{odd_columns} columns"
             )
-            yield "base_dtype", model, why, "set base_dtype to None"
+            yield Conflict("base_dtype", model, why, "set base_dtype to None")
