@@ -28,12 +28,7 @@ from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import IS_INSTALLED, check_replaced, shown, write_own
 from distributed_training.settings.machine import GIB
-from distributed_training.tools.jobs import (
-    FIRST_HOST_NOTE,
-    build_batch_script,
-    job_template,
-    launch_command,
-)
+from distributed_training.tools.jobs import FIRST_HOST_NOTE, build_batch_script, launch_command
 
 PRICE = re.compile(r"([^\d.-]*)(\d*\.?\d+)(\D*)")  # text, number, text
 MAX_SHOWN = 10  # number of layouts that --explain lists
@@ -51,8 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--write",
-        metavar="FILE",
-        help="write a job: job.slurm, job.sky.yaml (SkyPilot) or job.yaml (Kubeflow TrainJob)",
+        metavar="job.slurm",
+        help="write a SLURM job",
     )
     add(
         "--tokens",
@@ -74,6 +69,9 @@ def run(
         if IS_INSTALLED:
             what = "--write needs a checkout, whose setup a job uses"
             raise UserError(what, fix="clone the repository, and use its real_model_example.py")
+        if job_file.suffix == ".yaml":
+            fix = "write job.slurm, or copy configs/skypilot.yaml or configs/kubeflow-trainjob.yaml"
+            raise UserError("--write writes SLURM jobs", fix=fix)
         check_replaced(job_file)
     request = configure(arguments.overrides)
     cluster = planned_cluster(arguments)
@@ -181,12 +179,10 @@ def _write_job(
         plan_command=shlex.join(["python", *sys.argv]),
     )
     write_own(file, job)
-    submit = job_template(file)[1]
     file_word = shlex.quote(str(file))
     print(f"Wrote {file_word}. Check it, then submit it:")
-    if submit == "sbatch":
-        print(f"  bash {file_word}")
-    print(f"  {submit} {file_word}")
+    print(f"  bash {file_word}")
+    print(f"  sbatch {file_word}")
 
 
 def parse_price(text: str) -> Price:
