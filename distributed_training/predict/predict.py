@@ -27,6 +27,14 @@ _CLUSTER_PATTERN = re.compile(
     r"(?:(\d{1,3})(?:\s+|$))?(.*)",
     re.IGNORECASE,
 )
+# A count after the name, as in T4 x2, 4090 (2) or 8xH100 x 2 nodes, but not the end of 2x3060
+_COUNT_LAST = re.compile(
+    r"(.*?(?:[a-z]|\d{4}).*?)\s*(?:\(x?(\d{1,3})x?\)|(?<!rt)(?<!gt)x\s*(\d{1,3})x?|\s(\d{1,3})x)",
+    re.IGNORECASE,
+)
+_NODES = re.compile(r"(?<=\d)\s*(?:nodes?|machines?|servers?)\b(?: of| x|,)?", re.IGNORECASE)
+_NUMBERS = {"single": 1, "dual": 2, "two": 2, "three": 3, "four": 4, "quad": 4, "eight": 8}
+_NUMBER = re.compile(rf"\b({'|'.join(_NUMBERS)})\b", re.IGNORECASE)
 # "yes": the upper end of the typical range fits into memory. "tight": the prediction and the lower
 # end fit. "unlikely": only the lower end fits. "no": not even the lower end fits.
 MemoryFit = Literal["yes", "tight", "unlikely", "no"]
@@ -50,7 +58,13 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     be omitted, as in "8xH200" (one node) or "L4" (one GPU). If `gpu` names the kind, the form is
     `nodes x GPUs`, such as "2x8". Raises UserError for text in any other form, or an unknown
     GPU."""
-    match = _CLUSTER_PATTERN.fullmatch(text.strip())
+    counted = _NUMBER.sub(
+        lambda word: str(_NUMBERS[word[0].lower()]), re.sub("[\u00d7*]", "x", text)
+    )
+    counted = _NODES.sub("x ", counted).strip().removeprefix("x")
+    if last := _COUNT_LAST.fullmatch(counted):
+        counted = f"{last[2] or last[3] or last[4]} x {last[1]}"
+    match = _CLUSTER_PATTERN.fullmatch(counted)
     assert match is not None  # every part is optional
     numbers = [int(part) for part in match.groups()[:3] if part]
     name = match[4]
@@ -71,6 +85,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         disk_bytes=int(gpu_spec.disk_gb * gpus_per_node * 1e9),
         num_cpus=8 * gpus_per_node,
         power_w=gpu_spec.power_w,
+        shares_memory=gpu_spec.shares_memory,
     )
     return Cluster(
         num_processes=nodes * gpus_per_node,

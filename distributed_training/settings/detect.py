@@ -27,6 +27,7 @@ def detect_machine() -> Machine:
         gpu_name=gpus[0].name if gpus else None,
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
         compute_capability=min((gpu.capability for gpu in gpus), default=(0, 0)),
+        shares_memory=any(gpu.shares_memory for gpu in gpus),
         power_w=min((gpu.power_w for gpu in gpus if gpu.power_w), default=None),
         ram_bytes=available_ram_bytes(),
         num_cpus=available_cpus(),
@@ -65,6 +66,7 @@ class _VisibleGpu(NamedTuple):
     uuid: str
     name: str
     memory_bytes: int
+    shares_memory: bool
     capability: tuple[int, int]
     power_w: float | None
 
@@ -90,11 +92,12 @@ def _visible_gpus() -> list[_VisibleGpu]:
         number, uuid, name, mebibytes, version, watts = line.split(", ")
         # For a GPU that shares the host's memory (GB10, Jetson), nvidia-smi reports [N/A]. Such a
         # GPU can use the available RAM.
-        memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
+        shares_memory = not mebibytes.isdecimal()
+        memory = available_ram_bytes() if shares_memory else int(mebibytes) * 2**20
         major, _, minor = version.partition(".")
         capability = int(major), int(minor)
         power_w = float(watts) if watts[0].isdecimal() else None
-        gpus.append(_VisibleGpu(number, uuid, name, memory, capability, power_w))
+        gpus.append(_VisibleGpu(number, uuid, name, memory, shares_memory, capability, power_w))
     if visible is None:
         return gpus
     visible_gpus = []

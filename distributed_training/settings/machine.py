@@ -44,6 +44,7 @@ class Machine:
     disk_bytes: int = sys.maxsize  # free space in the current folder
     power_w: float | None = None  # lowest power limit of the visible GPUs; None if unknown
     cpu_has_bf16: bool = False  # whether the CPU has instructions for bf16 matrix multiplications
+    shares_memory: bool = False  # whether the GPUs use the same memory as the CPU
     torch_has_cuda: bool = False  # whether torch loads CUDA's libraries, even without a GPU
 
 
@@ -63,6 +64,7 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     power_w: Positive = 1000  # power limit, which bounds the rate of long matrix multiplications
     host: str = "a workstation"  # typical machine with this GPU
     ram_gib: Positive = 64  # RAM of `host` per GPU
+    shares_memory: bool = False  # whether the GPU has no memory of its own
     disk_gb: Positive = 1000  # local disk space of `host` per GPU
     source: str = ""  # where the values come from
 
@@ -82,8 +84,14 @@ _OTHER_VENDORS = re.compile(
 )
 # Places between words that users write without a space, as in 4070TiSuper or RTXA6000
 _GAPS = re.compile(
-    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|(?<=\bRX)(?=\d)|(?<=\d{4})(?=XTX?\b)|[\s_-]+"
+    r"(?<=\d)(?=TI|SUPER|LAPTOP|MOBILE|ADA|PCIE|SXM|NVL|D\b)|(?<=TI)(?=SUPER)|(?<=RTX)(?=A?\d)|(?<=\bRX)(?=\d)|(?<=\d{4})(?=XTX?\b)|[\s_(),-]+"
 )
+# Words that distinguish no entries
+_COMMON_WORDS = re.compile(
+    r"NVIDIA|GEFORCE|RTX|TESLA|GPU|CARD|GRAPHICS|SXM\d?|HBM\d?E?|G?DDR\dX?|VRAM|AMPERE|HOPPER|BLACKWELL"
+    r"|GENERATION|WORKSTATION|SERVER|DESKTOP|EDITION|\d*GI?B?"
+)
+_NAME_WORDS = {word for name in GPUS for word in name.upper().split("-")}
 
 
 @functools.cache
@@ -127,13 +135,22 @@ def parse_gpu(name: str) -> Gpu:
     ):
         return with_power_limit(parse_gpu(match[1]), float(match[2]))
     text = _GAPS.sub(" ", name.strip().upper()).replace("MOBILE", "LAPTOP")
-    known = _find_gpus({"RTX", *text.replace("SPARK", "GB10").split()})
+    text = re.sub(r"(DGX )?SPARK", "GB10", re.sub(r"(?<=\d) (?=GI?B?\b)", "", text))
+    # Plurals, such as 3090s
+    words = {word if word in _NAME_WORDS else word.removesuffix("S") for word in text.split()}
+    known = _find_gpus({"RTX", *words})
     gpus = known
-    if size := re.search(r"\b(\d+) ?GB?\b", text):
+    if size := re.search(r"\b(\d+)GI?B?\b", text):
         gib = int(size[1])
         gpus = [gpu for gpu in known if abs(gpu.memory_gib - gib) <= gib / 10]
     if len({gpu.memory_gib for gpu in gpus}) == 1:
-        return gpus[0]
+        gpu = gpus[0]
+        unknown = words - {*gpu.name.upper().split("-")}
+        unknown = {word for word in unknown if not _COMMON_WORDS.fullmatch(word)}
+        if not unknown:
+            return gpu
+        what = f"GPU {shown(name)} has words that are not known: {', '.join(sorted(unknown))}"
+        raise UserError(what, fix=f"write {gpu.name}, or 2x{gpu.name} for two of them")
     if known:
         what = f"GPU {shown(name)} does not name one of the known sizes of memory"
         raise UserError(what, fix=f"write {one_of([gpu.name for gpu in known])}")

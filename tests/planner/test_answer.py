@@ -35,6 +35,9 @@ def find(gpus, *overrides, **options):
         ("2xRTX-4090", {"weights": "random"},
          "All weights of Llama-3.1-8B fit on 2 x RTX-4090 only with infinity: infinity, ", {}),
         ("T4", {"strategy": "dp"}, "All weights of Llama-3.1-8B do not fit on a T4: ", {}),
+        # 19 GiB for the GPU and 151 for the optimizer do not share 119 GiB.
+        ("GB10", {"strategy": "offload"}, "All weights of Llama-3.1-8B do not fit on a GB10", {}),
+        ("GH200", {"strategy": "offload"}, "All weights of Llama-3.1-8B fit on a GH200 only", {}),
     ],
 )  # fmt: skip
 def test_the_first_line_answers_what_was_asked(gpus, settings, begin, changes):

@@ -159,6 +159,16 @@ def test_clusters_are_parsed():
         "8xh200": (8, 8, "H200"),
         "3060": (1, 1, "RTX-3060"),
         "2x3090": (2, 2, "RTX-3090"),
+        "T4 x2": (2, 2, "T4"),
+        "4090x2": (2, 2, "RTX-4090"),
+        "A100-80GBx8": (8, 8, "A100-80GB"),
+        "RTX 2080 Ti x 2": (2, 2, "RTX-2080-Ti"),
+        "4090 (2)": (2, 2, "RTX-4090"),
+        "H100 (8x)": (8, 8, "H100-80GB"),
+        "dual 3090": (2, 2, "RTX-3090"),
+        "2\u00d7 RTX 3090": (2, 2, "RTX-3090"),
+        "two nodes of 8 H100s": (16, 8, "H100-80GB"),
+        "8xH100 x 2 nodes": (16, 8, "H100-80GB"),
     }.items():
         cluster = parse_cluster(text)
         found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)

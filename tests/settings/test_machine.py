@@ -150,6 +150,8 @@ def test_bf16_support_is_read_from_cpuinfo(tmp_path, line, expected):
         ("rtx4090", "RTX-4090"), ("RTX 4070", "RTX-4070"), ("4070TiSuper", "RTX-4070-Ti-Super"),
         ("4060 mobile", "RTX-4060-Laptop"), ("A6000", "RTX-A6000"), ("PRO 6000", "RTX-PRO-6000"),
         ("V100 16 GB", "V100-16GB"), ("DGX Spark", "GB10"), ("Tesla T4", "T4"),
+        ("NVIDIA DGX Spark (GB10)", "GB10"), ("A100 SXM4 80GB", "A100-80GB"), ("3090s", "RTX-3090"),
+        ("4090 laptop (16 GB)", "RTX-4090-Laptop"), ("H100PCIe", "H100-PCIe"), ("L40s", "L40S"),
     ],
 )  # fmt: skip
 def test_gpus_are_found_as_users_write_them(typed, name):
@@ -161,6 +163,7 @@ def test_gpus_are_found_as_users_write_them(typed, name):
     [
         ("V100", "V100-32GB or V100-16GB"), ("3060 8GB", "Write RTX-3060"), ("M2", "needs CUDA"),
         ("RX7900XTX", "needs CUDA"), ("RTX-4075", "Did you mean RTX-4070"),
+        ("H100 8", "known: 8. Write H100-80GB, or 2xH100-80GB"), ("A6000 Ada", "known: ADA"),
     ],
 )  # fmt: skip
 def test_other_gpus_are_refused_in_one_line(typed, message):
