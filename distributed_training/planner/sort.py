@@ -3,11 +3,13 @@ layout, and `plan` lists all. This module does not import torch."""
 
 import bisect
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from distributed_training.models import ModelSpec
+from distributed_training.models import ModelSpec, find_model
+from distributed_training.models.table import read_table
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model, complete, lay_out, with_checkpointing
 from distributed_training.planner.layouts import (
@@ -448,6 +450,29 @@ def _alternatives(request: Request) -> Iterator[Settings]:
         yield adapters
     if request.base_dtype in (None, AUTO):
         yield adapters | {"base_dtype": "nf4"}
+
+
+def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings, list[Prediction]]]:
+    """Yield each way to train with, largest first, the three largest models in the table that fit
+    without offload. Of models with the same shape, only one is tried."""
+    models = {id(entry): name for name, entry in read_table().items()}.values()
+    by_size = sorted(models, key=lambda name: -find_model(name).size.num_parameters)
+    for alternative in _alternatives(request):
+        fitting = (
+            choice
+            for name in by_size
+            for choice in _simple_layouts(as_typed(request, model=name, **alternative), cluster)
+            if choice.memory_fit in ("yes", "tight")
+        )
+        yield alternative, list(itertools.islice(fitting, 3))
+
+
+def _simple_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
+    """Return the best simple layout, or none if the model cannot be trained with these settings."""
+    with contextlib.suppress(UserError):
+        sized = choose_batch_size(as_typed(request, strategy=AUTO), cluster, [])
+        return sort_layouts(sized, cluster, SIMPLE)[:1]
+    return []
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:

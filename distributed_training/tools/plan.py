@@ -18,10 +18,12 @@ from distributed_training.planner.answer import (
     Price,
     answer,
     count_typed_steps,
+    describe_layout,
     name_with_mode,
 )
 from distributed_training.planner.checks import check_memory
-from distributed_training.planner.sort import describe_suggestion
+from distributed_training.planner.layouts import format_settings
+from distributed_training.planner.sort import describe_suggestion, find_largest
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import bottleneck_name, describe_work, fold, format_count
 from distributed_training.settings.config import AUTO, Request
@@ -85,10 +87,14 @@ def run(
     # CONFIG's strategy restricts the layouts only if it is typed or has keys of its own.
     if "strategy" not in request.typed and not request.engine_options:
         request = request.model_copy(update={"strategy": AUTO})
+    num_tokens = arguments.tokens and _parse_tokens(arguments.tokens, request)
+    if request.model == request.weights == AUTO and not cluster.is_local and job_file is None:
+        _print_largest(request, cluster, as_json=arguments.json)
+        return 0
     found = answer(
         request,
         cluster,
-        num_tokens=arguments.tokens and _parse_tokens(arguments.tokens, request),
+        num_tokens=num_tokens,
         price=arguments.price,
         count_work=_count_work,
     )
@@ -110,6 +116,26 @@ def run(
     else:
         _write_job(job_file, found, arguments, script)
     return 0
+
+
+def _print_largest(request: Request, cluster: Cluster, *, as_json: bool) -> None:
+    """Print the largest models that the cluster can train, for a request that names no model."""
+    found = list(find_largest(request, cluster))
+    if as_json:
+        models = [
+            {"model": choice.plan.model.hub_id, "settings": settings, **describe_layout(choice)}
+            for settings, choices in found
+            for choice in choices
+        ]
+        print(json.dumps({"models": models}, indent=1))
+        return
+    print("No model was named. These are the largest listed models that fit without offload.")
+    print("To plan one of them, add --model and the settings above it:")
+    for settings, choices in found:
+        unchanged = f"lora_rank={request.lora_rank}" if request.lora_rank else "all weights"
+        print(f"{format_settings(settings) or unchanged}:")
+        for choice in choices:
+            print(f"  {choice.plan.model.hub_id}{describe_suggestion({}, choice)}")
 
 
 def _count_work(draft: Draft, notes: list[str]) -> Amount | str:

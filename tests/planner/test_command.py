@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from distributed_training.cli import main
+from distributed_training.models import find_model
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.files import ROOT
 from real_model_example import CONFIG
@@ -175,3 +176,23 @@ def test_clusters_are_parsed():
         assert found == expected
     with refused("7900xtx", "needs CUDA"):  # not 7900 GPUs of a kind "tx"
         parse_cluster("7900xtx")
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([], [{}, {"optimizer": "adamw-bf16-weights"}, {"lora_rank": 16},
+              {"lora_rank": 16, "base_dtype": "nf4"}]),
+        (["--lora_rank", "8", "--max_length", "2k"], [{}, {"base_dtype": "nf4"}]),
+    ],
+)  # fmt: skip
+def test_a_card_without_a_model_names_the_largest_that_it_trains(words, settings):
+    arguments = ["plan", "--cluster", "3060", *words]
+    models = json.loads(light_pool().script([*arguments, "--json"]).stdout)["models"]
+    assert [each["settings"] for each in models[::3]] == settings
+    sizes = [find_model(each["model"]).size.num_parameters for each in models]
+    for first in range(0, len(models), 3):
+        assert sizes[first : first + 3] == sorted(sizes[first : first + 3], reverse=True)
+    assert sizes[0] < 14e9 < sizes[-3]  # nf4 needs the least
+    assert all(each["needed_bytes"] < 11.7 * 2**30 and each["tokens_per_s"] for each in models)
+    assert f"  {models[-3]['model']} (" in light_pool().script(arguments).stdout
