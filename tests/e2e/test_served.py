@@ -11,6 +11,8 @@ from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data import test_tokenizer
 from tests.data.test_samples import jsonl
 from tests.data.test_tokenizer import SAID
+from tests.models.theirs import generate, generation_config, read_tensors
+from tests.reference import call_reference
 from tests.support import edit_json, tiny_qwen2
 
 folder = test_tokenizer.folder
@@ -32,17 +34,18 @@ def test_an_exported_chat_model_has_the_dtype_of_its_base_and_stops_after_an_ans
     assert_ok(train(values))
     exported = Path(only_record(tmp_path)["run_dir"], "hf")
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert model.dtype == torch.bfloat16
+    _, tensors = call_reference(read_tensors, exported, dtype="auto")
     for name, weight in base.state_dict().items():
-        assert torch.equal(model.state_dict()[name], weight.to(model.dtype)), name
+        assert tensors[name].dtype == torch.bfloat16
+        assert torch.equal(tensors[name], weight), name
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>"), 7]
-    assert model.generation_config.eos_token_id == stops
-    assert model.generation_config.bos_token_id == tokenizer.bos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
-    assert model.generation_config.top_k == 5
-    assert not model.generation_config._from_model_config
+    generation = call_reference(generation_config, exported)
+    assert generation.eos_token_id == stops
+    assert generation.bos_token_id == tokenizer.bos_token_id
+    assert generation.pad_token_id == tokenizer.pad_token_id
+    assert generation.top_k == 5
+    assert not generation._from_model_config
 
 
 def test_generate_stops_where_transformers_stops(folder, tmp_path):
@@ -54,11 +57,11 @@ def test_generate_stops_where_transformers_stops(folder, tmp_path):
     question = tokenizer.apply_chat_template(
         SAID[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    ids = model.generate(**question, **options)[0, question["input_ids"].shape[1] :].tolist()
+    model.save_pretrained(tmp_path)
+    ids = call_reference(generate, tmp_path, question["input_ids"], max_new_tokens=12)
     position = max(index for index, token in enumerate(ids) if token not in ids[:index])
     model.generation_config.eos_token_id = [399, ids[position]]
-    model.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     arguments = ["--prompt", SAID[0]["content"], "--temperature", 0, "--max_new_tokens", 12]
     result = heavy_pool().script(["generate", tmp_path, *arguments])

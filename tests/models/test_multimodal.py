@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -16,6 +15,8 @@ from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
 from distributed_training.settings.config import Config
 from tests.models.hub_folders import KINDS, randomize
+from tests.models.theirs import logits, read_tensors
+from tests.reference import call_reference
 from tests.support import assert_near, read_model, refused
 
 _TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -74,16 +75,16 @@ def make_whole(model_type: str, folder: Path) -> Path:
 
 
 @pytest.fixture(params=_TYPES)
-def whole(request, tmp_path) -> tuple[Path, torch.nn.Module, ModelSpec]:
-    """Return (folder of a whole model, the model in transformers, spec of its text decoder)."""
+def whole(request, tmp_path) -> tuple[Path, ModelSpec]:
+    """Return (folder of a whole model, spec of its text decoder)."""
     folder = make_whole(request.param, tmp_path / "whole")
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    return folder, model, find_model(str(folder))
+    return folder, find_model(str(folder))
 
 
+@pytest.mark.processes
 def test_exports_are_the_whole_model_or_its_text_decoder(whole, tokenizer, tmp_path):
-    folder, model, spec = whole
-    expected = model(input_ids=IDS).logits
+    folder, spec = whole
+    expected = call_reference(logits, folder, IDS, auto=AutoModelForImageTextToText)
     ours = read_model(spec, folder)
     assert_near(ours(IDS), expected)
     state = ours.state_dict()
@@ -101,20 +102,17 @@ def test_exports_are_the_whole_model_or_its_text_decoder(whole, tokenizer, tmp_p
     stored = load_file(folder / "model.safetensors")
     assert exported.keys() == stored.keys()
     assert all(torch.equal(values, exported[name]) for name, values in stored.items())
-    options = {"output_loading_info": True, "dtype": torch.float32}
     for auto, path in (
         (AutoModelForImageTextToText, tmp_path / "again"),
         (AutoModelForCausalLM, tmp_path / "text"),
     ):
-        read, info = auto.from_pretrained(path, **options)
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        assert_near(read.eval()(input_ids=IDS).logits, expected)
+        name, _ = call_reference(read_tensors, path, auto)
+        assert_near(call_reference(logits, path, IDS, auto=auto), expected)
     text_config = json.loads((tmp_path / "text" / "config.json").read_text())
     assert "text_config" not in text_config
-    assert text_config["architectures"] == [type(read).__name__]  # also the classes of vLLM
+    assert text_config["architectures"] == [name]  # also the classes of vLLM
     modules = tuple(_VLLM_PREFIXES.values())
-    assert all(f"{vllm_module(name)}.".startswith(modules) for name in exported)
+    assert all(f"{vllm_module(key)}.".startswith(modules) for key in exported)
 
 
 @pytest.mark.parametrize("model_type", _OTHER_LOGITS)
@@ -125,8 +123,9 @@ def test_a_text_decoder_whose_logits_are_not_those_of_the_whole_model_is_refused
         find_model(str(make_whole(model_type, tmp_path)))
 
 
+@pytest.mark.processes
 def test_adapters_fit_the_whole_model_or_its_text_decoder(whole, tmp_path):
-    folder, model, spec = whole
+    folder, spec = whole
     config = Config(lora_rank=2, lora_alpha=8)
     tensors = {}
     for layer in range(spec.size.num_layers):
@@ -141,17 +140,19 @@ def test_adapters_fit_the_whole_model_or_its_text_decoder(whole, tmp_path):
     merged = adapters.merged(spec.weights_source(folder))
     weights = {"eos_token_id": 0, "dtype": torch.float32}
     spec.save(merged, tmp_path / "merged", **weights)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(IDS).logits
+    expected = call_reference(logits, tmp_path / "merged", IDS)
     base = read_model(spec, folder)
     spec.save(lambda name, _: base.state_dict()[name], tmp_path / "text", **weights)
-    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
-    for of_text, their_base in ((False, model), (True, text)):
+    for of_text, their_base, auto in (
+        (False, folder, AutoModelForImageTextToText),
+        (True, tmp_path / "text", AutoModelForCausalLM),
+    ):
         path = tmp_path / f"adapters-{of_text}"
         save_adapters(adapters, path, str(folder), text=of_text)
         names = load_file(path / "adapter_model.safetensors")
-        weights = load_file((tmp_path / "text" if of_text else folder) / "model.safetensors")
+        weights = load_file(their_base / "model.safetensors")
         assert {*map(vllm_module, names)} <= {*map(vllm_module, weights)}
-        with_adapters = PeftModel.from_pretrained(their_base, path).eval()
-        assert_near(with_adapters(input_ids=IDS).logits, expected)
+        found = call_reference(logits, their_base, IDS, adapters=path, auto=auto)
+        assert_near(found, expected)
         read = read_folder(spec, path).tensors
         assert all(torch.equal(values, read[name]) for name, values in tensors.items())

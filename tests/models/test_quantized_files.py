@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    FineGrainedFP8Config,
-    Mxfp4Config,
-)
+from transformers import AutoModelForImageTextToText, FineGrainedFP8Config, Mxfp4Config
 
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.models.weights import stored_dtype
 from tests.models.hub_folders import make_folder
 from tests.models.test_multimodal import make_whole
+from tests.models.theirs import read_tensors
+from tests.reference import call_reference
 from tests.support import edit_json, read_model, refused
 
 
@@ -48,6 +45,7 @@ def quantize_to_mxfp4(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return stored
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "quantize", "config"),
     [
@@ -61,13 +59,11 @@ def test_quantized_files_are_dequantized_as_in_transformers(kind, quantize, conf
     save_file(quantize(load_file(file)), file, {"format": "pt"})
     edit_json(folder / "config.json", quantization_config=json.loads(config.to_json_string()))
     config.dequantize = True
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=torch.bfloat16
-    )
+    options = {"quantization_config": config, "dtype": torch.bfloat16}
+    _, expected = call_reference(read_tensors, folder, **options)
     spec = find_model(f"{HUB_PREFIX}{folder}")
     assert stored_dtype(folder) == "bfloat16"
     ours = read_model(spec, folder)
-    expected = dict(theirs.named_parameters())
     for name, values in ours.named_parameters():
         (their_name,) = spec.code.to_hf(name, values, spec.size)
         assert torch.equal(values.to(torch.bfloat16), expected.pop(their_name))
@@ -75,6 +71,7 @@ def test_quantized_files_are_dequantized_as_in_transformers(kind, quantize, conf
     assert "quantization_config" not in spec.code.to_config(spec.size, 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("plain", ["vision_tower", "nothing"])
 def test_parts_of_a_multimodal_model_are_quantized(plain, tmp_path):
     folder = make_whole("mistral3", tmp_path / "whole")
@@ -90,15 +87,11 @@ def test_parts_of_a_multimodal_model_are_quantized(plain, tmp_path):
     weights = {"eos_token_id": 0, "dtype": torch.bfloat16, "original": folder}
     spec.save(lambda name, _: ours[name], tmp_path / "again", **weights)
     config.dequantize = True
-    options = {"dtype": torch.bfloat16, "output_loading_info": True}
-    theirs, _ = AutoModelForImageTextToText.from_pretrained(
-        folder, quantization_config=config, **options
-    )
-    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "again", **options)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    expected = theirs.state_dict()
-    assert all(torch.equal(values, expected[name]) for name, values in again.state_dict().items())
+    options = {"auto": AutoModelForImageTextToText, "dtype": torch.bfloat16}
+    quantized = {**options, "quantization_config": config}
+    _, expected = call_reference(read_tensors, folder, **quantized)
+    _, again = call_reference(read_tensors, tmp_path / "again", **options)
+    assert all(torch.equal(values, expected[name]) for name, values in again.items())
 
 
 def test_other_quantized_weights_are_refused(tmp_path: Path):

@@ -49,6 +49,7 @@ def load(
     folder: Path,
     adapters: Path | None = None,
     auto: Any = AutoModelForCausalLM,
+    is_trainable: bool = False,
     **options: Any,
 ) -> Any:
     """Return the transformers model in a folder, with PEFT's adapters from another folder."""
@@ -57,11 +58,81 @@ def load(
         return model
     from peft import PeftModel  # takes seconds
 
-    return PeftModel.from_pretrained(model, adapters).eval()
+    return PeftModel.from_pretrained(model, adapters, is_trainable=is_trainable).eval()
 
 
 def logits(folder: Path, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return load(folder, **options)(input_ids=ids, use_cache=False).logits.detach()
+
+
+def read_tensors(
+    folder: Path, auto: Any = AutoModelForCausalLM, **options: Any
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return (the class of the model in a folder, its tensors). Raises AssertionError if the folder
+    does not contain exactly these."""
+    options = {"dtype": torch.float32, **options, "output_loading_info": True}
+    model, info = auto.from_pretrained(folder, **options)
+    assert not info["missing_keys"] | info["unexpected_keys"], info
+    return type(model).__name__, model.state_dict()
+
+
+def generate(folder: Path, ids: torch.Tensor, **options: Any) -> list[int]:
+    """Return the tokens with which a model continues `ids`."""
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    return load(folder).generate(ids, **options)[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def generation_config(folder: Path) -> Any:
+    return load(folder).generation_config
+
+
+def sum_losses(folder: Path, samples: list[tuple[list[int], list[bool]]]) -> tuple[float, int]:
+    """Return the summed loss of (token IDs, target mask) in nats, and the number of targets."""
+    model = load(folder)
+    total, count = 0.0, 0
+    for ids, mask in samples:
+        labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)[None]
+        num_targets = int((labels[:, 1:] != -100).sum())
+        with torch.inference_mode():
+            total += float(model(torch.tensor([ids]), labels=labels).loss) * num_targets
+        count += num_targets
+    return total, count
+
+
+def trained_values(folder: Path, adapters: Path | None = None) -> dict[str, torch.Tensor]:
+    """Return the values that PEFT trains in a folder of adapters, keyed by their names in a file,
+    or without adapters, all values."""
+    return _trained_values(load(folder, adapters, is_trainable=True))
+
+
+def _trained_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name.replace(".default", ""): values.detach().clone()
+        for name, values in model.named_parameters()
+        if values.requires_grad
+    }
+
+
+def train(
+    folder: Path,
+    adapters: Path | None,
+    batches: list[tuple[Any, Any]],
+    learning_rate: float,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train all parameters or, if there are any, adapters with torch's AdamW on (inputs, targets).
+    Return their values before and after."""
+    model = load(folder, adapters, is_trainable=True, attn_implementation="eager")
+    before = _trained_values(model)
+    parameters = [values for values in model.parameters() if values.requires_grad]
+    groups = [{"params": x, "weight_decay": 0.01 if x.dim() > 1 else 0.0} for x in parameters]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    for ids, targets in batches:
+        logits = model(torch.as_tensor(ids)).logits
+        optimizer.zero_grad()
+        cross_entropy(logits.flatten(0, 1), torch.as_tensor(targets).flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    return before, _trained_values(model)
 
 
 def train_step(folder: Path, inputs: torch.Tensor, targets: torch.Tensor) -> Step:

@@ -14,23 +14,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from distributed_training.checkpoint.saver import load_checkpoint
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.models.peft import to_peft
 from tests.conftest import assert_ok, train
 from tests.models.hub_folders import make_folder
+from tests.models.theirs import read_tensors, trained_values
 from tests.parity.cases import all_cases
 from tests.parity.support import BASE, micro_batches, run_cases
-from tests.parity.test_lora import (
-    load_base,
-    made_by_peft,
-    peft_model,
-    train_as_peft,
-    trained_values,
-)
+from tests.parity.test_lora import made_by_peft, train_in_peft
+from tests.reference import call_reference
 
 LAYOUTS = ("dp", "fsdp", "zero2", "zero3")
 LIMIT = 1e-4
@@ -66,29 +59,26 @@ def _finish(run):
 
 
 def make_case(kind, folder, *, lora):
-    """Save a model and, for `lora`, adapters on its matrices. Return (CONFIG values, the model in
-    transformers or PEFT)."""
+    """Save a model and, for `lora`, adapters on its matrices. Return (CONFIG values, folder of the
+    adapters)."""
     base = make_folder(kind, folder / "base")
     if not lora:
-        return {**VALUES, "model": f"{HUB_PREFIX}{base}"}, load_base(base)
+        return {**VALUES, "model": f"{HUB_PREFIX}{base}"}, None
     size = find_model(f"{HUB_PREFIX}{base}").size
     targets = size.part_names(None)
     if any(block.expert_products for block in size.kinds):
         targets = [name for name in targets if not name.endswith(EXPERT_NAMES)]
     base, adapters = made_by_peft(folder, kind, target_modules=targets)
     values = {**VALUES, "model": "auto", "weights": str(adapters)}
-    return values, peft_model(base, adapters)
+    return values, adapters
 
 
 def read_export(export, base, *, lora):
     """Return the tensors that transformers or PEFT reads from an export."""
     if lora:
-        return trained_values(peft_model(base, export))
-    model, info = AutoModelForCausalLM.from_pretrained(
-        export, dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"] | info["unexpected_keys"]
-    return trained_values(model)
+        return call_reference(trained_values, base, export)
+    call_reference(read_tensors, export)
+    return call_reference(trained_values, export)
 
 
 def largest_difference(found, expected):
@@ -103,10 +93,10 @@ def largest_difference(found, expected):
 def try_kind(kind, folder, *, lora):
     """Train a kind under all layouts, resume all pairs of layouts, and compare the results with
     those of transformers or PEFT."""
-    values, reference = make_case(kind, folder, lora=lora)
+    values, adapters = make_case(kind, folder, lora=lora)
     one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
     steps = run_cases(one, 1, steps=NUM_STEPS, function="batches")["one"]
-    before, expected = train_as_peft(reference, steps, RATE)
+    before, expected = train_in_peft(folder / "base", adapters, steps, RATE)
     print(f"  changed by up to {largest_difference(before, expected)}", flush=True)
     found, pairs = {}, {}
     for layout in LAYOUTS:

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distributed_training.checkpoint.trained import open_trained_folder
-from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import HUB_PREFIX, find_model, peft
 from distributed_training.models.decoder import Linear
@@ -19,8 +18,10 @@ from distributed_training.models.peft import to_peft
 from distributed_training.parallel.lora import Adapter, apply_lora
 from distributed_training.settings.config import Config
 from tests.models.hub_folders import make_folder
+from tests.models.theirs import logits, train, trained_values
 from tests.parity.support import BASE, assert_same_bits, mesh, micro_batches, run_cases
 from tests.planner.helpers import plan_for
+from tests.reference import call_reference
 from tests.support import GPU_MACHINE, fingerprint, read_model, refused
 
 ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -69,7 +70,8 @@ def made_by_peft(folder, kind="llama", **options):
         "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "gate_proj", "o_proj"],
         **options,
     }  # fmt: skip
-    adapted = library.get_peft_model(load_base(folder / "base"), library.LoraConfig(**settings))
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    adapted = library.get_peft_model(model, library.LoraConfig(**settings))
     for name, values in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(values, std=0.1)
@@ -77,22 +79,11 @@ def made_by_peft(folder, kind="llama", **options):
     return folder / "base", folder / "adapters"
 
 
-def load_base(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-
-
-def peft_model(base, adapters):
-    """Load PEFT's model so that its adapters can be trained."""
-    return library.PeftModel.from_pretrained(load_base(base), adapters, is_trainable=True)
-
-
-def trained_values(model):
-    """Return the values of PEFT's adapters, keyed by their names in a file."""
-    return {
-        name.replace(".default", ""): values.detach()
-        for name, values in model.named_parameters()
-        if values.requires_grad
-    }
+def train_in_peft(base, adapters, steps, learning_rate=1e-2):
+    """Return the adapters, or without adapters all parameters, before and after steps in PEFT or
+    transformers. Each step has one micro-batch."""
+    batches = [batch[:2] for (batch,) in steps]  # inputs and targets
+    return call_reference(train, base, adapters, batches, learning_rate)
 
 
 # These run transformers' code, which is not split over processes.
@@ -137,28 +128,10 @@ def compared(tmp_path_factory):
                 cases[f"{kind} {name} {layout}"] = {**values, **keys}
             one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
             steps = run_cases(one, 1, steps=5, function="batches")["one"]
-            trained = train_as_peft(peft_model(base, adapters), steps, RATES.get(kind, 1e-2))
+            trained = train_in_peft(base, adapters, steps, RATES.get(kind, 1e-2))
             peft_values[kind, name] = (find_model(str(base)), *trained)
     found = run_cases(cases, 2, steps=5)
     return {name: (found[name], peft_values[tuple(name.split()[:2])]) for name in cases}
-
-
-def train_as_peft(model, steps, learning_rate=1e-2):
-    """Train the parameters of PEFT's or transformers' model that require gradients with AdamW.
-    Return their values before and after."""
-    before = {name: values.clone() for name, values in trained_values(model).items()}
-    parameters = [values for values in model.parameters() if values.requires_grad]
-    groups = [{"params": x, "weight_decay": 0.01 if x.dim() > 1 else 0.0} for x in parameters]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
-    for ((ids, targets, *_),) in steps:
-        logits = model(torch.as_tensor(ids)).logits
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), torch.as_tensor(targets).flatten(), ignore_index=IGNORE_INDEX
-        ).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-    return before, trained_values(model)
 
 
 @pytest.mark.parametrize(
@@ -202,23 +175,23 @@ EXCHANGED = [
 def test_adapters_of_peft_are_read_merged_and_written_again(kind, options, tmp_path):
     base, adapters = made_by_peft(tmp_path, kind, **options)
     ids = torch.randint(0, 256, (2, 12))
-    without = load_base(base).eval()(ids).logits
-    theirs = peft_model(base, adapters).eval()
-    expected = theirs(ids).logits
+    without = call_reference(logits, base, ids)
+    expected = call_reference(logits, base, ids, adapters=adapters)
     assert (without - expected).norm() > 0.01 * expected.norm()
     spec = find_model(str(base))
     initial = peft.read_folder(spec, adapters)
     checksum = str(fingerprint(spec, base))
     written = tmp_path / "written"
     peft.save_adapters(replace(initial, base_fingerprint=checksum), written, str(base))
-    again = peft_model(base, written).eval()
-    assert trained_values(again).keys() == trained_values(theirs).keys()
+    names = [call_reference(trained_values, base, path).keys() for path in (adapters, written)]
+    assert names[0] == names[1]
     trained = open_trained_folder(spec, written, base)
     weights = trained.merged_weights()
     spec.save(weights, tmp_path / "merged", eos_token_id=0, dtype=torch.float32)
-    merged = load_base(tmp_path / "merged").eval()
-    for logits in (again(ids).logits, trained.load(CPU)(ids), merged(ids).logits):
-        assert (logits - expected).norm() <= 1e-4 * expected.norm()
+    again = call_reference(logits, base, ids, adapters=written)
+    merged = call_reference(logits, tmp_path / "merged", ids)
+    for found in (again, trained.load(CPU)(ids), merged):
+        assert (found - expected).norm() <= 1e-4 * expected.norm()
     changed = open_trained_folder(spec, written, tmp_path / "merged")
     with refused(str(written), "weights"):
         changed.load(CPU)

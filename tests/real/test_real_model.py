@@ -17,9 +17,11 @@ from distributed_training.models.peft import to_peft
 from distributed_training.settings.config import Config
 from tests.checkpoint.test_export import command
 from tests.conftest import assert_ok, only_record, train
+from tests.models.theirs import logits
 from tests.parity.support import mesh, micro_batches, run_cases
-from tests.parity.test_lora import ALL, load_base, peft_model, train_as_peft
+from tests.parity.test_lora import ALL, train_in_peft
 from tests.real.make_model import FOLDER
+from tests.reference import call_reference
 
 pytestmark = [
     pytest.mark.real,
@@ -47,7 +49,7 @@ def values(tmp_path_factory):
     """Return CONFIG values that continue PEFT adapters with random values."""
     folder = tmp_path_factory.mktemp("adapters")
     options = library.LoraConfig(r=4, lora_alpha=8, target_modules=ALL.split(","))
-    adapted = library.get_peft_model(load_base(FOLDER), options)
+    adapted = library.get_peft_model(AutoModelForCausalLM.from_pretrained(FOLDER), options)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
@@ -93,7 +95,7 @@ def test_tokens_and_masks_equal_transformers(batches):
 def test_adapters_train_as_in_peft(layouts, num_processes, steps, values, batches):
     cases = {name: {**values, **ONE, **layout} for name, layout in layouts.items()}
     results = run_cases(cases, num_processes, steps=steps)
-    expected = train_as_peft(peft_model(FOLDER, values["weights"]), batches[:steps], 1e-3)
+    expected = train_in_peft(FOLDER, values["weights"], batches[:steps], 1e-3)
     config = Config(lora_rank=4, lora_targets=ALL)
     for found in results.values():
         ours = to_peft(found["state"], find_model(str(FOLDER)), config)
@@ -105,10 +107,9 @@ def test_losses_in_fewer_bits_are_close(values, batches):
     cases = {name: {**values, **ONE, **case} for name, case in cases.items()}
     losses = {name: run["losses"][0] for name, run in run_cases(cases, 1, steps=1).items()}
     ((ids, targets, *_),) = batches[0]
-    with torch.no_grad():
-        logits = peft_model(FOLDER, values["weights"])(torch.as_tensor(ids)).logits
+    theirs = call_reference(logits, FOLDER, torch.as_tensor(ids), adapters=values["weights"])
     targets = torch.as_tensor(targets).flatten()
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+    expected = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), targets)
     assert losses["fp32"] == pytest.approx(float(expected), rel=1e-5)
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
     assert 1e-3 < abs(losses["nf4"] / losses["fp32"] - 1) < 0.15
@@ -124,7 +125,7 @@ def run(tmp_path, **changes):
 def test_all_weights_train_and_are_exported_as_in_transformers(batches, tmp_path):
     run_dir, _ = run(tmp_path, learning_rate=1e-5, batch_size=BATCH, max_steps=3)
     ours = load_file(run_dir / "hf" / "model.safetensors")
-    assert_same_updates(ours, *train_as_peft(load_base(FOLDER), batches, 1e-5))
+    assert_same_updates(ours, *train_in_peft(FOLDER, None, batches, 1e-5))
 
 
 def test_a_chat_model_answers_before_and_after_and_is_merged(tmp_path):
@@ -134,6 +135,6 @@ def test_a_chat_model_answers_before_and_after_and_is_merged(tmp_path):
     assert out.count(answer) == 2
     assert_ok(command("export", run_dir, "--merge"))
     ids = torch.tensor([[1, 9690, 198, 2683]])
-    merged = AutoModelForCausalLM.from_pretrained(run_dir / "merged")(ids).logits
-    expected = peft_model(FOLDER, run_dir / "hf")(ids).logits
+    merged = call_reference(logits, run_dir / "merged", ids)
+    expected = call_reference(logits, FOLDER, ids, adapters=run_dir / "hf")
     torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-3)

@@ -7,14 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from distributed_training.data.text_bytes import count_bytes
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
@@ -22,6 +15,8 @@ from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data.test_samples import jsonl
 from tests.data.test_tokenizer import SAID, SAMPLES, folder  # noqa: F401
 from tests.e2e.support import assert_refused
+from tests.models.theirs import sum_losses
+from tests.reference import call_reference
 
 LENGTH = 16
 
@@ -35,20 +30,6 @@ def model(folder):  # noqa: F811
     shape |= {"intermediate_size": 16, "vocab_size": 400, "max_position_embeddings": 64}
     LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.5)).save_pretrained(folder)
     return folder
-
-
-def theirs(model, samples):
-    """Return the summed loss in nats that transformers computes, and the number of targets. Each
-    sample consists of token IDs and a target mask."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    total, count = 0.0, 0
-    for ids, mask in samples:
-        labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)[None]
-        num_targets = int((labels[:, 1:] != -100).sum())
-        with torch.inference_mode():
-            total += float(network(torch.tensor([ids]), labels=labels).loss) * num_targets
-        count += num_targets
-    return total, count
 
 
 def evaluated(model, file, *options):
@@ -78,7 +59,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer(text)["input_ids"]  # the text does not have an end-of-text token
     parts = [ids[first : first + LENGTH + 1] for first in range(0, len(ids) - 1, LENGTH)]
-    nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
+    nats, count = call_reference(sum_losses, model, [(part, [True] * len(part)) for part in parts])
     assert count == len(ids) - 1
     # The first token, the start token, is never a target.
     assert_agrees(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
@@ -97,9 +78,8 @@ def test_only_answers_of_chats_are_evaluated_without_template_marks(model, tmp_p
         samples.append((chat_ids, [place >= start for place in range(len(chat_ids))]))
     # The run packs records, which does not change the loss.
     text = "".join(f"{answer}\n" for answer in answers)
-    assert_agrees(
-        evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text
-    )
+    found = evaluated(model, tmp_path / "a.jsonl", "--max_length", 60)
+    assert_agrees(found, *call_reference(sum_losses, model, samples), text)
 
 
 def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tmp_path):  # noqa: F811
@@ -121,7 +101,7 @@ def test_records_of_a_model_that_cannot_pack_are_evaluated_separately(folder, tm
         ids = tokenizer(text)["input_ids"]
         samples.append((ids, [True] * len(ids)))
     found = evaluated(bloom, rows, "--max_length", 512)
-    assert_agrees(found, *theirs(bloom, samples), "".join(texts))
+    assert_agrees(found, *call_reference(sum_losses, bloom, samples), "".join(texts))
 
 
 def test_evaluating_a_run_repeats_its_last_evaluation(tmp_path):
