@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 
 from distributed_training.settings.errors import UserError, run_and_report_errors
-from distributed_training.settings.files import MARK, check_replaced, load_json, shown, write_own
+from distributed_training.settings.files import (
+    MARK,
+    atomic_folder,
+    check_replaced,
+    load_json,
+    shown,
+    write_own,
+)
 from distributed_training.settings.request import build_config
 from tests.support import refused
 
@@ -62,6 +69,16 @@ def test_invalid_json_is_refused_with_its_location(name, content, messages, tmp_
     file = tmp_path / f"{name}.json".replace("large", "larg")
     with refused(f"preset {file}", *messages):
         load_json(file, "preset")
+
+
+def test_files_change_when_a_slow_disk_has_stored_them(tmp_path, monkeypatch):
+    """Otherwise, whoever watches their times takes a slow export for a hang."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.utime(descriptor, (1, 1)))
+    folder = tmp_path / "hf"
+    with atomic_folder(folder) as unfinished:
+        (unfinished / "a").touch()
+    for path in (folder / "a", folder):
+        assert path.stat().st_mtime > 1
 
 
 def test_errors_are_one_line_of_limited_length():
