@@ -25,6 +25,7 @@ from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.context import apply_cp
+from distributed_training.parallel.experts import average_gradients, find_experts, shard_experts
 from distributed_training.parallel.lora import apply_lora, move_embedding_to_host
 from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import (
@@ -86,16 +87,20 @@ def parallelize(
     blocks.apply_compile(stage, config, compile_outer_layers=tp_mesh is None)
     if config.offloads_activations and topology.device.type == "cuda":
         offload_saved(stage, config.checkpointed_blocks)
+    experts: set[nn.Parameter] = set()
     if mesh is not None and plan.uses_fsdp:
         # With tp or pp, replication also uses FSDP, with one rank per shard group, because DDP
         # needs whole models.
         axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
+        if config.expert_parallel:
+            experts = shard_experts(stage, mesh[axes])
         blocks.apply_fsdp(
             stage,
             mesh[axes],
             stage.compute_dtype,
             keep_gathered=topology.pp > 1,
             keep_outer_gathered=plan.keeps_outer_weights_gathered,
+            ignored=experts,
         )
     weights.fill(stage, topology.device)  # only this rank's shards
     if plan.uses_fsdp:
@@ -182,6 +187,10 @@ class NativeEngine(base.Engine):
                     self.named_params.append((name, parameter))
             if stage.size.tied and stage.is_last and not stage.is_first:
                 self.embedding_copies.add(stage.output_weight)
+        self.experts = []  # trained parameters of experts that stay on their ranks
+        if self.config.expert_parallel:
+            experts = find_experts(self.stages)
+            self.experts = [parameter for *_, parameter in experts if parameter.requires_grad]
         self.gradient_names = [name for name, _ in self.named_params]
         self.parameters = [parameter for _, parameter in self.named_params]
 
@@ -284,6 +293,7 @@ class NativeEngine(base.Engine):
             flat = [tensor.flatten(0, 1) for tensor in tensors]
             loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
         gradients.match_placements(self.parameters)
+        average_gradients(self.experts)
         if self.tp_partial_params:
             partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]
             gradients.all_reduce_sum(partial_grads, self.tp_group)

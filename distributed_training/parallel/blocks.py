@@ -228,6 +228,7 @@ def apply_fsdp(
     *,
     keep_gathered: bool,
     keep_outer_gathered: bool,
+    ignored: set[torch.nn.Parameter],
 ) -> None:
     """Shard each block and then the remaining parameters in place with FSDP2.
 
@@ -238,12 +239,13 @@ def apply_fsdp(
     because both the first and the last operation use a tied embedding. If `keep_gathered` is set,
     the blocks also stay gathered. This setting is for pipeline stages, which use each block for
     many micro-batches. If `keep_outer_gathered` is set, the root module's parameters, which must be
-    frozen, stay gathered after the step."""
+    frozen, stay gathered after the step. The parameters in `ignored` stay as they are."""
     weight_dtype = next(weight.dtype for weight in model.parameters() if weight.requires_grad)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=weight_dtype)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-    root: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(block, reshard_after_forward=not keep_gathered)
+    root: Any = shard(model, reshard_after_forward=False)
     root.set_reshard_after_backward(not keep_outer_gathered, recurse=False)
     if mesh.device_type == "cuda":
         stream = torch.cuda.current_stream()

@@ -156,6 +156,9 @@ class Config(KeyModel):
     cp: Axis = layout_key(None)
     """Number of GPUs over which the tokens of every sample are split (context parallelism). The
     model state is also sharded over these GPUs, unless the strategy does not name dp_shard."""
+    expert_parallel: bool = layout_key(False)
+    """With fsdp: leave each of a mixture's experts on its GPU, and send tokens to the experts
+    instead of gathering the experts for each step (expert parallelism)."""
     tp: Axis = layout_key(None)
     """Number of GPUs over which every layer is sharded (tensor parallelism)."""
     pp: Axis = layout_key(None)

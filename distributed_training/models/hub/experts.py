@@ -7,7 +7,11 @@ stores it transposed.
 
 The weight of an expert's output is applied before the last product, so that the gradient of the
 router needs no output of the experts. For the backward pass, only the output of the first product
-is kept: rows are gathered again, and element-wise operations are computed again."""
+is kept: rows are gathered again, and element-wise operations are computed again.
+
+With expert parallelism (parallel/experts.py), E is the number of this rank's experts and N that of
+all ranks' tokens. Pairs with other ranks' experts are sorted behind all others. Their rows are 0 in
+the result and in all gradients."""
 
 from typing import Any
 
@@ -29,31 +33,51 @@ def experts(
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, for x [N, D]. The indices of
     the experts, `chosen`, and their `weights` have the shape [N, k]."""
+    exchange = getattr(module, "token_exchange", None)
+    num_experts = module.num_experts
+    if exchange is not None:
+        if module.training:
+            own_ids = chosen.flatten().sort().values
+            module.latest_ends.copy_(_row_ends(own_ids, num_experts))
+        x, weights = exchange.gather(x), exchange.gather(weights)
+        chosen = exchange.own_experts(exchange.gather(chosen))
+        num_experts = exchange.num_experts
     ids, order = chosen.flatten().sort(stable=True)
-    numbers = torch.arange(module.num_experts, device=x.device)
-    # Number of rows up to the end of each expert's rows, int32 [E]
-    ends = torch.searchsorted(ids, numbers, right=True).to(torch.int32)
+    ends = _row_ends(ids, num_experts)
     places = torch.empty_like(order)  # rows of each token, [N, k]
     places[order] = torch.arange(len(order), device=x.device)
-    if module.training:
+    if module.training and exchange is None:
         module.latest_ends.copy_(ends)
     places = places.view_as(chosen)
     tokens = order // chosen.shape[1]  # of each row, [S]
     # The gradient is a scatter, which is exact because no index occurs twice.
     scales = weights.flatten().gather(0, order)[:, None]
+    if exchange is not None:
+        scales = torch.where((ids < num_experts)[:, None], scales, 0)
+        ids = ids.clamp(max=num_experts - 1)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     hidden = multiply(module, first, x, ends, tokens, places)
     if module.has_bias:
-        hidden = hidden + getattr(module, f"{first}_bias")[ids]
+        hidden = hidden + private.shard_for(x, getattr(module, f"{first}_bias"))[ids]
     hidden = private.apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
     if not module.has_post_expert_norm:
         hidden = (hidden * scales).to(x.dtype)
     y = multiply(module, "down_proj", hidden, ends)
     if module.has_bias:
-        y = y + module.down_proj_bias[ids] * scales
+        y = y + private.shard_for(x, module.down_proj_bias)[ids] * scales
     if module.has_post_expert_norm:
         y = module.post_expert_norm(y) * scales
-    return _Combine.apply(y, tokens, places).to(x.dtype)
+    y = _Combine.apply(y, tokens, places).to(x.dtype)
+    return y if exchange is None else exchange.scatter_sum(y)
+
+
+def _row_ends(
+    ids: torch.Tensor,
+    num_experts: int,
+) -> torch.Tensor:
+    """Return the number of rows up to the end of each expert's rows, int32 [E], for sorted ids."""
+    numbers = torch.arange(num_experts, device=ids.device)
+    return torch.searchsorted(ids, numbers, right=True).to(torch.int32)
 
 
 def multiply(
@@ -68,13 +92,32 @@ def multiply(
     its adapter, [S, out]. With `tokens` and `places`, x [N, in] contains the rows of tokens
     instead."""
     adapter = getattr(module, f"{name}_adapter", None)
-    a, b = (None, None) if adapter is None else adapter.matrices(x.dtype)
-    stack = getattr(module, name)
+    a, b = (None, None) if adapter is None else adapter.matrices(x)
+    stack = private.shard_for(x, getattr(module, name))
     scales = getattr(module, f"{name}{quantized.SCALES}", None)
-    if module.is_transposed and scales is None:
+    if scales is not None:
+        scales = private.shard_for(x, scales)
+    elif module.is_transposed:
         stack = stack.transpose(1, 2)
     base_dtype = getattr(module, "base_dtype", "")
-    y, _ = expert_linear(x, stack, ends, tokens, places, a, b, scales, base_dtype)
+    is_partial = getattr(module, "token_exchange", None) is not None
+    y, _ = expert_linear(x, stack, ends, tokens, places, a, b, scales, base_dtype, is_partial)
+    return y
+
+
+def _multiply_rows(
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    ends: torch.Tensor,
+    is_partial: bool,
+) -> torch.Tensor:
+    """Return the product of each expert's rows with its matrix, [S, in] and [E, in, out] -> [S,
+    out]. If they are only a part of the rows, the others become 0: the kernel does not write
+    them."""
+    y = F.grouped_mm(rows, matrices, offs=ends)
+    if is_partial:
+        is_other = torch.arange(len(y), device=y.device) >= ends[-1]
+        y.masked_fill_(is_other[:, None], 0)
     return y
 
 
@@ -113,17 +156,18 @@ def expert_linear(
     b: torch.Tensor | None,
     scales: torch.Tensor | None,
     base_dtype: str,
+    is_partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (products, the products of the rows with the adapter's a [E, R, in], which have no
     gradient). `stack` [E, out, ..] contains codes of the quantization `base_dtype` if there are
-    `scales`."""
+    `scales`. `is_partial` says whether there may be rows of other ranks' experts."""
     rows = x if tokens is None else x[tokens]
     matrices = _dequantize(stack, scales, base_dtype)
-    y = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+    y = _multiply_rows(rows, matrices.transpose(1, 2), ends, is_partial)
     if a is None or b is None:
         return y, x.new_empty(0)
-    hidden = F.grouped_mm(rows, a.transpose(1, 2), offs=ends)
-    return y.add_(F.grouped_mm(hidden, b.transpose(1, 2), offs=ends)), hidden
+    hidden = _multiply_rows(rows, a.transpose(1, 2), ends, is_partial)
+    return y.add_(_multiply_rows(hidden, b.transpose(1, 2), ends, is_partial)), hidden
 
 
 @torch.library.custom_op("distributed_training::expert_rows_gradient", mutates_args=())
@@ -134,9 +178,10 @@ def _rows_gradient(
     scales: torch.Tensor | None,
     base_dtype: str,
     num_inputs: int,
+    is_partial: bool,
 ) -> torch.Tensor:
     """Return the gradient of rows [S, in] from that of their products with a stack."""
-    return F.grouped_mm(dy, _dequantize(stack, scales, base_dtype), offs=ends)
+    return _multiply_rows(dy, _dequantize(stack, scales, base_dtype), ends, is_partial)
 
 
 @torch.library.custom_op("distributed_training::expert_stack_gradient", mutates_args=())
@@ -170,7 +215,7 @@ def _(x, stack, ends, tokens, places, a, *_):  # type: ignore[no-untyped-def]
 
 
 @_rows_gradient.register_fake
-def _(dy, stack, ends, scales, base_dtype, num_inputs):  # type: ignore[no-untyped-def]
+def _(dy, stack, ends, scales, base_dtype, num_inputs, _):  # type: ignore[no-untyped-def]
     return dy.new_empty(len(dy), num_inputs)
 
 
@@ -184,7 +229,7 @@ def _save(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    x, stack, ends, tokens, places, a, b, scales, ctx.base_dtype = inputs
+    x, stack, ends, tokens, places, a, b, scales, ctx.base_dtype, ctx.is_partial = inputs
     ctx.num_inputs = x.shape[1]
     needs_rows = a is not None or ctx.needs_input_grad[1]
     kept_x = x if needs_rows else None
@@ -201,15 +246,16 @@ def _backward(
     d_stack = d_a = d_b = None
     if ctx.needs_input_grad[1]:
         d_stack = _stack_gradient(dy, x, tokens, ends)
-    dx = _rows_gradient(dy, stack, ends, scales, ctx.base_dtype, ctx.num_inputs)
+    counts = ctx.num_inputs, ctx.is_partial
+    dx = _rows_gradient(dy, stack, ends, scales, ctx.base_dtype, *counts)
     if a is not None:
-        d_hidden = _rows_gradient(dy, b, ends, None, "", b.shape[2])
-        dx = dx + _rows_gradient(d_hidden, a, ends, None, "", ctx.num_inputs)
+        d_hidden = _rows_gradient(dy, b, ends, None, "", b.shape[2], ctx.is_partial)
+        dx = dx + _rows_gradient(d_hidden, a, ends, None, "", *counts)
         d_a = _stack_gradient(d_hidden, x, tokens, ends)
         d_b = _stack_gradient(dy, hidden, None, ends)
     if places is not None:
         dx = _combine(dx, places)
-    return dx, d_stack, None, None, None, d_a, d_b, None, None
+    return dx, d_stack, None, None, None, d_a, d_b, None, None, None
 
 
 expert_linear.register_autograd(_backward, setup_context=_save)
@@ -244,10 +290,10 @@ class StackAdapter(nn.Module):
 
     def matrices(
         self,
-        dtype: torch.dtype,
+        x: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a, times the adapters' scale, and b in `dtype`. Zeros are appended, because the
-        rows of operands must begin at multiples of 16 bytes."""
+        """Return a, times the adapters' scale, and b in the dtype of `x`. Zeros are appended,
+        because the rows of operands must begin at multiples of 16 bytes."""
         padding = -self.a.shape[1] % 8
-        a = self.a.to(dtype) * self.scale
-        return F.pad(a, (0, 0, 0, padding)), F.pad(self.b.to(dtype), (0, padding))
+        a, b = (private.shard_for(x, matrix).to(x.dtype) for matrix in (self.a, self.b))
+        return F.pad(a * self.scale, (0, 0, 0, padding)), F.pad(b, (0, padding))

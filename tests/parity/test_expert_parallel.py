@@ -1,0 +1,103 @@
+"""Compare expert parallelism with a single process. In every case, the rows that a product leaves
+unwritten, because their experts are on other ranks, contain NaN."""
+
+import functools
+
+import pytest
+
+from tests.models.hub_folders import make_folder
+from tests.parity.support import (
+    BASE,
+    assert_equal_runs,
+    assert_resumes,
+    mesh,
+    micro_batches,
+    reference,
+    run_cases,
+)
+from tests.parity.test_layouts import COMPILED, FULL, SELECTIVE
+from tests.parity.test_packing import PACKED
+
+SHARD2 = {**mesh(dp_shard=2), **micro_batches(1), "expert_parallel": True}
+FOUR = {**micro_batches(1), "expert_parallel": True}
+STACKS = "q_proj,experts.gate_up_proj,experts.down_proj"
+LORA = {"lora_rank": 4, "learning_rate": 1e-2, "lora_targets": STACKS}
+FORMS = {
+    "": {}, "packed": PACKED, "lora": LORA, "nf4": {**LORA, "base_dtype": "nf4"},
+    "bf16": {**LORA, "precision": "bf16"},
+}  # fmt: skip
+CASES = {
+    2: {
+        "qwen3_moe/accumulated": {**SHARD2, **micro_batches(2)},
+        "qwen3_moe, packed/full": {**SHARD2, **FULL},
+        "qwen3_moe, lora/selective": {**SHARD2, **SELECTIVE},
+        "qwen3_moe, nf4/fsdp": SHARD2,
+        "gpt_oss/fsdp": SHARD2,  # biases, transposed stacks
+        "gpt_oss, lora/fsdp": SHARD2,
+        "deepseek_v3/fsdp": SHARD2,  # shared experts
+        "qwen3_5_moe_text, lora/fsdp": SHARD2,
+    },
+    4: {
+        "qwen3_moe/shard4": {**mesh(dp_shard=4), **FOUR},
+        "qwen3_moe, lora/copies2-shard2": {**mesh(dp_replicate=2, dp_shard=2), **FOUR},
+        "gpt_oss/copies2-shard2": {**mesh(dp_replicate=2, dp_shard=2), **FOUR},
+        "qwen3_moe, packed/shard2-cp2": {**mesh(dp_shard=2, cp=2), **FOUR},
+    },
+}  # fmt: skip
+TRACED = {
+    2: {
+        "qwen3_moe/traced": {**SHARD2, **COMPILED},
+        "qwen3_moe, lora/traced-full": {**SHARD2, **COMPILED, **FULL},
+    }
+}
+TABLES = {"train_with_unwritten_rows": CASES, "trace_with_unwritten_rows": TRACED}
+NAMED = [
+    (what, count, name)
+    for what, table in TABLES.items()
+    for count, cases in table.items()
+    for name in cases
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Return a function that returns the CONFIG values for a case's reference run."""
+
+    @functools.cache
+    def model(kind):
+        wide = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+        changes = wide if kind == "qwen3_moe" else {}  # for groups of 64 values
+        return f"hub:{make_folder(kind, tmp_path_factory.mktemp(kind), **changes)}"
+
+    def values(name):
+        kind, _, form = name.partition("/")[0].partition(", ")
+        return {**BASE, **FORMS[form], "model": model(kind)}
+
+    return values
+
+
+@pytest.fixture(scope="module")
+def results(request, work):
+    """Return a function that returns the results of a case. The selected cases are run on the first
+    call, because processes take seconds to start."""
+    chosen = {item.name for item in request.session.items}
+
+    @functools.cache
+    def run(what, count):
+        cases = {
+            name: {**work(name), **values}
+            for name, values in TABLES[what][count].items()
+            if f"test_experts_that_stay_equal_one_process[{name}]" in chosen
+        }
+        return run_cases(cases, count, function=what, steps=3)
+
+    return run
+
+
+@pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
+def test_experts_that_stay_equal_one_process(what, count, name, results, work):
+    assert_equal_runs(results(what, count)[name], reference(work(name), steps=3))
+
+
+def test_a_resumed_run_is_bitwise_equal(work):
+    assert_resumes({"fsdp": {**work("qwen3_moe"), **SHARD2}}, 2)
