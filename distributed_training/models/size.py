@@ -68,6 +68,11 @@ class BlockKind:
         return self.cut_dim(matrix) is not None or matrix.startswith(tuple(regions))
 
     @property
+    def stack_values(self) -> int:
+        """Return the number of values in the stacks of experts' matrices."""
+        return sum(map(math.prod, self.stacks.values()))
+
+    @property
     def num_regions(self) -> int:
         """Return how often a block sums over the tp ranks."""
         return list(self.cuts.values()).count(1)

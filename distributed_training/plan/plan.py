@@ -144,7 +144,7 @@ class Draft:
             "stages": [[blocks.start, blocks.stop] for blocks in self.stages.block_ranges],
             "sequence_parallel": self.mesh["tp"] > 1,
             "device": "cuda" if self.machine.num_gpus else "cpu",
-        }
+        } | ({"expert_parallel": True} if self.config.expert_parallel else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,7 @@ def preference(choice: Prediction) -> Preference:
     plan = choice.plan
     is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
     is_complex = is_split or not plan.strategy.traits.averages_with_torch
+    is_complex |= plan.config.expert_parallel
     num_settings = len(layout_settings(plan))
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
@@ -245,6 +246,10 @@ def _vary_mesh(candidate: Candidate, num_processes: int) -> Iterator[Candidate]:
         for schedule in schedules:
             scheduled = request.model_copy(update={"pipeline_schedule": schedule})
             yield replace(candidate, request=scheduled, mesh=mesh)
+        may_rest = any(kind.stacks for kind in candidate.model.size.kinds) and mesh["dp_shard"] > 1
+        if may_rest and not request.is_set("expert_parallel"):
+            resting = request.model_copy(update={"expert_parallel": True})
+            yield replace(candidate, request=resting, mesh=mesh)
 
 
 def _layout_key(candidate: Candidate) -> tuple[object, ...]:
@@ -252,7 +257,8 @@ def _layout_key(candidate: Candidate) -> tuple[object, ...]:
     strategy = candidate.strategy
     engine = strategy.name if strategy.traits.uses_zero else strategy.engine
     schedule = candidate.request.pipeline_schedule if candidate.mesh["pp"] > 1 else None
-    return engine, candidate.only_copies, schedule, *candidate.mesh.values()
+    rests = candidate.request.expert_parallel
+    return engine, candidate.only_copies, rests, schedule, *candidate.mesh.values()
 
 
 def _typing_effort(candidate: Candidate) -> tuple[int, bool]:
@@ -313,6 +319,8 @@ def layout_settings(plan: Draft) -> Settings:
     schedule = plan.config.pipeline_schedule
     if plan.mesh["pp"] > 1 and schedule != plan.strategy.traits.schedules[0]:
         settings["pipeline_schedule"] = schedule
+    if plan.config.expert_parallel and not plan.requested.is_set("expert_parallel"):
+        settings["expert_parallel"] = True
     if plan.requested.num_microbatches == plan.batch.num_microbatches:
         settings["num_microbatches"] = plan.batch.num_microbatches
     mode = plan.config.activation_checkpointing
@@ -332,6 +340,8 @@ def layout_name(plan: Draft) -> str:
         words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]
     if plan.mesh["pp"] > 1:
         words.append(plan.config.pipeline_schedule)
+    if plan.config.expert_parallel:
+        words.append("ep")
     if plan.batch.num_microbatches > 1:
         words.append(f"m{plan.batch.num_microbatches}")
     return " ".join(words)

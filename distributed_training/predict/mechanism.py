@@ -178,6 +178,9 @@ class PipelineRank(Sizes):
         tp_partial_parameters = 0
         adapter_parameters = 0
         tp_partial_adapters = 0
+        # Numbers of these parameters in experts that stay on their ranks
+        self.resting_parameters = 0
+        self.resting_adapters = 0
         for kind in size.kinds:
             num_blocks = len(self.layers.intersection(kind.layers))
             replicated_parameters = kind.parameters - kind.split_parameters
@@ -193,6 +196,14 @@ class PipelineRank(Sizes):
                 )
                 adapter_parameters += num_blocks * per_block
                 tp_partial_adapters += num_blocks * partial
+            if config.expert_parallel:
+                self.resting_parameters += num_blocks * kind.stack_values
+                shapes = kind.adapter_shapes(config.lora_rank, config.lora_targets)
+                self.resting_adapters += num_blocks * sum(
+                    math.prod(a_shape) + math.prod(b_shape)
+                    for a_shape, b_shape in shapes.values()
+                    if len(a_shape) == 3
+                )
         if self.has_first_stage:
             self.parameters_outside_blocks += self.embedding_parameters + size.position_parameters
             tp_partial_parameters += size.position_parameters

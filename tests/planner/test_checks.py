@@ -63,6 +63,22 @@ def test_missing_packages_are_refused_only_if_they_are_used(tmp_path, monkeypatc
         checks.check_packages(draft(tmp_path, "fsdp", log_to="wandb"))
 
 
+@pytest.mark.parametrize(
+    ("config", "num_processes", "parts"),
+    [
+        ({"model": "gpt2-tiny", "strategy": "fsdp"}, 2, ["model='gpt2-tiny'"]),
+        ({"strategy": "dp"}, 2, ["strategy='dp'", "fsdp"]),
+        ({"strategy": "zero3"}, 2, ["strategy='zero3'", "fsdp"]),
+        ({"strategy": "fsdp", "dp_replicate": 2}, 2, ["strategy='fsdp'"]),
+        ({"strategy": "fsdp"}, 3, ["3 GPUs", "128"]),
+    ],
+)
+def test_experts_that_cannot_stay_are_refused(config, num_processes, parts, tmp_path):
+    values = {"model": "Qwen/Qwen3-30B-A3B", "lora_rank": 16, "expert_parallel": True, **config}
+    with refused("expert_parallel=True", *parts):
+        plan_for(tmp_path, GPU_MACHINE, num_processes, checked=False, **values)
+
+
 def test_more_processes_than_gpus_are_refused(tmp_path):
     checks.check_gpus(draft(tmp_path, machine=gpu(num_gpus=4), num_processes=4))
     checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))

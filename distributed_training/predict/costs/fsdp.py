@@ -1,7 +1,7 @@
 """Estimate the cost of PyTorch's FSDP, which shards state over dp_shard and replicates the shards
 over dp_replicate. This module does not import torch."""
 
-from distributed_training.predict.costs.lora import base_bytes
+from distributed_training.predict.costs.lora import base_bytes, resting_bytes
 from distributed_training.predict.mechanism import (
     ComponentBytes,
     Mechanism,
@@ -22,20 +22,27 @@ def shard_traffic(rank: PipelineRank) -> Traffic:
         times = rank.exchanges_per_step * (1 if rank.pp > 1 else 2)
         frozen = "copy" if rank.plan.shares_frozen_shards else "all_gather"
         outer_times = 0 if rank.plan.keeps_outer_weights_gathered else rank.exchanges_per_step
+        adapters = rank.adapter_parameters - rank.resting_adapters
         traffic["dp_shard", "all_gather"] = (
-            outer_times * outer_bytes + times * rank.dtype_bytes * rank.adapter_parameters
+            outer_times * outer_bytes + times * rank.dtype_bytes * adapters
         )
-        traffic["dp_shard", frozen] = traffic.get(("dp_shard", frozen), 0) + times * (
-            base_bytes(rank) - outer_bytes
+        traffic["dp_shard", frozen] = traffic.get(("dp_shard", frozen), 0) + round(
+            times * (base_bytes(rank) - outer_bytes - resting_bytes(rank))
         )
         traffic["dp_shard", "reduce_scatter"] = (
-            rank.exchanges_per_step * rank.weight_bytes * rank.trained_parameters
+            rank.exchanges_per_step * rank.weight_bytes * _num_reduced(rank)
         )
     if rank.mesh["dp_replicate"] > 1:  # between replicas, once per step
         traffic["dp_replicate", "all_reduce"] = (
             rank.weight_bytes * rank.trained_parameters // rank.shards
         )
     return traffic
+
+
+def _num_reduced(rank: PipelineRank) -> int:
+    """Return the number of parameters whose gradients are summed over dp_shard."""
+    resting = rank.resting_parameters if rank.trained_share else rank.resting_adapters
+    return rank.trained_parameters - resting
 
 
 def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
@@ -52,13 +59,19 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
             + rank.dtype_bytes * rank.embedding_parameters
         }
     outer_bytes = rank.dtype_bytes * rank.parameters_outside_blocks
-    base_per_block = (base_bytes(rank) - outer_bytes) / rank.num_blocks
-    adapters_per_block = rank.dtype_bytes * rank.adapter_parameters / rank.num_blocks
+    base_per_block = (base_bytes(rank) - outer_bytes - resting_bytes(rank)) / rank.num_blocks
+    adapters = rank.adapter_parameters - rank.resting_adapters
+    adapters_per_block = rank.dtype_bytes * adapters / rank.num_blocks
     # The largest blocks may be next to each other.
-    mean_parameters = rank.size.block_parameters / rank.size.num_layers
-    relative_size = max(kind.parameters for kind in rank.size.kinds) / mean_parameters
+    rests = rank.config.expert_parallel
+    largest = max(kind.parameters - rests * kind.stack_values for kind in rank.size.kinds)
+    num_resting = rank.resting_parameters
+    mean_parameters = (rank.size.block_parameters - num_resting) / rank.size.num_layers
+    relative_size = largest / mean_parameters
     gathered_blocks = 2 * relative_size * (base_per_block + adapters_per_block)
-    block_parameters = rank.parameters_in_blocks if rank.trained_share else rank.trained_parameters
+    block_parameters = _num_reduced(rank)
+    if rank.trained_share:
+        block_parameters -= rank.parameters_outside_blocks
     return {
         "copies": outer_bytes + gathered_blocks,
         "buffers": rank.weight_bytes * relative_size * (block_parameters / rank.num_blocks),

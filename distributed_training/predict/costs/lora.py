@@ -85,10 +85,20 @@ def base_bytes(rank: PipelineRank) -> int:
     """Return the size in bytes of the base model's parameters, in the compute dtype or quantized.
     NF4 uses 4 bits per value and one 8-bit scale per 64 values. fp8 uses 8 bits per value. In both,
     the numbers that belong to a whole row are not counted."""
-    bits = {"nf4": 4.125, "fp8": 8.0}.get(rank.config.base_dtype or "", 8.0 * rank.dtype_bytes)
     num_values = sum(share * _num_block_values(sizes) for share, sizes in rank.by_kind())
-    saved = (rank.dtype_bytes - bits / 8) * num_values
+    saved = (rank.dtype_bytes - _stored_bytes(rank)) * num_values
     return rank.dtype_bytes * rank.parameters - round(rank.num_blocks * saved)
+
+
+def resting_bytes(rank: PipelineRank) -> float:
+    """Return the size in bytes of the stacks of experts that FSDP does not gather."""
+    return _stored_bytes(rank) * rank.resting_parameters
+
+
+def _stored_bytes(rank: PipelineRank) -> float:
+    """Return the size in bytes of one value of a matrix in a block."""
+    bits = {"nf4": 4.125, "fp8": 8.0}
+    return bits.get(rank.config.base_dtype or "", 8.0 * rank.dtype_bytes) / 8
 
 
 def frozen_bytes(rank: PipelineRank) -> ComponentBytes:
@@ -157,8 +167,7 @@ def fp8_bytes(rank: PipelineRank, recomputed: float) -> float:
 
 
 def _num_block_values(sizes: Sizes) -> float:
-    in_stacks = sum(map(math.prod, sizes.kind.stacks.values()))
-    return in_stacks + sum(rows * columns for rows, columns in matrix_shapes(sizes))
+    return sizes.kind.stack_values + sum(rows * columns for rows, columns in matrix_shapes(sizes))
 
 
 LORA = Mechanism(

@@ -1,0 +1,92 @@
+"""Estimate the cost of expert parallelism: experts stay on their ranks, and tokens travel over the
+shard group of FSDP. costs/fsdp.py does not gather these experts. This module does not import torch.
+
+Every rank has buffers for the pairs of tokens and experts of all n ranks, although it computes only
+1/n of them, because shapes do not depend on what the router chooses."""
+
+from collections.abc import Sequence
+
+from distributed_training.predict.mechanism import (
+    Cost,
+    Mechanism,
+    PassCosts,
+    PipelineRank,
+    Sizes,
+    Timing,
+    Traffic,
+)
+
+
+def _row_values(sizes: Sizes) -> tuple[float, float]:
+    """Return (values per token in the outputs of the experts' first products, values per token in
+    the inputs and outputs of all their products)."""
+    products = sizes.kind.expert_products
+    first = max((rows * count for rows, _, count in products), default=0)
+    return first, sum((rows + columns) * count for rows, columns, count in products)
+
+
+def token_traffic(rank: PipelineRank) -> Traffic:
+    """Return the traffic over dp_shard: for each mixture and micro-batch, the tokens of all ranks
+    are gathered and their results are summed, and the same for the gradients. Recomputation gathers
+    the tokens again."""
+    mixtures = rank.num_blocks * sum(
+        share for share, sizes in rank.by_kind() if sizes.kind.expert_products
+    )
+    exchanged = rank.num_microbatches * mixtures * rank.shards * rank.hidden_bytes
+    return {
+        ("dp_shard", "all_gather"): (2 + rank.recomputed_share) * exchanged,
+        ("dp_shard", "reduce_scatter"): 2 * exchanged,
+    }
+
+
+def exchange_costs(timing: Timing) -> PassCosts:
+    """Return the costs of exchanging a block's tokens, and of moving the rows of other ranks'
+    experts, which element-wise operations do not skip. Tokens travel with their experts' numbers
+    and weights."""
+    if not timing.kind.expert_products:
+        return PassCosts()
+    num_bytes = timing.shards * timing.hidden_bytes
+    gather_s = timing.collective_s("dp_shard", "all_gather", num_bytes, 3)
+    sum_s = timing.collective_s("dp_shard", "reduce_scatter", num_bytes, 1)
+    _, row_values = _row_values(timing)
+    rows = timing.memory_cost(2 * (timing.shards - 1) * row_values * timing.value_bytes)
+    cost = Cost(network_s=gather_s + sum_s) + rows
+    return PassCosts(forward=cost, inputs=cost + rows)
+
+
+def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
+    """Return the cost of gathering the tokens again under selective checkpointing."""
+    if timing.config.activation_checkpointing != "selective":
+        return ()
+    return (0.5 * exchange_costs(timing).forward,)
+
+
+def kept_bytes(rank: PipelineRank, recomputed: float) -> float:
+    """Return the size in bytes of what a block keeps for the tokens of other ranks: the outputs of
+    the experts' first products and, without recomputation, the tokens."""
+    first, _ = _row_values(rank)
+    if not first:
+        return 0
+    is_selective = rank.config.activation_checkpointing == "selective"
+    share = 1 if is_selective else 1 - recomputed
+    tokens = (1 - recomputed) * rank.size.hidden_size
+    return (rank.shards - 1) * rank.value_bytes * (share * first + tokens)
+
+
+def gradient_bytes(rank: PipelineRank, recomputed: float) -> float:
+    """Return the size in bytes of the gradients of other ranks' rows at the peak of a block's
+    backward pass, and of what is computed again before."""
+    first, row_values = _row_values(rank)
+    values = row_values + (first if recomputed == 1 else 0)
+    return (rank.shards - 1) * rank.value_bytes * values
+
+
+EP = Mechanism(
+    is_used=lambda plan: plan.config.expert_parallel,
+    activation_bytes=kept_bytes,
+    backward_bytes=gradient_bytes,
+    layer_traffic=token_traffic,
+    block_costs=exchange_costs,
+    recomputed_costs=recomputed_costs,
+    num_launches=lambda rank: 4,
+)
