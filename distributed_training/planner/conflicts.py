@@ -121,13 +121,13 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
         num_ranks = plan.mesh["dp_shard"] * plan.mesh["cp"]
         shards_experts = plan.uses_fsdp and num_ranks > 1 and tp == plan.mesh["pp"] == 1
         if not counts:
-            yield "expert_parallel", model, "no block contains a stack of experts", fix
+            yield Conflict("expert_parallel", model, "no block contains a stack of experts", fix)
         if not shards_experts:
             why = "only FSDP's shards over dp_shard or cp are whole experts"
-            yield "expert_parallel", strategy, why, f"set strategy to fsdp, or {fix[4:]}"
+            yield Conflict("expert_parallel", strategy, why, f"set strategy to fsdp, or {fix[4:]}")
         if any(count % num_ranks for count in counts):
             why = f"each GPU needs the same number of the {max(counts)} experts"
-            yield "expert_parallel", f"{num_ranks} GPUs", why, fix
+            yield Conflict("expert_parallel", f"{num_ranks} GPUs", why, fix)
     if config.precision == "fp16" and not on_gpu:
         yield Conflict("precision", device, "fp16 needs a GPU", "set precision to fp32")
     if config.precision == "bf16" and on_gpu and capability < (8, 0):

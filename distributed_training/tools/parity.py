@@ -51,6 +51,7 @@ DEFAULTS: compare.Values = {
 REFERENCE_VALUES: compare.Values = {
     **OPEN_SETTINGS,
     "strategy": "dp",
+    "expert_parallel": False,
     "pipeline_schedule": AUTO,
     "compile": False,
     "cuda_graphs": False,

@@ -28,6 +28,8 @@ COUNTED = {
     "c10d.broadcast_": ("broadcast", 0, False),
     "c10d.alltoall_base_": ("all_to_all", 1, False),
     "distributed_training.all_to_all": ("all_to_all", 0, False),
+    "distributed_training.gather_tokens": ("all_gather", 0, True),
+    "distributed_training.sum_tokens": ("reduce_scatter", 0, False),
     "c10d.send": ("send", 0, False),
     "_c10d_functional.all_reduce": ("all_reduce", 0, False),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),

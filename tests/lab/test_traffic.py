@@ -13,6 +13,7 @@ from distributed_training.predict.traffic import tensor_bytes
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.request import build_config
 from distributed_training.settings.strategies import load_strategy
+from tests.models.hub_folders import make_folder
 from tests.parity.support import BASE, micro_batches, run_cases
 from tests.parity.test_fewer_bytes import CASES
 from tests.parity.test_layouts import FULL, LORA, UNTIED
@@ -59,7 +60,7 @@ def test_published_counts_equal_the_formulas(name, tmp_path, monkeypatch):
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
 
 
-def test_counted_bytes_equal_the_formulas():
+def test_counted_bytes_equal_the_formulas(tmp_path):
     cp = {**BASE, **UNTIED, "strategy": "cp", **micro_batches(2)}
     fsdp = {**BASE, "strategy": "fsdp", **micro_batches(2)}
     cases = {
@@ -68,6 +69,13 @@ def test_counted_bytes_equal_the_formulas():
         "dp, cp": {**cp, "strategy": "dp", "cp": 2},
         "fsdp": fsdp,  # gathers each block twice
         "fsdp, LoRA": {**fsdp, **LORA},  # gathers weights outside the blocks once
+        "expert_parallel": {
+            **fsdp,
+            **FULL,
+            "model": f"hub:{make_folder('qwen3_moe', tmp_path)}",
+            "dp_replicate": 2,
+            "expert_parallel": True,
+        },
     }
     found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
     for name, ranks in found.items():

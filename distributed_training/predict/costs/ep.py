@@ -27,15 +27,21 @@ def _row_values(sizes: Sizes) -> tuple[float, float]:
 
 def token_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over dp_shard: for each mixture and micro-batch, the tokens of all ranks
-    are gathered and their results are summed, and the same for the gradients. Recomputation gathers
-    the tokens again."""
-    mixtures = rank.num_blocks * sum(
-        share for share, sizes in rank.by_kind() if sizes.kind.expert_products
-    )
-    exchanged = rank.num_microbatches * mixtures * rank.shards * rank.hidden_bytes
+    are gathered, with the numbers and weights of their experts, and their results are summed. The
+    same happens to the gradients, except for the numbers. Recomputation gathers the tokens
+    again."""
+    tokens = chosen = 0.0
+    for share, sizes in rank.by_kind():
+        if products := sizes.kind.expert_products:
+            *_, per_token = products[0]
+            tokens += share * rank.hidden_bytes
+            chosen += share * rank.tokens * per_token
+    weights = rank.dtype_bytes * chosen
+    times = rank.num_microbatches * rank.num_blocks * rank.shards
+    gathered = tokens + (1 + rank.recomputed_share) * (tokens + weights + 8 * chosen)
     return {
-        ("dp_shard", "all_gather"): (2 + rank.recomputed_share) * exchanged,
-        ("dp_shard", "reduce_scatter"): 2 * exchanged,
+        ("dp_shard", "all_gather"): round(times * gathered),
+        ("dp_shard", "reduce_scatter"): round(times * (2 * tokens + weights)),
     }
 
 
