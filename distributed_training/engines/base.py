@@ -87,7 +87,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def load(
         self,
-        files: TensorFiles,
+        tensor_files: TensorFiles,
         counters: dict[str, float],
     ) -> None:
         """Restore the state described by `state_parts` and `counters` from a checkpoint. Any engine

@@ -194,7 +194,7 @@ class DeepSpeedEngine(base.Engine):
     @torch.no_grad()
     def load(
         self,
-        files: TensorFiles,
+        tensor_files: TensorFiles,
         counters: dict[str, float],
     ) -> None:
         adam = self.optimizer.optimizer
@@ -219,7 +219,7 @@ class DeepSpeedEngine(base.Engine):
                 tensors,
                 lambda _, tensors=tensors: tensors,
             ):
-                part.get().copy_(files.read(part))
+                part.get().copy_(tensor_files.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1

@@ -438,14 +438,14 @@ class NativeEngine(base.Engine):
     @torch.no_grad()
     def load(
         self,
-        files: TensorFiles,
+        tensor_files: TensorFiles,
         counters: dict[str, float],
     ) -> None:
         self.optimizer.state.clear()  # a checkpoint before the first step has no Adam state
         if counters["adam_steps"]:
             self.init_optimizer_state(counters["adam_steps"])
         for part in self.state_parts():
-            part.get().copy_(files.read(part))
+            part.get().copy_(tensor_files.read(part))
         self.loss_scale.fill_(counters["loss_scale"])
         self.good_steps.fill_(counters["good_steps"])
         self.step_graph.drop_graph()

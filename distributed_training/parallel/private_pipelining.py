@@ -66,8 +66,8 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
         if plan.operation_ends:
             end_s = {
                 operation: end
-                for order, ends in zip(find_orders(plan), plan.operation_ends, strict=True)
-                for operation, end in zip(order, ends, strict=True)
+                for order, end_times in zip(find_orders(plan), plan.operation_ends, strict=True)
+                for operation, end in zip(order, end_times, strict=True)
             }
             self.pipeline_order_with_comms = {
                 rank: _sort_messages(actions, end_s)

@@ -20,8 +20,8 @@ class Stages:
     @property
     def block_ranges(self) -> tuple[range, ...]:
         """Range of block indices in each stage."""
-        ends = itertools.accumulate(self.blocks_per_stage, initial=0)
-        return tuple(itertools.starmap(range, itertools.pairwise(ends)))
+        bounds = itertools.accumulate(self.blocks_per_stage, initial=0)
+        return tuple(itertools.starmap(range, itertools.pairwise(bounds)))
 
 
 class Batch(BaseModel, extra="allow", frozen=True):  # unknown keys are kept

@@ -107,10 +107,10 @@ class LocalSGD(NativeEngine):
         self._swap_in_mean()
         return super().state_parts()
 
-    def load(self, files: TensorFiles, counters: dict[str, float]) -> None:
+    def load(self, tensor_files: TensorFiles, counters: dict[str, float]) -> None:
         """Start all replicas at the saved mean. `load_local_state` may then restore the weights of
         each replica."""
-        super().load(files, counters)
+        super().load(tensor_files, counters)
         self.steps_since_sync = 0
         self.local_weights = []
         if self.outer_optimizer is not None:
