@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.records.record import versions
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
@@ -197,6 +200,41 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{repo_id} is hidden from unit tests")
 
     monkeypatch.setattr(hub, "fetch_folder", fetch_folder)
+
+
+@pytest.fixture(scope="module")
+def run_if_changed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip a module whose tests have passed with the same code."""
+    yield from skip_unchanged(request)
+
+
+def skip_unchanged(request: Any) -> Iterator[None]:
+    """Skip a module that passed with the same versions of packages and the same files: all that it
+    had imported, and the package's JSON files. A run of chosen tests is never skipped, and
+    `--cache-clear` forgets what passed."""
+    cache = getattr(request.config, "cache", None)
+    chosen = request.config.option.keyword or any("::" in name for name in request.config.args)
+    if cache is None or chosen:
+        yield
+        return
+    key = f"passed/{request.path.relative_to(ROOT)}"
+    if (passed := cache.get(key, None)) == checksums(passed or ()):
+        pytest.skip("all tests have passed with these versions and files")
+    failed_before = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed_before:
+        modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+        files = {Path(file) for file in modules if file and ".venv" not in file}
+        files |= {*ROOT.glob("distributed_training/**/*.json"), *ROOT.glob("results/*.json")}
+        own = [str(file.relative_to(ROOT)) for file in files if file.is_relative_to(ROOT)]
+        cache.set(key, checksums(own))
+
+
+def checksums(files: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages, and a checksum of each file, by its path from ROOT."""
+    paths = {name: ROOT / name for name in files if (ROOT / name).is_file()}
+    sums = {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in paths.items()}
+    return versions() | sums
 
 
 @pytest.fixture(scope="module")

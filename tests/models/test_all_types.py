@@ -23,6 +23,7 @@ from tests.support import read_model, save_model
 
 RESULTS = Path(__file__).parents[2] / "results" / "model-types.json"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+pytestmark = pytest.mark.usefixtures("run_if_changed")
 ACCEPTED = "accepted"
 UNTRIED = "not tried"
 
