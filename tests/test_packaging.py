@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from distributed_training.planner.checks import TESTED
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import list_strategies
 
@@ -121,6 +122,13 @@ def test_declared_packages_are_pinned_once_within_their_range(declared, file, py
         (exact,) = pin.specifier
         assert exact.operator == "=="
         assert exact.version in ranges[canonicalize_name(pin.name)], pin
+
+
+def test_upper_bounds_are_the_tested_versions():
+    bounds = {r.name: str(r.specifier) for r in requirements(EXTRAS["train"]) if r.name in TESTED}
+    for name, version in TESTED.items():
+        major, minor = map(int, version.split("."))
+        assert f"<{major}.{minor + 1}" in bounds[name]
 
 
 FENCES = {"private.py", "private_pipelining.py"}

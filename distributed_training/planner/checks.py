@@ -2,6 +2,7 @@
 
 This module does not import torch."""
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -18,6 +19,9 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_probe, plural
 from distributed_training.settings.machine import GIB
 
+# Versions with which the private interfaces are tested that the suite uses
+TESTED = {"torch": "2.14", "deepspeed": "0.19"}
+
 
 def check_run(
     prediction: Prediction,
@@ -28,15 +32,16 @@ def check_run(
     `--cluster`, skip the checks of this machine: installed packages, disks and the compiler."""
     plan = prediction.plan
     if cluster.is_local:
-        check_packages(plan)
+        check_packages(plan, notes)
         check_disk(plan, notes)
         check_extensions(plan)
     check_gpus(plan)
     check_memory(prediction, cluster)
 
 
-def check_packages(plan: Draft) -> None:
-    """Raise UserError if a package that the strategy or CONFIG needs is not installed."""
+def check_packages(plan: Draft, notes: list[str]) -> None:
+    """Raise UserError if a package that the strategy or CONFIG needs is not installed. Add a note
+    if its version is untested."""
     tracker = plan.config.log_to
     strategy = f"strategy={plan.strategy.name!r}"
     requirements = {
@@ -55,6 +60,12 @@ def check_packages(plan: Draft) -> None:
                 f"{reason} needs the package {package}, which is not installed",
                 fix=f"run: pip install {source}",
             )
+        if package in TESTED:
+            installed = importlib.metadata.version(package)
+            if not installed.startswith(f"{TESTED[package]}."):
+                notes.append(
+                    f"{package} {installed} is untested and may fail: use {TESTED[package]}"
+                )
 
 
 def check_gpus(plan: Draft) -> None:

@@ -2,6 +2,7 @@
 boundary."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import shutil
 from types import SimpleNamespace
@@ -56,11 +57,20 @@ def test_missing_packages_are_refused_only_if_they_are_used(tmp_path, monkeypatc
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
-    checks.check_packages(draft(tmp_path, "fsdp"))
+    notes = []
+    checks.check_packages(draft(tmp_path, "fsdp"), notes)
     with refused("'zero1'", "deepspeed", "-r requirements.txt"):
-        checks.check_packages(draft(tmp_path, "zero1"))
+        checks.check_packages(draft(tmp_path, "zero1"), notes)
     with refused("log_to='wandb'", "pip install wandb"):
-        checks.check_packages(draft(tmp_path, "fsdp", log_to="wandb"))
+        checks.check_packages(draft(tmp_path, "fsdp", log_to="wandb"), notes)
+    assert notes == []
+
+
+def test_an_untested_version_is_noted_and_not_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.140.0")
+    notes = []
+    checks.check_packages(draft(tmp_path, "zero1"), notes)
+    assert [note.partition(" ")[0] for note in notes] == ["torch", "deepspeed"]
 
 
 @pytest.mark.parametrize(
