@@ -83,6 +83,22 @@ def small_records() -> Path:
     return write_once(file, "".join(rows))
 
 
+@functools.cache
+def small_pairs() -> Path:
+    """Return the path of a file with the same 100 pairs of answers on every machine."""
+    file = Path(tempfile.gettempdir()) / f"small-pairs-of-tests-{os.getuid()}.jsonl"
+    draw = random.Random(0)
+    rows = []
+    for _ in range(100):
+        prompt, *answers = (
+            " ".join(draw.choices(_WORDS.split(), k=draw.choice((1, 2, 4, 8)))) for _ in range(3)
+        )
+        chosen, rejected = (f" {answer}" for answer in answers)
+        row = {"prompt": f"{prompt}?", "chosen": chosen, "rejected": rejected}
+        rows.append(json.dumps(row) + "\n")
+    return write_once(file, "".join(rows))
+
+
 def write_once(file: Path, text: str) -> Path:
     """Write a file that tests in other processes may be reading, and return its path."""
     if not file.exists() or file.read_text() != text:

@@ -13,6 +13,7 @@ from distributed_training.settings.config import Config
 from distributed_training.settings.files import plural, shown
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "maximum": 1.0}
+TOO_LONG = "both answers with their prompts do not fit in max_length, so set a larger max_length"
 FILLED = "prompt fills max_length, so set a larger max_length"
 
 
@@ -41,19 +42,22 @@ def summarize(
     samples = splits[0]
     split = load_tokens(folder)[1][0]
     lengths = np.diff(split["starts"])
+    if config.has_pairs:
+        lengths = lengths.reshape(-1, 2).sum(axis=1)
     num_read = counts["records"] - sum(left_out.values())
     num_short = int((lengths < 2).sum())
     num_cut = 0
     if num_short and form != RUNNING:
         left_out["fewer than two tokens"] = num_short
-    if "loss_mask" in split or not packs:  # If texts are packed, long texts are split instead.
+    # Pairs are never cut. If texts are packed, long texts are split instead.
+    if not config.has_pairs and ("loss_mask" in split or not packs):
         documents = np.searchsorted(split["starts"], samples.starts, "right") - 1
         num_cut = int((lengths[documents] - 1 > config.max_length).sum())
     if "loss_mask" in split:
         num_filled = len(lengths) - num_short - len(samples)
         # A record may have several samples, one per answer. Count omitted samples in a note then.
         if num_filled and len(lengths) == num_read:
-            left_out[FILLED] = num_filled
+            left_out[TOO_LONG if config.has_pairs else FILLED] = num_filled
         elif num_filled:
             notes[f"sample of a record with several answers left out ({FILLED})"] = num_filled
     num_used = counts["records"] - sum(left_out.values())
@@ -64,9 +68,15 @@ def summarize(
         # The last token of a sample is only a target. Neighboring blocks of running text share it.
         num_sample_tokens += len(samples)
         unit = "samples"
-        if len(samples) == num_used:
+        if config.has_pairs:
+            unit = "pairs"
+            num_sample_tokens += len(samples)
+        elif len(samples) == num_used:
             unit = "chats" if form == MESSAGES else "records"
     train, validation = divide(splits, config)
+    num_targets = samples.num_targets.sum()
+    if samples.answer_targets is not None:
+        num_targets = samples.answer_targets.sum()
     tokens = np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
     return {
         "form": form,
@@ -80,7 +90,7 @@ def summarize(
         "cut": num_cut,
         "tokens": dict(zip(QUANTILES, tokens, strict=True)),
         "num_tokens": int(lengths.sum()),
-        "loss_share": float(samples.num_targets.sum() / max(1, num_sample_tokens)),
+        "loss_share": float(num_targets / max(1, num_sample_tokens)),
         "notes": notes,
     }
 

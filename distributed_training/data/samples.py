@@ -4,7 +4,7 @@ This module does not import torch."""
 import functools
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,17 @@ class Samples:
     """Samples of one split. A sample is one part of the split or, if records are packed, a block of
     parts. Part i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`. Its inputs are all of its
     tokens except the last, and its targets are all except the first. Blocks of running text overlap
-    by one token, so that each token except the first is a target exactly once."""
+    by one token, so that each token except the first is a target exactly once.
+
+    In preference tuning, a part is a pair: two such texts, which are neighboring documents of a
+    block."""
 
     tokens: np.ndarray  # ids of all documents, concatenated
     starts: np.ndarray  # index of the first token of each part, [num_parts]
     lengths: np.ndarray  # number of input tokens of each part, [num_parts]
     seq_len: int  # tokens per sample, including padding
     padding_id: int
-    # Number of targets in the loss for each part, at least 1, [num_parts]
+    # Number of terms of the loss for each part, [num_parts]: targets, at least 1, or 1 for a pair
     num_targets: np.ndarray
     owners: np.ndarray  # index of each part's dataset, [num_parts]
     loss_mask: np.ndarray | None = None  # whether each token is in the loss; None if all are
@@ -45,6 +48,12 @@ class Samples:
     # packing.
     firsts: np.ndarray | None = None
     max_documents: int = 0  # largest number of documents in a block, plus one for padding
+    # Number of input tokens of both answers of each pair, [num_parts, 2]; None without pairs
+    answer_lengths: np.ndarray | None = None
+    # Number of targets in the loss of both answers of each pair, [num_parts, 2]
+    answer_targets: np.ndarray | None = None
+    # Log-probability of both answers before training, [num_parts, 2]
+    reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.starts) if self.firsts is None else len(self.firsts) - 1
@@ -59,24 +68,28 @@ class Samples:
             counts[is_own] = np.diff(totals)
         return self.select(np.arange(len(self)).repeat(counts))
 
-    def packed(self) -> "Samples":
+    def packed(self, *, one_per_block: bool = False) -> "Samples":
         """Return samples in which the parts are packed into blocks. Parts are not split, and tokens
-        do not attend to other parts of their block."""
-        order, firsts = pack_records(self.lengths, self.seq_len)
-        max_documents = int(np.diff(firsts).max(initial=0)) + 1
-        return replace(self.select(order), firsts=firsts, max_documents=max_documents)
+        do not attend to other documents of their block."""
+        order, firsts = np.arange(len(self)), np.arange(len(self) + 1)
+        if not one_per_block:
+            order, firsts = pack_records(self.lengths, self.seq_len)
+        samples = replace(self.select(order), firsts=firsts)
+        return replace(samples, max_documents=int(samples.count_documents().max(initial=1)))
+
+    def count_documents(self) -> np.ndarray:
+        """Return the number of documents in each block, plus one for padding."""
+        assert self.firsts is not None
+        return np.diff(self.firsts) * (1 if self.answer_lengths is None else 2) + 1
 
     def select(self, parts: Any) -> "Samples":
         """Return samples that contain only the given parts, in the given order, without copying
         tokens. `parts` is a slice or an array of part indices. Packed samples are not supported."""
         assert self.firsts is None
-        return replace(
-            self,
-            starts=self.starts[parts],
-            lengths=self.lengths[parts],
-            num_targets=self.num_targets[parts],
-            owners=self.owners[parts],
-        )
+        names = ["starts", "lengths", "num_targets", "owners", "answer_lengths", "answer_targets"]
+        arrays = {name: getattr(self, name) for name in names}
+        arrays = {name: array[parts] for name, array in arrays.items() if array is not None}
+        return replace(self, **arrays)
 
     def parts_of(
         self,
@@ -92,33 +105,56 @@ class Samples:
         parts = np.repeat(self.firsts[real], counts) + _concatenate_ranges(counts)
         return parts, np.repeat(rows, counts)
 
-    def part(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, mask) of a part. The mask is True for ids that are targets in the loss."""
-        start = self.starts[index]
-        token_range = slice(start, start + self.lengths[index] + 1)
-        ids = self.tokens[token_range]
-        mask = np.ones(len(ids), bool)
-        if self.loss_mask is not None:
-            mask = np.array(self.loss_mask[token_range])
-        mask[0] = False  # The first token is never a target.
-        return ids, mask
+    def place_documents(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the part indices of the samples `indices`, and for each document of these parts
+        the row and the column of its entry in an array [len(indices), max_documents]."""
+        parts, rows = self.parts_of(indices)
+        rows = rows.repeat(1 if self.answer_lengths is None else 2)
+        return parts, rows, _running_sum(np.ones_like(rows), rows) - 1
+
+    def find_documents(self, parts: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return (starts, lengths) of the documents of the given parts: of each part or, for a
+        pair, of both answers."""
+        starts, lengths = self.starts[parts], self.lengths[parts]
+        if self.answer_lengths is not None:
+            lengths = self.answer_lengths[parts].ravel()
+            starts = starts.repeat(2)
+            starts[1::2] += lengths[::2] + 1
+        return starts, lengths
+
+    def documents(self, parts: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (ids, mask) of each document of the given parts. The mask is True for ids that are
+        targets in the loss."""
+        for start, length in zip(*self.find_documents(parts), strict=True):
+            token_range = slice(start, start + length + 1)
+            ids = self.tokens[token_range]
+            mask = np.ones(len(ids), bool)
+            if self.loss_mask is not None:
+                mask = np.array(self.loss_mask[token_range])
+            mask[0] = False  # The first token is never a target.
+            yield ids, mask
 
     def batch(
         self,
         indices: np.ndarray,
+        likelihood_scale: float = 0.0,
     ) -> tuple[np.ndarray, ...]:
         """Return (inputs, targets), each int64 [len(indices), seq_len]. Targets outside the loss
         are IGNORE_INDEX.
 
         For packed records, also return positions of the same shape, and the ends of the documents
         in each block, int64 [len(indices), max_documents]. Padding counts as the last document, and
-        unused ends are seq_len."""
+        unused ends are seq_len.
+
+        For pairs with a reference, also return fp32 [len(indices), max_documents, 2]: the
+        reference's log-probability of each document, and `likelihood_scale` for chosen answers
+        (see `scale_likelihood`)."""
         shape = (len(indices), self.seq_len)
-        parts, rows = self.parts_of(indices)
-        lengths = self.lengths[parts]
+        parts, rows, columns = self.place_documents(indices)
+        starts, lengths = self.find_documents(parts)
         ends = _running_sum(lengths, rows)  # end of each part within its row
         offsets = _concatenate_ranges(lengths)
-        source = np.repeat(self.starts[parts], lengths) + offsets
+        source = np.repeat(starts, lengths) + offsets
         destination = np.repeat(rows * self.seq_len + ends - lengths, lengths) + offsets
         inputs = np.full(shape, self.padding_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORE_INDEX)
@@ -141,11 +177,25 @@ class Samples:
             self.seq_len,
             dtype=np.int64,
         )
-        document_ends[rows, _running_sum(np.ones_like(rows), rows) - 1] = ends
-        return inputs, targets, positions, document_ends
+        document_ends[rows, columns] = ends
+        if self.reference is None:
+            return inputs, targets, positions, document_ends
+        values = np.zeros((*document_ends.shape, 2), np.float32)
+        values[rows, columns, 0] = self.reference[parts].ravel()
+        values[rows[::2], columns[::2], 1] = likelihood_scale
+        return inputs, targets, positions, document_ends, values
+
+    def scale_likelihood(self, indices: np.ndarray) -> float:
+        """Return the number of pairs in the samples `indices` per target of their chosen answers.
+        The mean loss of these targets is the sum of their losses with this factor, divided by the
+        number of pairs."""
+        if self.answer_targets is None:
+            return 0.0
+        parts, _ = self.parts_of(indices)
+        return float(len(parts) / self.answer_targets[parts, 0].sum())
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
-        """Return (number of targets in the loss, number of input tokens) for the samples in
+        """Return (number of terms of the loss, number of input tokens) for the samples in
         `indices`."""
         parts, _ = self.parts_of(indices)
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
@@ -154,8 +204,7 @@ class Samples:
         """Return the size in UTF-8 bytes of the text that all targets in the loss represent.
         `bytes_per_token` contains the number of bytes for each token id."""
         total = 0
-        for index in range(len(self.starts)):
-            ids, mask = self.part(index)
+        for ids, mask in self.documents(slice(None)):
             total += int(bytes_per_token[ids[mask]].sum())
         return total
 
@@ -195,7 +244,7 @@ class StepBatch:
     """One replica's share of the batch of one optimizer step."""
 
     micro_batches: list[tuple[np.ndarray, ...]]  # results of `Samples.batch`
-    num_targets: int  # targets in the loss of the global batch, over all replicas
+    num_targets: int  # targets in the loss, or pairs, of the global batch, over all replicas
     num_tokens: int  # input tokens of the global batch, including prompts
 
 
@@ -228,7 +277,10 @@ def cut_samples(
         identity += " held out at random"
     if weights != [1]:
         identity += f" with weights {weights}"
-    if packs and form != RUNNING:
+    if config.has_pairs and not packs:
+        train = train.packed(one_per_block=True)
+        validation = validation.packed(one_per_block=True)
+    elif packs and form != RUNNING:
         train = train.packed()
         validation = validation.packed()
         identity += f" in {len(train)} shuffled blocks"
@@ -267,9 +319,12 @@ def will_pack(
     can_pack: bool,
 ) -> bool:
     """Return whether a sample may contain text from several documents. If so, running text is cut
-    into full blocks, and records are packed. `can_pack` has the same meaning as in `cut_samples`.
+    into full blocks, and records are packed. By default, a sample has only one pair, so that
+    batch_size counts pairs. `can_pack` has the same meaning as in `cut_samples`.
     Raises UserError if `pack` is True but records cannot be packed."""
     packs = config.pack is not False and (form == RUNNING or can_pack)
+    if config.has_pairs:
+        packs = config.pack is True
     if config.pack is True and not packs:
         what = f"pack=True does not work with model={config.model!r}"
         why = "the model cannot keep packed records separate"
@@ -300,6 +355,9 @@ def read_samples(
     seq_len = config.max_length
     samples_by_split = []
     for split in splits:
+        if config.has_pairs:
+            samples_by_split.append(_spread_owners(_find_pairs(split, seq_len, padding_id)))
+            continue
         if packs and form == RUNNING:
             num_targets = len(split["ids"]) - 1
             end = num_targets - seq_len + 1 if special_ids is None else num_targets
@@ -316,10 +374,36 @@ def read_samples(
         samples = Samples(
             split["ids"], starts, lengths, seq_len, padding_id, targets, owners, loss_mask
         ).select(targets > 0)
-        sizes = np.bincount(samples.owners)
-        positions = _concatenate_ranges(sizes) / sizes[samples.owners]
-        samples_by_split.append(samples.select(np.argsort(positions, kind="stable")))
+        samples_by_split.append(_spread_owners(samples))
     return form, packs, samples_by_split
+
+
+def _spread_owners(samples: Samples) -> Samples:
+    sizes = np.bincount(samples.owners)
+    positions = _concatenate_ranges(sizes) / sizes[samples.owners]
+    return samples.select(np.argsort(positions, kind="stable"))
+
+
+def _find_pairs(split: dict[str, np.ndarray], seq_len: int, padding_id: int) -> Samples:
+    """Return the pairs of a split. Pairs with more than `seq_len` input tokens are left out."""
+    bounds = split["starts"]
+    lengths = np.diff(bounds).reshape(-1, 2) - 1
+    is_used = (lengths.min(axis=1) > 0) & (lengths.sum(axis=1) <= seq_len)
+    lengths = lengths[is_used]
+    starts = bounds[:-1].reshape(-1, 2)[is_used]
+    targets = count_targets(split["loss_mask"], starts.ravel(), lengths.ravel()).reshape(-1, 2)
+    return Samples(
+        split["ids"],
+        starts[:, 0],
+        lengths.sum(axis=1),
+        seq_len,
+        padding_id,
+        num_targets=np.ones(len(starts), np.int64),
+        owners=np.searchsorted(split["firsts"], starts[:, 0], "right") - 1,
+        loss_mask=split["loss_mask"],
+        answer_lengths=lengths,
+        answer_targets=targets,
+    ).select(targets.min(axis=1) > 0)
 
 
 def _find_records(
@@ -403,7 +487,8 @@ class Sampler:
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         """Return this replica's micro-batches of optimizer step `step` (0-based)."""
         indices = self.step_indices(step)
-        micro_batches = [samples.batch(rows) for rows in indices[:, self.replica]]
+        scale = samples.scale_likelihood(indices.ravel())
+        micro_batches = [samples.batch(rows, scale) for rows in indices[:, self.replica]]
         num_targets, num_tokens = samples.count(indices.ravel())
         return StepBatch(micro_batches, num_targets, num_tokens)
 
@@ -411,8 +496,7 @@ class Sampler:
         """Return the largest number of documents in a micro-batch of packed `samples`, over all
         replicas and all epochs that begin within the first `num_steps` steps. Padding counts as one
         document per sample."""
-        assert samples.firsts is not None
-        counts = np.append(np.diff(samples.firsts), 0) + 1  # the last entry is for NO_SAMPLE
+        counts = np.append(samples.count_documents(), 1)  # the last entry is for NO_SAMPLE
         max_count = 0
         for epoch in range(math.ceil(num_steps / self.steps_per_epoch)):
             order = _order(self.seed, epoch, self.num_samples)

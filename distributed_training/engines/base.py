@@ -29,7 +29,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the Adam moments in torch and De
 class StepResult:
     """Results of one optimizer step."""
 
-    loss_sum: torch.Tensor  # sum of this rank's token losses, an fp32 scalar on the device
+    # Sum of this rank's losses of tokens or pairs, fp32 on the device: a scalar or, for pairs, the
+    # loss and METRICS (models/preference.py)
+    loss_sum: torch.Tensor
     grad_norm: torch.Tensor | float | None  # global norm before clipping; None if unknown
     skipped: torch.Tensor | bool  # whether the update was skipped because gradients overflowed
     # Norm of this rank's shard of each parameter's gradient, [len(Engine.gradient_names)] on the
@@ -50,13 +52,14 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Run the forward and backward passes of all micro-batches, then one optimizer update. The
-        gradients are computed for the sum of the token losses in the global batch, divided by
-        `batch.num_targets`."""
+        gradients are computed for the sum of the losses of tokens or pairs in the global batch,
+        divided by `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Return this rank's summed loss, an fp32 scalar, for arrays from `Samples.batch`.
-        Gradients are not computed."""
+        """Return this rank's summed loss, fp32 as in `StepResult`, for arrays from `Samples.batch`.
+        For pairs without a reference, return the documents' log-probabilities instead. A rank
+        without a result returns 0. Gradients are not computed."""
 
     @abc.abstractmethod
     def logits(

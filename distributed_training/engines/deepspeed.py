@@ -59,6 +59,7 @@ class DeepSpeedEngine(base.Engine):
             model, config.activation_checkpointing, config.checkpointed_blocks
         )
         model.loss = blocks.build_loss(config)
+        model.pair_loss = blocks.build_pair_loss(config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
         if config.offloads_activations and topology.device_type == "cuda":
             offload_saved(model, config.checkpointed_blocks)
@@ -105,14 +106,14 @@ class DeepSpeedEngine(base.Engine):
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """Run all micro-batches and update the parameters. Each loss is multiplied by `scale`
         before the backward pass. Return this rank's summed loss without this factor."""
-        loss_sum = torch.zeros((), device=self.topology.device)
+        losses = []
         self.engine.train()
         for arrays in batch.micro_batches:
             loss = self.engine(*to_device(self.topology.device, *arrays))
-            self.engine.backward(loss * scale)
+            self.engine.backward(loss.sum() * scale)
             self.engine.step()
-            loss_sum += loss.detach()
-        return loss_sum
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(0)
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         with base.evaluation_mode(self.engine):

@@ -81,6 +81,7 @@ def parallelize(
     mode, compiled = config.activation_checkpointing, config.compile
     blocks.apply_checkpointing(stage, mode, config.checkpointed_blocks, compiled=compiled)
     stage.loss = blocks.build_loss(config)
+    stage.pair_loss = blocks.build_pair_loss(config)
     if tp_mesh is not None:
         loss = blocks.build_chunked_loss(config)
         stage.loss = shard_loss(loss, tp_mesh, plan.tp_parts)
@@ -258,7 +259,7 @@ class NativeEngine(base.Engine):
             ends = torch.full_like(ids[:, :1], shape[1])
             documents = [torch.arange(shape[1], device=ids.device).repeat(shape[0], 1), ends]
         module.train()
-        module(ids, ids, *documents).backward()
+        module(ids, ids, *documents).sum().backward()
         module.zero_grad()
         if self.topology.device_type == "cuda":
             torch.cuda.synchronize()
@@ -305,7 +306,7 @@ class NativeEngine(base.Engine):
 
     def _accumulate(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward passes of all micro-batches. Return the summed loss."""
-        loss_sum = torch.zeros((), device=self.topology.device)
+        losses = []
         for index, micro_batch in enumerate(zip(*tensors, strict=True), start=1):
             is_last = index == len(tensors[0])
             # DDP averages once per step. FSDP reduce-scatters once per micro-batch and all-reduces
@@ -315,9 +316,9 @@ class NativeEngine(base.Engine):
             elif isinstance(self.module, DistributedDataParallel):
                 self.module.require_backward_grad_sync = is_last
             loss = self.module(*micro_batch)
-            (loss * self.loss_factor).backward()
-            loss_sum += loss.detach()
-        return loss_sum
+            (loss.sum() * self.loss_factor).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(0)
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale and clip the gradients, and run the optimizer. Skip the update if fp16 gradients
@@ -372,9 +373,9 @@ class NativeEngine(base.Engine):
         total = torch.zeros((), device=self.topology.device)
         with base.evaluation_mode(self.stages), self.step_graph.memory():
             loss = self._forward(*to_device(self.topology.device, *arrays))
-            if loss is not None and self.topology.tp_rank == 0:
-                total += loss.sum()
-        return total
+            if loss is None or self.topology.tp_rank > 0:
+                return total
+            return total + loss
 
     def logits(
         self,

@@ -3,6 +3,7 @@
 The letters in shapes are defined in decoder.py. In addition, N = B T, and R is the number of ranks
 that shard the vocabulary."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,19 +90,13 @@ class _Chunked(torch.autograd.Function):
         pairs = zip(flat.split(tokens), target_chunks, strict=True)
         for index, (chunk, chunk_targets) in enumerate(pairs):
             logits = F.linear(chunk, weight)
-            total += compute(logits, chunk_targets, vocab_size, shard, cap)
+            total += compute(logits, chunk_targets, vocab_size, shard, cap).sum()
             grad_logits = logits  # `compute` has overwritten the logits with their gradient.
             if grad_x is not None:
                 grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
                 torch.mm(grad_logits, weight, out=grad_chunk)
-            if needs_weight and weight.dtype is torch.float16:
-                # The sum is not scaled yet, and could overflow in fp16.
-                product = (grad_logits.t() @ chunk).float()
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-            elif grad_weight is not None:
-                grad_weight.addmm_(grad_logits.t(), chunk)
-            elif needs_weight:
-                grad_weight = grad_logits.t() @ chunk
+            if needs_weight:
+                grad_weight = _add_product(grad_weight, grad_logits, chunk)
             del logits, grad_logits  # frees them before the next chunk's logits are allocated
         ctx.save_for_backward(None if grad_x is None else grad_x.view_as(x), grad_weight)
         return total
@@ -116,6 +111,57 @@ class _Chunked(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
+def _add_product(
+    grad_weight: torch.Tensor | None, grad_logits: torch.Tensor, chunk: torch.Tensor
+) -> torch.Tensor:
+    """Add a chunk's gradient of the weight to the sum of earlier chunks, in place."""
+    if chunk.dtype is torch.float16:
+        # The sum is not scaled yet, and could overflow in fp16.
+        product = (grad_logits.t() @ chunk).float()
+        return product if grad_weight is None else grad_weight.add_(product)
+    if grad_weight is None:
+        return grad_logits.t() @ chunk
+    return grad_weight.addmm_(grad_logits.t(), chunk)
+
+
+class ChunkedTokenLosses(ChunkedCrossEntropy):
+    """Chunked cross entropy that returns the loss of each token, fp32 [B, T], which is 0 outside
+    the loss. The backward pass may weight the tokens, so it computes the logits again."""
+
+    def __call__(  # type: ignore[no-untyped-def]
+        self, x, weight, targets, vocab_size, shard=None, cap=0.0
+    ):
+        compute = partial(self.compute, vocab_size=vocab_size, shard=shard, cap=cap)
+        return _TokenLosses.apply(x, weight, targets, self.tokens, compute)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, tokens, compute):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight, targets)
+        ctx.compute = compute
+        ctx.tokens = tokens = -(-targets.numel() // -(-targets.numel() // tokens))
+        chunks = zip(x.flatten(0, -2).split(tokens), targets.flatten().split(tokens), strict=True)
+        losses = [compute(F.linear(chunk, weight), labels) for chunk, labels in chunks]
+        return torch.cat(losses).view_as(targets)
+
+    @staticmethod
+    def backward(ctx, token_weights):  # type: ignore[no-untyped-def]
+        x, weight, targets = ctx.saved_tensors
+        grad_x, grad_weight = torch.empty_like(x), None
+        rows = (x, targets[..., None], token_weights[..., None], grad_x)
+        chunks = zip(*(part.flatten(0, -2).split(ctx.tokens) for part in rows), strict=True)
+        for chunk, labels, scale, grad_chunk in chunks:
+            logits = F.linear(chunk, weight)
+            ctx.compute(logits, labels[:, 0])
+            grad_logits = logits.mul_(scale)  # `compute` has overwritten the logits
+            torch.mm(grad_logits, weight, out=grad_chunk)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _add_product(grad_weight, grad_logits, chunk)
+            del logits, grad_logits
+        return grad_x, grad_weight, None, None, None
+
+
 def loss_and_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -123,7 +169,7 @@ def loss_and_gradient(
     shard: VocabularyShard | None,
     cap: float,
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, for logits [N, P / R] and targets [N]. Overwrite the
+    """Return the loss of each token, fp32 [N], for logits [N, P / R] and targets [N]. Overwrite the
     logits with their gradient. With a `shard`, all-gather two fp32 numbers per token over the
     group."""
     first = 0 if shard is None else shard.first
@@ -152,4 +198,4 @@ def loss_and_gradient(
         0.0,
     )
     logits.copy_(gradient * cap_gradient)
-    return torch.where(loss_mask, normalizer - target_logit, 0.0).sum()
+    return torch.where(loss_mask, normalizer - target_logit, 0.0)[:, 0]

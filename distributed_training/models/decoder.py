@@ -198,6 +198,8 @@ class Decoder(nn.Module):
         self.max_documents: int | None = None
         # Function applied after the final norm; the engine replaces or compiles it
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
+        # With pairs of answers, the function that compares their token losses (preference.py)
+        self.pair_loss: Callable[..., torch.Tensor] | None = None
 
     def forward(
         self,
@@ -205,13 +207,15 @@ class Decoder(nn.Module):
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         ends: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
         past: KVCache | None = None,
     ) -> torch.Tensor:
         """Return logits [B, T, V] from token ids [B, T], or the loss if `targets` are given.
 
         The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX. The target at index
         [:, t] is the token after `x[:, t]`. With `past`, the ids follow the cached tokens, and the
-        cache is extended. `positions` and `ends` describe packed records, as in `Samples.batch`.
+        cache is extended. `positions` and `ends` describe packed records, and `values` pairs of
+        answers, as in `Samples.batch`. With pairs, the loss is the result of `PairLoss`.
         All stages except the first accept hidden states [B, T, D], and all stages except the last
         return hidden states."""
         start: Positions = 0 if past is None else past.length
@@ -221,9 +225,12 @@ class Decoder(nn.Module):
             if ends is not None:
                 documents = self.describe_documents(positions, ends)
         x = self.run(x, start, documents, past)
-        if self.is_last:
-            return self.apply_head(x, targets)
-        return x
+        if not self.is_last:
+            return x
+        result = self.apply_head(x, targets)
+        if self.pair_loss is None or targets is None:
+            return result
+        return self.pair_loss(result, targets, ends, values)
 
     def run(
         self,

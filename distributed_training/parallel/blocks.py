@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from distributed_training.models.chunked_loss import ChunkedCrossEntropy
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy, ChunkedTokenLosses
 from distributed_training.models.decoder import Decoder, summed_cross_entropy
+from distributed_training.models.preference import PairLoss
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
@@ -169,8 +170,8 @@ class _SelectivePolicy:
 
 def build_loss(config: RunConfig) -> Callable[..., torch.Tensor]:
     """Return the loss of an unsharded model. With `loss_chunk_tokens`, each chunk of that many
-    tokens is computed separately."""
-    if not config.loss_chunk_tokens:
+    tokens is computed separately. For pairs of answers, return the losses of tokens."""
+    if not (config.loss_chunk_tokens or config.has_pairs):
         return summed_cross_entropy
     return build_chunked_loss(config)
 
@@ -179,7 +180,13 @@ def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
     """Return the loss computed in chunks of `loss_chunk_tokens` tokens, or of all tokens if it is
     0. Only this loss can be sharded by vocabulary."""
     tokens = config.loss_chunk_tokens or sys.maxsize
-    return ChunkedCrossEntropy(tokens, compiled=config.compile)
+    loss = ChunkedTokenLosses if config.has_pairs else ChunkedCrossEntropy
+    return loss(tokens, compiled=config.compile)
+
+
+def build_pair_loss(config: RunConfig) -> PairLoss | None:
+    """Return the function that compares pairs of answers, or None without them."""
+    return PairLoss(config) if config.has_pairs else None
 
 
 def _compile(function: Any, backend: Any = "inductor") -> Any:

@@ -6,6 +6,7 @@ has T / R consecutive tokens of every sample, and computes everything except att
 all-to-all before attention gives each rank all tokens of H / R query heads, so that packed
 documents are whole. Another all-to-all after attention returns each token to its rank."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,7 @@ def _forward_own_tokens(
     targets: torch.Tensor,
     positions: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return this rank's part of `Decoder.forward`'s summed loss. The arguments are those of
     `Decoder.forward`, for whole samples."""
@@ -58,7 +60,11 @@ def _forward_own_tokens(
         documents,
         past=None,
     )
-    return model.apply_head(x, own(targets))
+    result = model.apply_head(x, own(targets))
+    if model.pair_loss is None:
+        return result
+    pair_loss = dataclasses.replace(model.pair_loss, group=group)
+    return pair_loss(result, own(targets), ends, values)
 
 
 class HeadExchange:

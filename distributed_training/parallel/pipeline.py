@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from distributed_training.models.decoder import Decoder
+from distributed_training.models.preference import METRICS
 from distributed_training.models.private import stored_parameter
 from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import foreach_copy_
@@ -54,6 +55,7 @@ class Pipeline:
         self.first_stage = stages.get(0)
         self.last_stage = stages.get(len(self.stage_ranks) - 1)
         self._scale = torch.ones((), device=device)
+        self._results: list[torch.Tensor] = []  # of the micro-batches of this step
         # With dp, FSDP rounds the weights.
         self.rounded_weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.dp_size == 1 and self.dtype is not torch.float32:
@@ -69,7 +71,8 @@ class Pipeline:
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
         ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+        num_sums = 1 + len(METRICS) if config.has_pairs else 0
+        loss = torch.empty([num_sums] if num_sums else [], device="meta", requires_grad=True)
         pipeline_stages = []
         for index, stage in stages.items():
             dw_builder = None
@@ -91,7 +94,7 @@ class Pipeline:
             pipeline_stages.append(pipeline_stage)
         options: dict[str, Any] = {
             "n_microbatches": plan.batch.num_microbatches,
-            "loss_fn": lambda output, _target: output * self._scale,
+            "loss_fn": self._scale_loss,
             "scale_grads": False,
         }
         schedule_class = SCHEDULE_CLASSES.get(config.pipeline_schedule)
@@ -110,19 +113,23 @@ class Pipeline:
         *documents: torch.Tensor,
     ) -> torch.Tensor:
         """Run the m micro-batches in the tensors [m B, T], and accumulate the gradients of
-        `scale * loss`. Return the summed loss on the rank with the last stage, and 0 on other
-        ranks."""
+        `scale * loss`. Return the summed loss, or sums of pairs, on the rank with the last stage,
+        and 0 on other ranks."""
         self._scale = scale
         arguments = () if self.first_stage is None else (inputs,)
-        losses: list[torch.Tensor] = []
+        self._results = []
         # torch passes `target` to loss_fn, but the last stage itself needs `targets`.
-        kwargs = {"targets": targets, "target": targets, "losses": losses}
-        kwargs |= dict(zip(("positions", "ends"), documents, strict=False))
+        kwargs = {"targets": targets, "target": targets, "losses": []}
+        kwargs |= dict(zip(("positions", "ends", "values"), documents, strict=False))
         with self.rounded_weights:
             self.schedule.step(*arguments, return_outputs=False, **kwargs)
         if self.last_stage is None:
             return torch.zeros((), device=self.device)
-        return torch.stack(losses).sum().detach() / scale
+        return torch.stack(self._results).sum(0)
+
+    def _scale_loss(self, result: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        self._results.append(result.detach())
+        return result.sum() * self._scale  # Only the loss has a gradient, not the metrics of pairs.
 
     @torch.no_grad()
     def forward(

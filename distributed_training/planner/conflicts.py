@@ -58,6 +58,13 @@ def _find_idle(plan: Draft) -> dict[str, str]:
     if plan.config.lora_rank == 0:
         for key in ("lora_alpha", "lora_dropout", "lora_targets"):
             reasons[key] = "without LoRA, there are no adapters"
+    kind = plan.config.preference
+    used = {"dpo": "preference_label_smoothing", "simpo": "preference_margin"}
+    for key in ("preference_label_smoothing", "preference_margin"):
+        if used.get(kind) != key:
+            reasons[key] = f"preference={kind!r} does not use it"
+    if kind == "none":
+        reasons["preference_beta"] = reasons["preference_sft"] = reasons["preference_margin"]
     return reasons
 
 
@@ -128,6 +135,12 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
         if any(count % num_ranks for count in counts):
             why = f"each GPU needs the same number of the {max(counts)} experts"
             yield Conflict("expert_parallel", f"{num_ranks} GPUs", why, fix)
+    if config.has_pairs and not size.packs:
+        why = "the model cannot keep two answers in one sample apart"
+        yield Conflict("preference", model, why, "use a model that can pack records")
+    if config.has_pairs and not (traits.averages_with_torch or traits.uses_zero):
+        why = "the strategy's engine was not tested with pairs of answers"
+        yield Conflict("preference", strategy, why, "set strategy to dp")
     if config.precision == "fp16" and not on_gpu:
         yield Conflict("precision", device, "fp16 needs a GPU", "set precision to fp32")
     if config.precision == "bf16" and on_gpu and capability < (8, 0):

@@ -80,7 +80,9 @@ def find_sources(
     learning_rate = config.learning_rate
     if learning_rate == AUTO:
         learning_rate = 3e-4
-        if config.lora_rank:
+        if config.has_pairs:
+            learning_rate = 1e-5 if config.lora_rank else 1e-6
+        elif config.lora_rank:
             learning_rate = 2e-4
         elif source != "random":
             learning_rate = 5e-5
@@ -198,7 +200,7 @@ def resolve_data_values(
         error = MIN_ERROR if data.packs else 0.0
     if num_samples < config.num_samples and draft.requested.is_set("num_samples"):
         notes.append(f"the dataset has only {plural(num_samples, 'training sample')}")
-    if not data.packs and config.pack == AUTO:
+    if not (data.packs or config.has_pairs) and config.pack == AUTO:
         notes.append(
             "records are padded instead of packed, because "
             f"{draft.model.label} cannot keep packed records apart"
@@ -253,7 +255,8 @@ def resolve_data_values(
             replica=0,
             seed=config.seed,
         )
-        lengths = train.lengths.astype(float)
+        _, lengths = train.find_documents(slice(None))
+        lengths = lengths.astype(float)
         packing = Packing(
             max_documents=sampler.count_max_documents(train, num_steps),
             mean_length=float(lengths @ lengths / lengths.sum()),

@@ -133,7 +133,7 @@ def _resolve_rest(
     if values["keep_best"] == AUTO:
         values["keep_best"] = _keeps_best(prediction, amount, notes)
     if values["pack"] == AUTO:  # the data has not been read
-        values["pack"] = draft.size.packs
+        values["pack"] = draft.size.packs and not draft.config.has_pairs
     return RunConfig(**values)
 
 

@@ -92,6 +92,8 @@ class Display:
         seconds = sum(row["step_time_s"] for row in warm_rows or rows)
         text = f"step {step:>6}/{num_steps}  epoch {last['epoch'] + 1}  loss {last['loss']:.4f}"
         text += f"  lr {last['learning_rate']:.1e}"
+        if "reward_accuracy" in last:
+            text += f"  {describe_rewards(last)}"
         if "expert_load" in last:
             text += f"  experts' load {last['expert_load']:.1f}x"
         if warm_rows and seconds > 0:  # the clock of a virtual machine may stand still
@@ -135,9 +137,17 @@ def format_perplexity(value: float | None) -> str:
 
 def describe_evaluation(row: JsonObject) -> str:
     """Format an evaluation as a string such as "loss 3.0000 perplexity 20.09 bpb 1.2345"."""
+    if "reward_accuracy" in row:
+        return f"loss {row['loss']:.4f}  {describe_rewards(row)}"
     text = f"loss {row['loss']:.4f}  perplexity {format_perplexity(row['perplexity'])}"
     bits = row["bits_per_byte"]
     return text if bits is None else f"{text}  bpb {bits:.4f}"
+
+
+def describe_rewards(row: JsonObject) -> str:
+    """Format the comparison of answers in preference tuning as a string such as "accuracy 0.75
+    margin 0.1234"."""
+    return f"accuracy {row['reward_accuracy']:.2f}  margin {row['reward_margin']:.4f}"
 
 
 def format_count(number: float) -> str:

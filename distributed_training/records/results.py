@@ -97,6 +97,8 @@ RESULTS = {
     "validation loss": Column(_from_last_evaluation("loss"), "{:.4f}".format),
     "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format),
     "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format),
+    "reward accuracy": Column(_from_last_evaluation("reward_accuracy"), "{:.2f}".format),
+    "reward margin": Column(_from_last_evaluation("reward_margin"), "{:.4f}".format),
 }
 # Columns of a comparison, because a terminal is narrow. The summary of each run has all of RESULTS.
 _COMPARED = ("tokens/s", "reserved GPU memory", "validation loss")
@@ -198,7 +200,7 @@ def build_columns(layouts: Sequence[LayoutRow]) -> dict[str, list[str]]:
 def summary_rows(r: Record) -> dict[str, str]:
     """Return the rows of a run's summary. Values that were not measured are left out."""
     rows = dict[str, str]()
-    if len(r.evaluations) > 1:
+    if len(r.evaluations) > 1 and "perplexity" in r.evaluations[0]:
         rows["perplexity before"] = format_perplexity(r.evaluations[0]["perplexity"])
     for name, column in RESULTS.items():
         if column.value(r) is not None:

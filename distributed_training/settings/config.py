@@ -99,11 +99,12 @@ class Config(KeyModel):
     running text or a record. -1: all. The default is 1000 if model is auto and there is no GPU, and
     in compare and parity."""
     max_length: Annotated[int, BeforeValidator(_parse_length), Field(ge=2)] = data_key(512)
-    """Tokens per sample, up to the model's context length (1024 for GPT-2). 32k means 32768."""
+    """Tokens per sample, up to the model's context length (1024 for GPT-2). 32k means 32768. With
+    preference, both answers of a record with their prompts must fit."""
     pack: bool | Auto = data_key(AUTO)
     """True: fill blocks of max_length tokens with running text, or with records that cannot attend
     to each other. False: each sample is one line or record, padded to max_length. auto: True for
-    running text, and for records if the model can keep them apart."""
+    running text, and for records if the model can keep them apart, but False with preference."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data_key(42)
     """Seed for the initial weights, data order, dropout and generated samples."""
     # Not part of the work, because the global batch size already is.
@@ -119,7 +120,7 @@ class Config(KeyModel):
     learning-rate schedule ends with the last step. -1: train for `epochs`."""
     learning_rate: Rate | Auto = training_key(AUTO)
     """Peak learning rate. auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random
-    weights, 3e-3 for gpt2-tiny."""
+    weights, 3e-3 for gpt2-tiny. With preference: 1e-5 for adapters, 1e-6 for weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = training_key("cosine")
     """Learning-rate schedule after the warm-up. linear and cosine reach 0 one step after the last
     step."""
@@ -134,6 +135,19 @@ class Config(KeyModel):
     """Clip the global gradient norm to this value. None: do not clip."""
     dropout: DropoutRate = training_key(0.0)
     """Dropout on embeddings, attention and residuals."""
+    preference: Literal["none", "dpo", "ipo", "simpo", "orpo"] = training_key("none")
+    """Preference tuning: the loss that compares the two answers of each record, chosen and
+    rejected. dpo and ipo compare them with the model as the run begins, whose log-probabilities
+    are computed before the first step."""
+    preference_beta: Positive = training_key(0.1)
+    """beta of the preference loss. 2 is usual for simpo."""
+    preference_margin: Rate = training_key(0.0)
+    """Target margin between the rewards of simpo, called simpo_gamma in TRL."""
+    preference_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = training_key(0.0)
+    """Probability that the answers of a dpo record are swapped, as in TRL's loss "robust"."""
+    preference_sft: Rate = training_key(0.0)
+    """Weight of the chosen answers' mean loss per token, which is added to the preference loss, as
+    by TRL's loss "sft". orpo always adds it with weight 1."""
     lora_rank: CountOrZero = training_key(0)
     """Train LoRA adapters of this rank and freeze the weights. 0: train all weights."""
     lora_alpha: Positive = training_key(16.0)
@@ -259,6 +273,16 @@ class Config(KeyModel):
     rendezvous_timeout_s: Count = failure_key(RENDEZVOUS_S)
     """Seconds to wait for all ranks to join."""
     # fmt: on
+
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether each record is a pair of answers, which the loss compares."""
+        return self.preference != "none"
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the loss needs the log-probabilities of the answers before training."""
+        return self.preference in ("dpo", "ipo")
 
     @property
     def has_quantized_base(self) -> bool:

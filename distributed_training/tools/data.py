@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache_dir, tokenize
+from distributed_training.data.chats.records import ANSWERS
 from distributed_training.data.corpus import find_corpus, find_unread
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import read_samples
@@ -73,16 +74,19 @@ def run(
     counts["tokenizer_name"] = tokenizer_name
     counts["special_tokens"] = tokenizer.facts.special
     num_shown = min(arguments.show, len(samples))
-    shown_samples = [samples.part(index) for index in range(num_shown)]
+    shown_samples = [*samples.documents(slice(num_shown))]
+    names = ANSWERS if config.has_pairs else ("",)
     if arguments.json:
         sample_dicts = []
-        for ids, mask in shown_samples:
+        for index, (ids, mask) in enumerate(shown_samples):
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             sample = {
                 "ids": ids.tolist(),
                 "loss_mask": mask.tolist(),
                 "text": text,
             }
+            if config.has_pairs:
+                sample["answer"] = ANSWERS[index % 2]
             sample_dicts.append(sample)
         print(
             json.dumps(
@@ -95,8 +99,10 @@ def run(
         print(
             "The loss covers the tokens between « and ». A sample's first token is only an input."
         )
-    for number, (ids, mask) in enumerate(shown_samples, 1):
-        print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} in the loss")
+    for index, (ids, mask) in enumerate(shown_samples):
+        number, answer = divmod(index, len(names))
+        name = f"{number + 1} {names[answer]}".rstrip()
+        print(f"--- sample {name}: {len(ids)} tokens, {mask.sum()} in the loss")
         print(_mark_targets(tokenizer, ids.tolist(), mask.tolist()))
     display = Display(enabled=True)
     display.table(_rows(counts, config))

@@ -238,6 +238,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         what += f"{size.num_positions} tokens"
         raise UserError(what, fix=f"set it to {size.num_positions} or less")
     display = Display(enabled=True)
+    if config.has_pairs and arguments.dataset is None:
+        what = f"the validation samples of {arguments.run} are pairs of answers"
+        fix = "name a dataset with --dataset. The run's record has their reward accuracy"
+        raise UserError(what, "eval measures a loss per token", fix)
+    config = with_values(config, preference="none")
     if arguments.dataset is None:
         assert plan is not None
         data = load_data(replace(plan, config=config))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from distributed_training.data.pieces import ASSISTANT
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.models.decoder import EXPERT_ENDS
+from distributed_training.models.preference import METRICS
 from distributed_training.parallel.agree import broadcast_from_rank_0, gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -83,6 +85,7 @@ class StepResults:
         device: torch.device,
     ) -> None:
         self.config = plan.config
+        self.names = ("loss", *(METRICS if plan.config.has_pairs else ()))  # of the loss's sums
         self.can_skip = plan.strategy.traits.averages_with_torch
         self.history = history
         self.engine = engine
@@ -133,22 +136,23 @@ class StepResults:
         if not pending:
             return [], None
         losses = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
+        losses = losses.view(len(pending), -1) + torch.zeros(len(self.names))
         nonfinite = torch.tensor(
             [has_nonfinite_gradients(result, self.config) for _, result in pending]
         )
-        sums = torch.stack([losses, nonfinite.double()])
+        sums = torch.cat([losses, nonfinite[:, None].double()], 1)
         dist.all_reduce(sums)
         rows = []
         fault = None
-        for (row, result), (loss_sum, num_nonfinite), seconds in zip(
-            pending, sums.T.tolist(), self.timer.durations_s(), strict=True
+        for (row, result), (*totals, num_nonfinite), seconds in zip(
+            pending, sums.tolist(), self.timer.durations_s(), strict=True
         ):
             engine_skipped = bool(result.skipped)
             may_skip = self.config.on_nonfinite == "skip"
             grad_norm = None if engine_skipped else result.grad_norm
             row |= {
                 "skipped": engine_skipped or bool(num_nonfinite and may_skip),
-                "loss": loss_sum / row["num_targets"],
+                **{n: x / row["num_targets"] for n, x in zip(self.names, totals, strict=True)},
                 "grad_norm": None if grad_norm is None else float(grad_norm),
                 "step_time_s": seconds,
                 # The clock of a virtual machine may not advance between two readings.
@@ -158,7 +162,7 @@ class StepResults:
                 self.history.skipped_steps.append(row["step"])
             rows.append(row)
             self.history.loss_curve.append((row["step"], row["loss"]))
-            if num_nonfinite or not math.isfinite(loss_sum):
+            if num_nonfinite or not math.isfinite(row["loss"]):
                 fault = self.describe(row["step"], result)
                 if fault is not None:
                     break  # The later steps ran on corrupted weights.
@@ -188,7 +192,7 @@ class StepResults:
         if may_skip and step in skipped and not too_many:
             return None
         faults = []
-        if not math.isfinite(float(result.loss_sum)):
+        if not result.loss_sum.isfinite().all():
             faults.append("the loss is not finite")
         if result.param_grad_norms is not None and not result.param_grad_norms.isfinite().all():
             first_index = result.param_grad_norms.isfinite().logical_not().nonzero()[0]
@@ -392,17 +396,21 @@ class Trainer:
         """Compute loss, perplexity and bits per byte on the validation samples. If a signal arrives
         meanwhile, return at once: a resumed run evaluates first."""
         samples = self.data.validation
-        total = torch.zeros((), dtype=torch.float64)
+        names = self.results.names
+        totals = torch.zeros(len(names), dtype=torch.float64)
+        scale = samples.scale_likelihood(np.arange(len(samples)))
         for indices in self.sampler.eval_indices(len(samples)):
             if self._should_stop():
                 return
             self.set_activity(f"the evaluation after step {self.step}")
-            total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
-        dist.all_reduce(total)
+            totals += self.engine.eval_step(*samples.batch(indices, scale)).double().cpu()
+        dist.all_reduce(totals)
         num_targets = int(samples.num_targets.sum())
-        num_bytes = samples.count_bytes(self.data.bytes_per_token)
-        values = metrics.evaluation(float(total), num_targets, num_bytes)
-        row = {"step": self.step, **values}
+        row = {"step": self.step, "num_targets": num_targets}
+        row |= dict(zip(names, (totals / num_targets).tolist(), strict=True))
+        if not self.plan.config.has_pairs:
+            num_bytes = samples.count_bytes(self.data.bytes_per_token)
+            row |= metrics.evaluation(float(totals), num_targets, num_bytes)
         self.history.evaluations.append(row)
         self.recorder.add_evaluation(self, row)
         self._act_on_evaluation(row)
@@ -495,7 +503,7 @@ class Trainer:
             prompts = []
             parts = held_out.owners.argsort(kind="stable")
             for part in parts[: 2 if is_chat else 1]:
-                ids, mask = held_out.part(part)
+                ids, mask = next(held_out.documents([part]))
                 prompts.append(ids[: mask.argmax()].tolist())
             if is_chat and self.plan.weights_dir is not None:
                 prompts.append(tokenizer.encode_chat_prompt([GENERAL_QUESTION]))

@@ -34,6 +34,7 @@ from distributed_training.supervise.process import END_ACTIVITY, Process
 from distributed_training.train.around_steps import Recorder
 from distributed_training.train.loop import Trainer
 from distributed_training.train.profiling import build_profiler
+from distributed_training.train.reference import REFERENCE_FILE, add_reference
 
 FORGETTING = (
     "the validation loss does not tell what the model has forgotten. Ask it general questions too. "
@@ -77,6 +78,9 @@ def train(
     )
     if plan.config.profile:
         trainer.profiler = build_profiler(plan, history.step, topology.rank, display)
+    if plan.config.has_pairs:
+        file = plan.run_dir / REFERENCE_FILE if plan.config.has_reference else None
+        trainer.data = add_reference(data, engine, sampler, file, set_activity)
     if plan.checkpoint is not None:
         trainer.checkpoints.restore(trainer, plan.checkpoint)
         gather_values(None)  # a slow disk may delay one rank for longer than collectives wait

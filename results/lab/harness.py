@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from distributed_training.start import launch, worker
 from distributed_training.start.launched import agree_on_plan
 from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process
+from distributed_training.train.reference import add_reference
 from distributed_training.train.run import build_engine, build_sampler, build_topology
 
 
@@ -199,6 +201,9 @@ def _do_run(
         data = load_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology)
+        if plan.config.has_pairs:
+            file = group.folder / f"{uuid.uuid4()}.npz" if plan.config.has_reference else None
+            data = add_reference(data, engine, sampler, file)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # every rank raises it
         return str(error)

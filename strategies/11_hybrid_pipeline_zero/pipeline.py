@@ -56,9 +56,12 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         for parameter in self.stage.parameters():
             if parameter is not embedding:
                 parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
-        # (positions, ends) of the next micro-batches of packed records, in the order in which all
-        # stages compute them. Every process has all of these tensors, so stages do not send them.
+        # (positions, ends, values of pairs) of the next micro-batches of packed records, in the
+        # order in which all stages compute them. Every process has all of these tensors, so stages
+        # do not send them.
         self.upcoming_documents = deque[Sequence[torch.Tensor]]()
+        self.documents: Sequence[torch.Tensor] = ()  # of the latest micro-batch
+        self.results: list[torch.Tensor] = []  # of `head`, without `scale`
 
     @property
     def stage(self) -> Decoder:
@@ -69,14 +72,20 @@ class PipelinedDecoder(private.PlannedPartition, PipelineModule):
         positions: Positions = 0
         documents = None
         if self.upcoming_documents:
-            documents = self.stage.describe_documents(*self.upcoming_documents.popleft())
+            self.documents = self.upcoming_documents.popleft()
+            documents = self.stage.describe_documents(*self.documents[:2])
             positions = documents.positions
         return self.stage.run(forward_input, positions, documents, past=None)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss times `self.scale`. DeepSpeed calls this method as its loss
-        function."""
-        return self.scale * self.stage.apply_head(x, targets)
+        """Return the summed loss times `self.scale`, and keep the result. DeepSpeed calls this
+        method as its loss function, after `forward`."""
+        result = self.stage.apply_head(x, targets)
+        if self.stage.pair_loss is not None:
+            _, ends, *values = self.documents
+            result = self.stage.pair_loss(result, targets, ends, *values)
+        self.results.append(result.detach())
+        return self.scale * result.sum()
 
 
 def _build_tied_layer(stage: Decoder) -> TiedLayerSpec:
@@ -107,9 +116,10 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self.model.upcoming_documents.extend(
             documents for _, _, *documents in micro_batches if documents
         )
+        self.model.results.clear()
         self.engine.train_batch(iter([(ids, targets) for ids, targets, *_ in micro_batches]))
         is_last = self.engine.is_last_stage()
-        return self.engine.total_loss / scale if is_last else torch.zeros((), device=device)
+        return torch.stack(self.model.results).sum(0) if is_last else torch.zeros((), device=device)
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         device = self.topology.device
@@ -127,10 +137,10 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed would add the output of the last batch to it
         with base.evaluation_mode(self.model):
-            outputs = self.engine.eval_batch(
+            self.engine.eval_batch(
                 iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
             )
-        return outputs[0] if self.engine.is_last_stage() else None
+        return self.model.results[-1] if self.engine.is_last_stage() else None
 
     def _set_shape(self, shape: torch.Size) -> None:
         """Reset DeepSpeed's activation shape if `shape` is new, because DeepSpeed sends the shape

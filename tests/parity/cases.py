@@ -234,7 +234,8 @@ def _compute_logits(engine: Engine) -> torch.Tensor:
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
     """Return the mean loss over the global batch. `sums` contains the summed loss of each of this
     rank's micro-batches."""
-    total = torch.stack([loss_sum.double().cpu() for loss_sum in sums]).sum()
+    # With pairs of answers, sums of other values follow the loss.
+    total = torch.stack([loss_sum.double().cpu().view(-1)[0] for loss_sum in sums]).sum()
     dist.all_reduce(total)
     return float(total) / batch.num_targets
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts, loses_thoughts
-from distributed_training.data.chats.records import OUTPUT_KEYS, READ_KEYS, Record
+from distributed_training.data.chats.records import OUTPUT_KEYS, READ_KEYS, Pair, Record
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.pieces import Piece
@@ -33,6 +33,8 @@ UNASKED = "answer that is trained after {}, although generation asks for it with
 IGNORED_COLUMNS = "record with columns that are ignored:"
 IGNORED_KEY = "message with a key that is ignored, because the chat template does not read it:"
 NO_ANSWER = "no answer to train on"
+SEVERAL_TEXTS = "the chat template renders the answers of one conversation in several texts"
+IDENTICAL = "pair with identical answers, which cannot teach a preference"
 
 
 @dataclass
@@ -61,15 +63,23 @@ def read_pieces(
         return
     missing = {*source.columns.values()}
     for where, raw in source.read_records():
-        record = Record(raw, where, source.columns)
+        if source.has_pairs:
+            record: Record = Pair(raw, where, source.columns)
+        else:
+            record = Record(raw, where, source.columns)
         missing -= raw.keys()
         counts.records += 1
         counts.forms[record.form] += 1
         if record.has_copy:
             counts.notes[COPIED] += 1
-        if tokenizer.is_chat_form(record.form):
+        if isinstance(record, Pair):
+            yield from _read_pair(record, tokenizer, counts)
+        elif tokenizer.is_chat_form(record.form):
             conversation = record.read_conversation(counts.notes)
-            yield from _render(where, conversation, tokenizer, counts)
+            rendered = _render(where, conversation, tokenizer, counts.notes)
+            if not rendered:
+                counts.left_out[NO_ANSWER] += 1
+            yield from rendered
         elif record.form == pieces.TEXT:
             text = record.read_text()
             if text.strip():
@@ -79,8 +89,7 @@ def read_pieces(
         else:
             prompt, completion = record.read_pair()
             if completion.strip():
-                spans = [(len(prompt), len(prompt) + len(completion))]
-                yield Piece(prompt + completion, spans)
+                yield _join(prompt, completion)
             else:
                 counts.left_out[NO_ANSWER] += 1
         if unread := record.find_unread():
@@ -90,29 +99,57 @@ def read_pieces(
         raise UserError(what, fix="choose a column of the dataset")
 
 
+def _read_pair(record: Pair, tokenizer: Tokenizer, counts: Counts) -> list[Piece]:
+    """Return the pieces of a chosen and a rejected answer, or [] if the record is left out."""
+    notes = Counter[str](), Counter[str]()
+    if record.form == pieces.MESSAGES or (record.names and tokenizer.facts.has_template):
+        conversations = record.read_conversations(counts.notes)
+        texts = [
+            _render(record.where, conversation, tokenizer, notes_of_answer)
+            for conversation, notes_of_answer in zip(conversations, notes, strict=True)
+        ]
+    else:
+        prompt, *answers = record.read_texts()
+        texts = [[_join(prompt, answer)] if answer.strip() else [] for answer in answers]
+    counts.notes += notes[0] | notes[1]  # A note applies once to a record.
+    chosen, rejected = texts
+    if not (chosen and rejected):
+        counts.left_out[NO_ANSWER] += 1
+    elif len(chosen) + len(rejected) > 2:
+        counts.left_out[SEVERAL_TEXTS] += 1
+    else:
+        if chosen == rejected:
+            counts.notes[IDENTICAL] += 1
+        return chosen + rejected
+    return []
+
+
+def _join(prompt: str, completion: str) -> Piece:
+    return Piece(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+
+
 def _render(
-    where: str, conversation: Conversation, tokenizer: Tokenizer, counts: Counts
-) -> Iterator[Piece]:
-    """Render a conversation and yield its pieces. Update `counts` if the record is left out and
-    with the notes that apply."""
+    where: str, conversation: Conversation, tokenizer: Tokenizer, notes: Counter[str]
+) -> list[Piece]:
+    """Return the pieces of a conversation, and count the `notes` that apply. Without an answer to
+    train on, there are no pieces."""
     samples = tokenizer.renderer.render_samples(conversation, where)
     for message in conversation.messages:
         for key in sorted(message.keys() - READ_KEYS - tokenizer.renderer.words):
-            counts.notes[f"{IGNORED_KEY} {shown(key)}"] += 1
+            notes[f"{IGNORED_KEY} {shown(key)}"] += 1
     for kind in tokenizer.renderer.find_omitted(conversation):
-        counts.notes[f"{kind} {OMITTED}"] += 1
+        notes[f"{kind} {OMITTED}"] += 1
     if not samples:
-        counts.left_out[NO_ANSWER] += 1
-        return
+        return []
     contents = [message["content"] for message in join_parts(conversation.messages)]
     if tokenizer.special_pattern.search("\n".join(contents)):
-        counts.notes[SPECIAL] += 1
+        notes[SPECIAL] += 1
     rendered = "\n".join(sample.text for sample in samples)
     called_functions = conversation.called_functions
     arguments = [function.get("arguments") for function in called_functions]
     strings = [value for value in arguments if isinstance(value, str)]
     if any(json.dumps(string, ensure_ascii=False) in rendered for string in strings):
-        counts.notes[QUOTED] += 1
+        notes[QUOTED] += 1
     trained_text = "\n".join(
         sample.text[first:last] for sample in samples for first, last in sample.spans
     )
@@ -120,12 +157,12 @@ def _render(
         if message["role"] != pieces.ASSISTANT or index in conversation.skip:
             continue
         if loses_thoughts(message, trained_text):
-            counts.notes[THOUGHTS] += 1
+            notes[THOUGHTS] += 1
         if not any(message.get(key) for key in ("content", *OUTPUT_KEYS)):
-            counts.notes[EMPTY] += 1
+            notes[EMPTY] += 1
     for sample in samples:
         if sample.unasked:
-            counts.notes[UNASKED.format(*map(shown, sample.unasked))] += 1
+            notes[UNASKED.format(*map(shown, sample.unasked))] += 1
         if sample.num_without_end_token:
-            counts.notes[NO_END_TOKEN] += sample.num_without_end_token
-        yield Piece(sample.text, sample.spans, templated=True)
+            notes[NO_END_TOKEN] += sample.num_without_end_token
+    return [Piece(sample.text, sample.spans, templated=True) for sample in samples]
