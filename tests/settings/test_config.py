@@ -26,6 +26,8 @@ WORK = {
     "weight_decay", "max_grad_norm", "dropout", "pack", "max_steps", "gradient_compression",
     "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
     "optimizer", "base_dtype",
+    "preference", "preference_beta", "preference_margin", "preference_label_smoothing",
+    "preference_sft",
 }  # fmt: skip
 TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}
 
@@ -56,7 +58,7 @@ RESOLVED = {
 OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
     "model": "gpt2", "dataset": "embedded", "tokenizer": "gpt2", "weights": "random",
     "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "q_proj",
-    "chat_template": "chatml",
+    "chat_template": "chatml", "preference_label_smoothing": 0.25,
 }  # fmt: skip
 
 
