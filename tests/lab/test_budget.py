@@ -5,10 +5,7 @@ import math
 
 import pytest
 
-from distributed_training.records.display import format_count
-from distributed_training.settings.files import ROOT
 from results.lab.budget import FITS, parse_budget
-from tests.conftest import assert_ok, heavy_pool
 from tests.support import refused
 
 CHINCHILLA, REPLICATION = FITS
@@ -47,19 +44,3 @@ def test_budgets_are_parsed_and_unreachable_losses_are_refused():
         parse_budget("8xH200 0h")
     with refused("--target_loss"):
         REPLICATION.flops_for(1.69)
-
-
-def budget(*words):
-    return heavy_pool().script(words, script=ROOT / "results/lab/budget.py")
-
-
-def test_budget_command_prints_a_table():
-    """Run budget.py as a user would type it, and check one row of its table."""
-    shown = budget("1xH200 24h", "--batch_size", "8")
-    assert_ok(shown)
-    assert "1 x H200 for 24 hours" in shown.stdout
-    rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
-    assert rows["gpt2-xl"][3] == format_count(CHINCHILLA.tokens_for(1_557_611_200))
-    assert max(map(len, shown.stdout.splitlines())) <= 80
-    reverse = budget("--target_loss", "2.5", "--cluster", "1xH200")
-    assert "according to replication: " in reverse.stdout
