@@ -22,7 +22,7 @@ def test_a_closed_reader_does_not_end_the_run():
             print("nobody reads this", file=lasting, flush=True)
 
 
-@pytest.mark.parametrize("streams", [">&-", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize("streams", [">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
 def test_closed_and_full_streams_do_not_end_a_run(streams, tmp_path):
     options = settings({**SMALL, "strategy": "dp", "max_steps": 1, "output_dir": tmp_path})
     words = shlex.join(map(str, [sys.executable, SCRIPT, "--num_gpus", "2", *options]))
