@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +160,18 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 
 # The slowest files, in the order in which workers should start them. All other files follow.
 LONGEST_FIRST = (
-    "tests/real/test_real_model.py", "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
-    "pipedream_tutorial/tests/test_runtime.py",
-    "tests/e2e/test_faults.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
-    "tests/e2e/test_students_path.py",
-    "tests/e2e/test_engineers_path.py", "pipedream_tutorial/tests/test_launch.py",
-    "tests/tools/test_jobs.py", "tests/parity/test_shipped_config.py",
-    "tests/parity/test_resharding.py", "tests/checkpoint/test_export.py",
+    "tests/real/test_real_model.py", "tests/parity/test_layouts.py",
+    "tests/parity/test_hub_layouts.py", "tests/parity/test_regions.py",
+    "tests/models/test_stages.py", "tests/models/test_accepted.py", "tests/models/test_hub.py",
+    "tests/models/test_all_types.py", "tests/e2e/test_resume.py",
+    "tests/e2e/test_engineers_path.py", "tests/e2e/test_faults.py", "tests/lab/test_documents.py",
+    "pipedream_tutorial/tests/test_pipeline_by_hand.py",
+    "pipedream_tutorial/tests/test_commands.py", "pipedream_tutorial/tests/test_runtime.py",
+    "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py", "tests/e2e/test_parity.py",
+    "tests/e2e/test_students_path.py", "pipedream_tutorial/tests/test_launch.py",
+    "tests/lab/test_planner_page.py", "tests/tools/test_jobs.py",
+    "tests/parity/test_shipped_config.py", "tests/parity/test_resharding.py",
+    "tests/checkpoint/test_export.py",
 )  # fmt: skip
 
 
@@ -202,27 +207,42 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "fetch_folder", fetch_folder)
 
 
-@pytest.fixture(scope="module")
+_deselected: set[Path] = set()
+_not_passed: dict[Path, set[str]] = {}  # tests of a module that have not passed in this session
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    _deselected.update(item.path for item in items)
+
+
+@pytest.fixture
 def run_if_changed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Skip a module whose tests have passed with the same code."""
+    """Skip the tests of a module that have all passed with the same code."""
     yield from skip_unchanged(request)
 
 
 def skip_unchanged(request: Any) -> Iterator[None]:
-    """Skip a module that passed with the same versions of packages and the same files: all that it
-    had imported, and the package's JSON files. A run of chosen tests is never skipped, and
-    `--cache-clear` forgets what passed."""
+    """Skip the tests of a module that have all passed with the same versions of packages and the
+    same files: all that their process had imported, and the package's JSON files. Chosen tests are
+    never skipped, and `--cache-clear` forgets what passed."""
     cache = getattr(request.config, "cache", None)
-    chosen = request.config.option.keyword or any("::" in name for name in request.config.args)
+    chosen = request.path in _deselected or any("::" in name for name in request.config.args)
     if cache is None or chosen:
         yield
         return
     key = f"passed/{request.path.relative_to(ROOT)}"
-    if (passed := cache.get(key, None)) == checksums(passed or ()):
+    if request.path not in _not_passed:
+        passed = cache.get(key, {})
+        tests = {item.nodeid for item in request.session.items if item.path == request.path}
+        _not_passed[request.path] = set() if passed == checksums(passed) else tests
+    not_passed = _not_passed[request.path]
+    if not not_passed:
         pytest.skip("all tests have passed with these versions and files")
     failed_before = request.session.testsfailed
     yield
     if request.session.testsfailed == failed_before:
+        not_passed.discard(request.node.nodeid)
+    if not not_passed:
         modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         files = {Path(file) for file in modules if file and ".venv" not in file}
         files |= {*ROOT.glob("distributed_training/**/*.json"), *ROOT.glob("results/*.json")}
