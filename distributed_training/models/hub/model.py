@@ -293,10 +293,11 @@ class HubDecoder(private.MovedModule, Decoder):
         output = self.inner(**options)
         y = output.last_hidden_state
         if past is not None:
-            past.cache = getattr(output, name, None)  # RecurrentGemma keeps its own state
+            past.cache = getattr(output, name, None)
             past.length += x.shape[1]
             if past.length == self.size.num_positions < self.size.context_length:
                 past.cache = None  # The next token changes the positions of all tokens.
+            if past.cache is None:  # RecurrentGemma returns none, so it computes all tokens again.
                 past.length = 0
         if not self.is_first:
             self.entry.received = None
