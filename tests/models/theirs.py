@@ -6,19 +6,25 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tests.models.hub_folders import randomize
 
+NUM_POSITIONS = 8192
 # Values of a config's keys, for those keys that a type has
 _SMALL = {
     "vocab_size": 67, "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 48,
     "ffn_dim": 48, "n_inner": 48, "decoder_ffn_dim": 48, "num_hidden_layers": 2, "n_layer": 2,
     "n_layers": 2, "num_layers": 2, "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4,
     "n_heads": 4, "attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 96, "n_positions": 96, "max_seq_len": 96,
+    "head_dim": 8, "max_position_embeddings": NUM_POSITIONS, "n_positions": NUM_POSITIONS,
+    "max_seq_len": NUM_POSITIONS, "floor_scale": 2 * NUM_POSITIONS, "dff": 48,
+    "linear_num_heads": 4, "linear_head_dim": 8, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32, "moe_num_experts": 4,
+    "moe_shared_expert_intermediate_size": 16,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": 16,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1,
@@ -33,6 +39,11 @@ _SMALL = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "block_types": ["recurrent", "attention"],
     "ffn_hidden_size": 48, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8,
 }  # fmt: skip
+# Without attention, transformers cannot continue text with a cache.
+_WITH_ATTENTION = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+}
 _MAX_PARAMETERS = 20_000_000
 
 
@@ -63,6 +74,19 @@ def load(
 
 def logits(folder: Path, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return load(folder, **options)(input_ids=ids, use_cache=False).logits.detach()
+
+
+def adapted_logits(
+    folder: Path, adapters: Path, ids: torch.Tensor
+) -> tuple[torch.Tensor, list[str]]:
+    """Return the logits of a model with PEFT's adapters, and the names of the adapters' tensors
+    that have no place in it or are missing in their file."""
+    from peft import PeftConfig, PeftModel
+
+    model = PeftModel(load(folder), PeftConfig.from_pretrained(adapters)).eval()
+    keys = model.load_adapter(adapters, "default")
+    found = model(input_ids=ids, use_cache=False).logits.detach()
+    return found, [*keys.unexpected_keys, *keys.missing_keys]
 
 
 def read_tensors(
@@ -163,7 +187,9 @@ def small_config(model_type: str) -> Any:
         values.pop("head_dim", None)
         values["num_key_value_heads"] = 4
     kinds = list(dict.fromkeys(defaults.get("layer_types") or []))
-    if kinds:
+    if model_type in _WITH_ATTENTION:
+        values |= _WITH_ATTENTION[model_type]
+    elif kinds:
         values["num_hidden_layers"] = max(2, len(kinds))
         values["layer_types"] = (2 * kinds)[: values["num_hidden_layers"]]
     return config_class(**values)
@@ -171,7 +197,7 @@ def small_config(model_type: str) -> Any:
 
 def save_type(model_type: str, folder: Path, ids: torch.Tensor) -> str:
     """Save a tiny random model of a type that transformers runs on `ids`, or return why there is
-    none."""
+    none. Matrices are stored in bf16, and other tensors in fp32."""
     try:
         config = small_config(model_type)
         with torch.device("meta"):
@@ -186,6 +212,10 @@ def save_type(model_type: str, folder: Path, ids: torch.Tensor) -> str:
             embedding.weight.data[embedding.padding_idx] = 0
         model(input_ids=ids, use_cache=False)
         model.save_pretrained(folder)
+        file = folder / "model.safetensors"
+        stored = load_file(file)
+        halves = {name: x.bfloat16() for name, x in stored.items() if x.dim() > 1}
+        save_file(stored | halves, file, {"format": "pt"})
     except Exception as error:  # transformers may raise any exception
         return type(error).__name__
     return ""
