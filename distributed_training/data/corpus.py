@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data import hub, pieces
-from distributed_training.data.chats.records import COLUMNS, PAIR_EXAMPLE, Pair, Record
+from distributed_training.data.chats.records import ANSWERS, COLUMNS, PAIR_EXAMPLE, read_record
 from distributed_training.data.files import (
     TEXT_SUFFIXES,
     open_file,
@@ -63,9 +63,9 @@ class Source:
 
     files: Sequence[Path] = ()
     texts: Sequence[str] = ()
-    # For records, the dataset's name of each column that has another name; None for running text
+    # For records, the dataset's name of each column that has another name, and of ANSWERS for pairs
+    # of answers; None for running text
     columns: Mapping[str, str] | None = None
-    has_pairs: bool = False  # whether each record is a pair of answers, for preference tuning
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Source:
         """Return the SHA-256 of the column names and the contents. This method reads all files.
         Raises UserError if a file cannot be read."""
         columns = None if self.columns is None else sorted(self.columns.items())
-        digest = hashlib.sha256(f"{columns}{' pairs' * self.has_pairs}".encode())
+        digest = hashlib.sha256(str(columns).encode())
         for file in self.files:
             with open_file(file) as stream:
                 digest.update(sha256_of(stream))
@@ -158,18 +158,20 @@ def find_corpus(config: Config) -> Corpus:
     sources are used. Raises UserError if a dataset is missing, empty or of an unsupported kind, or
     if only some of the datasets consist of records."""
     names = parse_columns(config.columns)
+    if config.has_pairs:
+        names = dict(zip(ANSWERS, ANSWERS, strict=True)) | names
     corpus: Corpus = {}
     for name in split_weights(config.dataset):
-        for split, source in _find_sources(name, "dataset", names, config).items():
+        for split, source in _find_sources(name, "dataset", names).items():
             corpus.setdefault(split, []).append(source)
     if len({source.columns is None for source in corpus["train"]}) > 1:
         what = f"dataset={config.dataset!r} mixes running text and records"
         raise UserError(what, fix='write each text as a record: {"text": "..."}')
     if config.validation_dataset is not None:
-        splits = _find_sources(config.validation_dataset, "validation_dataset", names, config)
-        corpus["validation"] = [splits.get("validation", splits["train"])]
-    sources = itertools.chain(*corpus.values())
-    if config.has_pairs and any(source.columns is None for source in sources):
+        sources = _find_sources(config.validation_dataset, "validation_dataset", names)
+        corpus["validation"] = [sources.get("validation", sources["train"])]
+    texts = [source for source in itertools.chain(*corpus.values()) if source.columns is None]
+    if config.has_pairs and texts:
         what = f"preference={config.preference!r} needs records with two answers"
         raise UserError(what, "the dataset is running text", f"write {PAIR_EXAMPLE}")
     return corpus
@@ -214,7 +216,6 @@ def _find_sources(
     dataset: str,
     key: str,
     columns: Mapping[str, str],
-    config: Config,
 ) -> dict[str, Source]:
     """Find the source of each split of a dataset. `key` is the setting that names the dataset.
     Raises UserError if the dataset is not available, cannot be read or has nothing to train on."""
@@ -247,10 +248,7 @@ def _find_sources(
             f"{what} has no split called train", f"its splits are: {', '.join(splits)}", fix
         )
     used_splits = [split for split in ("train", "validation") if split in splits]
-    return {
-        split: _build_source(splits[split], what, columns, config.has_pairs)
-        for split in used_splits
-    }
+    return {split: _build_source(splits[split], what, columns) for split in used_splits}
 
 
 def check_dataset_path(dataset: str, key: str) -> None:
@@ -273,7 +271,6 @@ def _build_source(
     files: Sequence[Path],
     what: str,
     columns: Mapping[str, str],
-    has_pairs: bool,
 ) -> Source:
     """Return the running text or records in `files` as a source. Raises UserError if record files
     contain no records, or if the first record has no known form."""
@@ -283,9 +280,9 @@ def _build_source(
     formats = [file.suffix.replace("jsonl", "json") for file in files]
     read_format = max(_FORMATS, key=formats.count)
     files = [file for file, name in zip(files, formats, strict=True) if name == read_format]
-    source = Source(files=files, columns=columns, has_pairs=has_pairs)
+    source = Source(files=files, columns=columns)
     for where, record in source.read_records():
-        (Pair if has_pairs else Record)(record, where, columns)
+        read_record(record, where, columns)
         return source
     raise UserError(f"{what} contains no text", fix="use files with at least one record")
 

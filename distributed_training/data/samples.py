@@ -105,13 +105,6 @@ class Samples:
         parts = np.repeat(self.firsts[real], counts) + _concatenate_ranges(counts)
         return parts, np.repeat(rows, counts)
 
-    def place_documents(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the part indices of the samples `indices`, and for each document of these parts
-        the row and the column of its entry in an array [len(indices), max_documents]."""
-        parts, rows = self.parts_of(indices)
-        rows = rows.repeat(1 if self.answer_lengths is None else 2)
-        return parts, rows, _running_sum(np.ones_like(rows), rows) - 1
-
     def find_documents(self, parts: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts, lengths) of the documents of the given parts: of each part or, for a
         pair, of both answers."""
@@ -146,12 +139,13 @@ class Samples:
         in each block, int64 [len(indices), max_documents]. Padding counts as the last document, and
         unused ends are seq_len.
 
-        For pairs with a reference, also return fp32 [len(indices), max_documents, 2]: the
-        reference's log-probability of each document, and `likelihood_scale` for chosen answers
-        (see `scale_likelihood`)."""
+        For pairs, also return fp32 [len(indices), max_documents, 2]: the log-probability of each
+        document before training, and `likelihood_scale` for chosen answers (see
+        `scale_likelihood`)."""
         shape = (len(indices), self.seq_len)
-        parts, rows, columns = self.place_documents(indices)
+        parts, rows = self.parts_of(indices)
         starts, lengths = self.find_documents(parts)
+        rows = rows.repeat(1 if self.answer_lengths is None else 2)
         ends = _running_sum(lengths, rows)  # end of each part within its row
         offsets = _concatenate_ranges(lengths)
         source = np.repeat(starts, lengths) + offsets
@@ -177,11 +171,13 @@ class Samples:
             self.seq_len,
             dtype=np.int64,
         )
+        columns = _running_sum(np.ones_like(rows), rows) - 1
         document_ends[rows, columns] = ends
-        if self.reference is None:
+        if self.answer_lengths is None:
             return inputs, targets, positions, document_ends
         values = np.zeros((*document_ends.shape, 2), np.float32)
-        values[rows, columns, 0] = self.reference[parts].ravel()
+        if self.reference is not None:
+            values[rows, columns, 0] = self.reference[parts].ravel()
         values[rows[::2], columns[::2], 1] = likelihood_scale
         return inputs, targets, positions, document_ends, values
 
@@ -277,12 +273,9 @@ def cut_samples(
         identity += " held out at random"
     if weights != [1]:
         identity += f" with weights {weights}"
-    if config.has_pairs and not packs:
-        train = train.packed(one_per_block=True)
-        validation = validation.packed(one_per_block=True)
-    elif packs and form != RUNNING:
-        train = train.packed()
-        validation = validation.packed()
+    if config.has_pairs or (packs and form != RUNNING):
+        train = train.packed(one_per_block=not packs)
+        validation = validation.packed(one_per_block=not packs)
         identity += f" in {len(train)} shuffled blocks"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     bytes_per_token = load_bytes(folder)
@@ -355,55 +348,46 @@ def read_samples(
     seq_len = config.max_length
     samples_by_split = []
     for split in splits:
-        if config.has_pairs:
-            samples_by_split.append(_spread_owners(_find_pairs(split, seq_len, padding_id)))
-            continue
         if packs and form == RUNNING:
             num_targets = len(split["ids"]) - 1
             end = num_targets - seq_len + 1 if special_ids is None else num_targets
             starts = np.arange(0, max(0, end), seq_len)
             lengths = num_targets - starts
+        elif config.has_pairs:
+            starts, lengths = split["starts"][:-1], np.diff(split["starts"]) - 1
         else:
             starts, lengths = _find_records(split["starts"], packs and form == TEXT, seq_len)
-        lengths = np.minimum(lengths, seq_len)
+        if not config.has_pairs:  # Pairs are never cut.
+            lengths = np.minimum(lengths, seq_len)
         loss_mask = split.get("loss_mask")
         if loss_mask is None and special_ids is not None:
             loss_mask = ~np.isin(split["ids"], special_ids)
         targets = lengths if loss_mask is None else count_targets(loss_mask, starts, lengths)
+        is_used = targets > 0
+        pairs: dict[str, Any] = {}
+        if config.has_pairs:
+            pairs = {"answer_lengths": lengths, "answer_targets": targets}
+            pairs = {name: values.reshape(-1, 2) for name, values in pairs.items()}
+            starts, lengths = starts[::2], pairs["answer_lengths"].sum(axis=1)
+            has_both = np.logical_and(*pairs.values()).all(axis=1)
+            is_used = has_both & (lengths <= seq_len)
+            targets = np.ones_like(starts)
         owners = np.searchsorted(split["firsts"], starts, "right") - 1
         samples = Samples(
-            split["ids"], starts, lengths, seq_len, padding_id, targets, owners, loss_mask
-        ).select(targets > 0)
-        samples_by_split.append(_spread_owners(samples))
+            split["ids"],
+            starts,
+            lengths,
+            seq_len,
+            padding_id,
+            targets,
+            owners,
+            loss_mask,
+            **pairs,
+        ).select(is_used)
+        sizes = np.bincount(samples.owners)
+        positions = _concatenate_ranges(sizes) / sizes[samples.owners]
+        samples_by_split.append(samples.select(np.argsort(positions, kind="stable")))
     return form, packs, samples_by_split
-
-
-def _spread_owners(samples: Samples) -> Samples:
-    sizes = np.bincount(samples.owners)
-    positions = _concatenate_ranges(sizes) / sizes[samples.owners]
-    return samples.select(np.argsort(positions, kind="stable"))
-
-
-def _find_pairs(split: dict[str, np.ndarray], seq_len: int, padding_id: int) -> Samples:
-    """Return the pairs of a split. Pairs with more than `seq_len` input tokens are left out."""
-    bounds = split["starts"]
-    lengths = np.diff(bounds).reshape(-1, 2) - 1
-    is_used = (lengths.min(axis=1) > 0) & (lengths.sum(axis=1) <= seq_len)
-    lengths = lengths[is_used]
-    starts = bounds[:-1].reshape(-1, 2)[is_used]
-    targets = count_targets(split["loss_mask"], starts.ravel(), lengths.ravel()).reshape(-1, 2)
-    return Samples(
-        split["ids"],
-        starts[:, 0],
-        lengths.sum(axis=1),
-        seq_len,
-        padding_id,
-        num_targets=np.ones(len(starts), np.int64),
-        owners=np.searchsorted(split["firsts"], starts[:, 0], "right") - 1,
-        loss_mask=split["loss_mask"],
-        answer_lengths=lengths,
-        answer_targets=targets,
-    ).select(targets.min(axis=1) > 0)
 
 
 def _find_records(

@@ -141,9 +141,10 @@ class Engine(abc.ABC):
 
 
 @contextlib.contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module, *, compiles: bool = False) -> Iterator[None]:
     """Put `module` in evaluation mode. Within the `with` block, disable gradients and
-    torch.compile, which would otherwise recompile the model for new shapes."""
+    torch.compile, which would otherwise recompile the model for new shapes. Pairs of answers need
+    the same arithmetic as in training, so that `compiles` allows it."""
     module.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), torch.compiler.set_stance("default" if compiles else "force_eager"):
         yield

@@ -59,7 +59,6 @@ class DeepSpeedEngine(base.Engine):
             model, config.activation_checkpointing, config.checkpointed_blocks
         )
         model.loss = blocks.build_loss(config)
-        model.pair_loss = blocks.build_pair_loss(config)
         blocks.apply_compile(model, config, compile_outer_layers=False)
         if config.offloads_activations and topology.device_type == "cuda":
             offload_saved(model, config.checkpointed_blocks)
@@ -116,7 +115,7 @@ class DeepSpeedEngine(base.Engine):
         return torch.stack(losses).sum(0)
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        with base.evaluation_mode(self.engine):
+        with base.evaluation_mode(self.engine, compiles=self.plan.config.has_pairs):
             return self.engine(*to_device(self.topology.device, *arrays))
 
     def logits(

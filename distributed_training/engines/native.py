@@ -81,7 +81,6 @@ def parallelize(
     mode, compiled = config.activation_checkpointing, config.compile
     blocks.apply_checkpointing(stage, mode, config.checkpointed_blocks, compiled=compiled)
     stage.loss = blocks.build_loss(config)
-    stage.pair_loss = blocks.build_pair_loss(config)
     if tp_mesh is not None:
         loss = blocks.build_chunked_loss(config)
         stage.loss = shard_loss(loss, tp_mesh, plan.tp_parts)
@@ -371,7 +370,8 @@ class NativeEngine(base.Engine):
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
-        with base.evaluation_mode(self.stages), self.step_graph.memory():
+        mode = base.evaluation_mode(self.stages, compiles=self.config.has_pairs)
+        with mode, self.step_graph.memory():
             loss = self._forward(*to_device(self.topology.device, *arrays))
             if loss is None or self.topology.tp_rank > 0:
                 return total

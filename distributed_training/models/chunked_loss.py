@@ -3,7 +3,6 @@
 The letters in shapes are defined in decoder.py. In addition, N = B T, and R is the number of ranks
 that shard the vocabulary."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ class ChunkedCrossEntropy:
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
+        self.function: type[torch.autograd.Function] = _Chunked
         self.compute = loss_and_gradient
         if compiled:
             self.compute = torch.compile(loss_and_gradient, dynamic=False)
@@ -54,52 +54,29 @@ class ChunkedCrossEntropy:
         if not torch.is_grad_enabled():
             # Detach the tensors so that the forward pass does not compute their gradients.
             x, weight = x.detach(), weight.detach()
-        return _Chunked.apply(
-            x,
-            weight,
-            targets,
-            vocab_size,
-            shard,
-            cap,
-            self.tokens,
-            self.compute,
-        )
+
+        def compute(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return self.compute(logits, targets, vocab_size, shard, cap)
+
+        return self.function.apply(x, weight, targets, self.tokens, compute)
+
+
+class ChunkedTokenLosses(ChunkedCrossEntropy):
+    """Chunked cross entropy that returns the loss of each token, fp32 [B, T], which is 0 outside
+    the loss. The backward pass may weight the tokens, so it computes the logits again."""
+
+    def __init__(self, tokens: int, *, compiled: bool) -> None:
+        super().__init__(tokens, compiled=compiled)
+        self.function = _TokenLosses
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        x,
-        weight,
-        targets,
-        vocab_size,
-        shard,
-        cap,
-        tokens,
-        compute,
-    ):
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        flat = x.flatten(0, -2)
-        num_chunks = -(-len(flat) // tokens)
-        tokens = -(-len(flat) // num_chunks)  # chunks of nearly equal size
-        grad_x = torch.empty_like(flat) if needs_x else None
-        grad_weight = None
-        total = torch.zeros((), device=x.device)
-        target_chunks = targets.flatten().split(tokens)
-        pairs = zip(flat.split(tokens), target_chunks, strict=True)
-        for index, (chunk, chunk_targets) in enumerate(pairs):
-            logits = F.linear(chunk, weight)
-            total += compute(logits, chunk_targets, vocab_size, shard, cap).sum()
-            grad_logits = logits  # `compute` has overwritten the logits with their gradient.
-            if grad_x is not None:
-                grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
-                torch.mm(grad_logits, weight, out=grad_chunk)
-            if needs_weight:
-                grad_weight = _add_product(grad_weight, grad_logits, chunk)
-            del logits, grad_logits  # frees them before the next chunk's logits are allocated
-        ctx.save_for_backward(None if grad_x is None else grad_x.view_as(x), grad_weight)
-        return total
+    def forward(ctx, x, weight, targets, tokens, compute):  # type: ignore[no-untyped-def]
+        needs = ctx.needs_input_grad
+        losses, *gradients = _run_chunks(x, weight, targets, tokens, compute, needs)
+        ctx.save_for_backward(*gradients)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
@@ -108,58 +85,57 @@ class _Chunked(torch.autograd.Function):
         gradients = []
         for gradient in ctx.saved_tensors:
             gradients.append(None if gradient is None else gradient.mul_(scale))
-        return *gradients, None, None, None, None, None, None
-
-
-def _add_product(
-    grad_weight: torch.Tensor | None, grad_logits: torch.Tensor, chunk: torch.Tensor
-) -> torch.Tensor:
-    """Add a chunk's gradient of the weight to the sum of earlier chunks, in place."""
-    if chunk.dtype is torch.float16:
-        # The sum is not scaled yet, and could overflow in fp16.
-        product = (grad_logits.t() @ chunk).float()
-        return product if grad_weight is None else grad_weight.add_(product)
-    if grad_weight is None:
-        return grad_logits.t() @ chunk
-    return grad_weight.addmm_(grad_logits.t(), chunk)
-
-
-class ChunkedTokenLosses(ChunkedCrossEntropy):
-    """Chunked cross entropy that returns the loss of each token, fp32 [B, T], which is 0 outside
-    the loss. The backward pass may weight the tokens, so it computes the logits again."""
-
-    def __call__(  # type: ignore[no-untyped-def]
-        self, x, weight, targets, vocab_size, shard=None, cap=0.0
-    ):
-        compute = partial(self.compute, vocab_size=vocab_size, shard=shard, cap=cap)
-        return _TokenLosses.apply(x, weight, targets, self.tokens, compute)
+        return *gradients, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, tokens, compute):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight, targets)
-        ctx.compute = compute
-        ctx.tokens = tokens = -(-targets.numel() // -(-targets.numel() // tokens))
-        chunks = zip(x.flatten(0, -2).split(tokens), targets.flatten().split(tokens), strict=True)
-        losses = [compute(F.linear(chunk, weight), labels) for chunk, labels in chunks]
-        return torch.cat(losses).view_as(targets)
+        ctx.options = tokens, compute
+        return _run_chunks(x, weight, targets, tokens, compute, (False, False))[0]
 
     @staticmethod
-    def backward(ctx, token_weights):  # type: ignore[no-untyped-def]
-        x, weight, targets = ctx.saved_tensors
-        grad_x, grad_weight = torch.empty_like(x), None
-        rows = (x, targets[..., None], token_weights[..., None], grad_x)
-        chunks = zip(*(part.flatten(0, -2).split(ctx.tokens) for part in rows), strict=True)
-        for chunk, labels, scale, grad_chunk in chunks:
-            logits = F.linear(chunk, weight)
-            ctx.compute(logits, labels[:, 0])
-            grad_logits = logits.mul_(scale)  # `compute` has overwritten the logits
-            torch.mm(grad_logits, weight, out=grad_chunk)
-            if ctx.needs_input_grad[1]:
-                grad_weight = _add_product(grad_weight, grad_logits, chunk)
-            del logits, grad_logits
-        return grad_x, grad_weight, None, None, None
+    def backward(ctx, scales):  # type: ignore[no-untyped-def]
+        needs = ctx.needs_input_grad
+        _, *gradients = _run_chunks(*ctx.saved_tensors, *ctx.options, needs, scales)
+        return *gradients, None, None, None
+
+
+def _run_chunks(  # type: ignore[no-untyped-def]
+    x, weight, targets, tokens, compute, needs_grad, scales=None
+):
+    """Return the losses of tokens [B, T], and if `needs_grad` says so, the gradients of their sum,
+    weighted with `scales` [B, T], with respect to x and weight."""
+    needs_x, needs_weight, *_ = needs_grad
+    flat = x.flatten(0, -2)
+    num_chunks = -(-len(flat) // tokens)
+    tokens = -(-len(flat) // num_chunks)  # chunks of nearly equal size
+    grad_x = torch.empty_like(flat) if needs_x else None
+    grad_weight = None
+    losses = []
+    target_chunks = targets.flatten().split(tokens)
+    pairs = zip(flat.split(tokens), target_chunks, strict=True)
+    for index, (chunk, chunk_targets) in enumerate(pairs):
+        logits = F.linear(chunk, weight)
+        losses.append(compute(logits, chunk_targets))
+        grad_logits = logits  # `compute` has overwritten the logits with their gradient.
+        places = slice(index * tokens, index * tokens + len(chunk))
+        if scales is not None:
+            grad_logits *= scales.flatten()[places, None]
+        if grad_x is not None:
+            torch.mm(grad_logits, weight, out=grad_x[places])
+        if needs_weight and weight.dtype is torch.float16:
+            # The sum is not scaled yet, and could overflow in fp16.
+            product = (grad_logits.t() @ chunk).float()
+            grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        elif grad_weight is not None:
+            grad_weight.addmm_(grad_logits.t(), chunk)
+        elif needs_weight:
+            grad_weight = grad_logits.t() @ chunk
+        del logits, grad_logits  # frees them before the next chunk's logits are allocated
+    token_losses = torch.cat(losses).view_as(targets)
+    return token_losses, None if grad_x is None else grad_x.view_as(x), grad_weight
 
 
 def loss_and_gradient(

@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX. The target at index
         [:, t] is the token after `x[:, t]`. With `past`, the ids follow the cached tokens, and the
         cache is extended. `positions` and `ends` describe packed records, and `values` pairs of
-        answers, as in `Samples.batch`. With pairs, the loss is the result of `PairLoss`.
+        answers, as in `Samples.batch`. With pairs, the loss is the result of `pair_loss`.
         All stages except the first accept hidden states [B, T, D], and all stages except the last
         return hidden states."""
         start: Positions = 0 if past is None else past.length

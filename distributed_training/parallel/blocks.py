@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, ChunkedTokenLosses
 from distributed_training.models.decoder import Decoder, summed_cross_entropy
-from distributed_training.models.preference import PairLoss
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
@@ -182,11 +181,6 @@ def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
     tokens = config.loss_chunk_tokens or sys.maxsize
     loss = ChunkedTokenLosses if config.has_pairs else ChunkedCrossEntropy
     return loss(tokens, compiled=config.compile)
-
-
-def build_pair_loss(config: RunConfig) -> PairLoss | None:
-    """Return the function that compares pairs of answers, or None without them."""
-    return PairLoss(config) if config.has_pairs else None
 
 
 def _compile(function: Any, backend: Any = "inductor") -> Any:

@@ -6,7 +6,6 @@ has T / R consecutive tokens of every sample, and computes everything except att
 all-to-all before attention gives each rank all tokens of H / R query heads, so that packed
 documents are whole. Another all-to-all after attention returns each token to its rank."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -63,8 +62,7 @@ def _forward_own_tokens(
     result = model.apply_head(x, own(targets))
     if model.pair_loss is None:
         return result
-    pair_loss = dataclasses.replace(model.pair_loss, group=group)
-    return pair_loss(result, own(targets), ends, values)
+    return model.pair_loss(result, own(targets), ends, values, group=group)
 
 
 class HeadExchange:

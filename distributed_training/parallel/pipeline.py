@@ -71,8 +71,8 @@ class Pipeline:
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
         ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
-        num_sums = 1 + len(METRICS) if config.has_pairs else 0
-        loss = torch.empty([num_sums] if num_sums else [], device="meta", requires_grad=True)
+        loss_shape = (1 + len(METRICS),) if config.has_pairs else ()
+        loss = torch.empty(loss_shape, device="meta", requires_grad=True)
         pipeline_stages = []
         for index, stage in stages.items():
             dw_builder = None

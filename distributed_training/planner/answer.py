@@ -202,7 +202,10 @@ def count_gpu_hours(choice: Prediction, amount: Amount | str) -> float | None:
     """Return the GPU-hours of a run, or None if its work or its speed is unknown."""
     if isinstance(amount, str) or choice.step is None:
         return None
-    return amount.num_steps * choice.step.seconds * choice.plan.num_processes / 3600
+    seconds = amount.num_steps * choice.step.seconds
+    if choice.plan.config.has_reference and amount.epochs:  # a pass before the first step
+        seconds += amount.num_steps / amount.epochs * choice.step.forward_s
+    return seconds * choice.plan.num_processes / 3600
 
 
 def describe_total(

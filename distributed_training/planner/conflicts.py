@@ -63,8 +63,6 @@ def _find_idle(plan: Draft) -> dict[str, str]:
     for key in ("preference_label_smoothing", "preference_margin"):
         if used.get(kind) != key:
             reasons[key] = f"preference={kind!r} does not use it"
-    if kind == "none":
-        reasons["preference_beta"] = reasons["preference_sft"] = reasons["preference_margin"]
     return reasons
 
 

@@ -40,6 +40,7 @@ class StepTime(NamedTuple):
 
     seconds: float
     bound_by: str  # arithmetic, memory, network, bubble, host RAM, disk or host
+    forward_s: float  # time of the forward passes through all stages, one after another
 
 
 def estimate_step(plan: Draft, rates: Rates) -> StepTime:
@@ -87,6 +88,8 @@ def estimate_step(plan: Draft, rates: Rates) -> StepTime:
     return StepTime(
         total_s,
         max(bottlenecks, key=lambda name: bottlenecks[name]),
+        math.fsum(durations["F", stage] for stage in range(len(plan.stages.block_ranges)))
+        * step.num_microbatches,
     )
 
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from distributed_training.engines.base import Engine
 from distributed_training.models import peft
 from distributed_training.models.decoder import COMPUTE_DTYPES, Decoder
 from distributed_training.models.initial_weights import InitialWeights, weights_checksum
+from distributed_training.models.preference import pair_loss
 from distributed_training.models.quantized import quantize_matrices
 from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import Topology
@@ -78,8 +80,8 @@ def train(
     )
     if plan.config.profile:
         trainer.profiler = build_profiler(plan, history.step, topology.rank, display)
-    if plan.config.has_pairs:
-        file = plan.run_dir / REFERENCE_FILE if plan.config.has_reference else None
+    if plan.config.has_reference:
+        file = plan.run_dir / REFERENCE_FILE
         trainer.data = add_reference(data, engine, sampler, file, set_activity)
     if plan.checkpoint is not None:
         trainer.checkpoints.restore(trainer, plan.checkpoint)
@@ -249,6 +251,8 @@ def build_model(
     if (config.lora_rank or config.has_bf16_weights) and compute_dtype is not None:
         model.to(compute_dtype)
     model.compute_dtype = compute_dtype
+    if config.has_pairs:
+        model.pair_loss = partial(pair_loss, config)
     if plan.packing:
         model.max_documents = plan.packing.max_documents
     source = base_source(plan, topology.device)

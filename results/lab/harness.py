@@ -201,9 +201,8 @@ def _do_run(
         data = load_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology)
-        if plan.config.has_pairs:
-            file = group.folder / f"{uuid.uuid4()}.npz" if plan.config.has_reference else None
-            data = add_reference(data, engine, sampler, file)
+        if plan.config.has_reference:
+            data = add_reference(data, engine, sampler, group.folder / f"{uuid.uuid4()}.npz")
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # every rank raises it
         return str(error)

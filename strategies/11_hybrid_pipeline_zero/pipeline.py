@@ -136,7 +136,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
             self.model.upcoming_documents.append(documents)
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed would add the output of the last batch to it
-        with base.evaluation_mode(self.model):
+        with base.evaluation_mode(self.model, compiles=self.plan.config.has_pairs):
             self.engine.eval_batch(
                 iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
             )

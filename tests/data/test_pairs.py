@@ -9,12 +9,13 @@ import pytest
 from distributed_training.data import report
 from distributed_training.data.cache import tokenize
 from distributed_training.data.chats.prepare import IDENTICAL, NO_ANSWER
-from distributed_training.data.chats.records import Pair
+from distributed_training.data.chats.records import ANSWERS, read_record
 from distributed_training.data.corpus import find_corpus
 from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.settings.request import build_config
 from tests.support import refused
 
+COLUMNS = dict(zip(ANSWERS, ANSWERS, strict=True))
 USER = {"role": "user", "content": "2+2="}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 SYSTEM = {"role": "system", "content": "s"}
@@ -50,13 +51,14 @@ def roles(message):
     ],
 )
 def test_conversations_have_the_same_prompt(record, prompt):
-    pair = Pair(record, "here", {})
-    assert pair.form == "messages"
-    chosen, rejected = pair.read_conversations({})
-    assert chosen.messages == [*prompt, GOOD]
-    assert rejected.messages == [*prompt, BAD]
-    assert chosen.skip == rejected.skip == [*range(len(prompt))]
-    assert set(pair.find_unread()) <= {"prompt_id"}
+    pair = read_record(record, "here", COLUMNS)
+    for half, answer in zip(pair, (GOOD, BAD), strict=True):
+        assert half.form == "messages"
+        conversation = half.read_conversation({})
+        assert conversation.messages == [*prompt, answer]
+        answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+        assert {*answers} - {*conversation.skip} == {len(prompt)}
+        assert set(half.find_unread()) <= {"prompt_id"}
 
 
 HH = "\n\nHuman: 2+2=\n\nAssistant:"
@@ -73,9 +75,10 @@ HH = "\n\nHuman: 2+2=\n\nAssistant:"
     ],
 )
 def test_texts_have_the_same_prompt(record, texts):
-    pair = Pair(record, "here", {})
-    assert pair.form == "prompt"
-    assert pair.read_texts() == texts
+    prompt, *answers = texts
+    pair = read_record(record, "here", COLUMNS)
+    assert [half.read_pair() for half in pair] == [(prompt, answer) for answer in answers]
+    assert [half.is_plain for half in pair] == [len(record) == 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -84,12 +87,14 @@ def test_texts_have_the_same_prompt(record, texts):
         ({"prompt": "a", "completion": "b", "label": True}, ["KTO", "chosen"]),
         ({"prompt": "a", "completion": "b"}, ['"rejected"', "'completion'"]),
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, ["prompt", "1"]),
-        ({"prompt": "a", "chosen": 1, "rejected": "c"}, ["chosen", "1"]),
+        ({"prompt": "a", "chosen": 1, "rejected": "c"}, ["'chosen'", "answers"]),
+        ({"prompt": "a", "chosen": [GOOD], "rejected": "c"}, ["'chosen'", "answers"]),
+        ("a", ["answers"]),
     ],
 )
 def test_other_records_are_refused(record, words):
     with refused(*words):
-        Pair(record, "here", {}).read_texts()
+        read_record(record, "here", COLUMNS)[0].read_pair()
 
 
 def prepare(tmp_path, tokenizer, rows, **values):
@@ -160,6 +165,7 @@ def test_the_reference_belongs_to_its_documents(tokenizer, tmp_path):
     train = data.train
     reference = np.arange(2.0 * len(train.starts)).reshape(-1, 2)
     samples = dataclasses.replace(train, reference=reference)
+    assert train.batch(np.arange(1))[4][..., 0].tolist() == [[0.0] * train.max_documents]
     order = np.array([1, 0, -1])
     *_, ends, values = samples.batch(order, 3.0)
     assert values.shape == (*ends.shape, 2)

@@ -19,7 +19,7 @@ from tests.conftest import SMALL, assert_ok, heavy_pool, light_pool, run_command
 from tests.data.test_records import CHAT
 from tests.e2e.support import H200, fake_nvidia_smi
 from tests.pool import ROOT, SCRIPT
-from tests.support import small_text
+from tests.support import small_pairs, small_text
 
 DOCUMENTS = (
     "README.md", "CLUSTER_QUICKSTART.md", "REAL_MODELS_GUIDE.md", "TRAINING_RESULTS.md",
@@ -143,6 +143,7 @@ def dry_run(command: str, tmp_path: Path) -> str:
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     for name in TEXTS:
         (tmp_path / name).write_text(small_text().read_text()[:20_000])
+    (tmp_path / "pairs.jsonl").write_text(small_pairs().read_text())
     for name in CHATS:
         (tmp_path / name).write_text(30 * f"{json.dumps(CHAT)}\n")
     # Reading a dataset imports transformers, which the processes of the heavy pool have.

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.chunked_loss import ChunkedTokenLosses
-from distributed_training.models.preference import METRICS, PairLoss
+from distributed_training.models.preference import METRICS, pair_loss
 from distributed_training.settings.request import build_config
 from tests.models.test_loss import BATCH, HIDDEN, ROWS, TOKENS, VOCABULARY
 
@@ -86,12 +86,12 @@ def test_losses_metrics_and_gradients(keys, tokens):
     assert expected.shape == (NUM_PAIRS, 1 + len(METRICS))
     gradients = torch.autograd.grad(expected[:, 0].sum(), (x, weight))
     token_losses = ChunkedTokenLosses(tokens, compiled=False)(x, weight, targets, VOCABULARY)
-    result = PairLoss(config)(token_losses, targets, ENDS, values)
+    result = pair_loss(config, token_losses, targets, ENDS, values)
     torch.testing.assert_close(result, expected.sum(0), rtol=1e-4, atol=1e-4)
     found = torch.autograd.grad(result.sum() * 2, (x, weight))
     for ours, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(ours, 2 * theirs, rtol=1e-3, atol=1e-4)
-    log_probs = PairLoss(config)(token_losses, targets, ENDS)
+    log_probs = pair_loss(config, token_losses, targets, ENDS)
     answers = log_probs[:, :-1].reshape(-1, 2)[[0, 1, 2, 3, 4]]
     torch.testing.assert_close(answers.detach(), expected[:, 5:].detach(), rtol=1e-4, atol=1e-4)
 

@@ -65,6 +65,21 @@ def test_a_number_of_steps_gives_hours_and_a_cost():
     assert find("8xH200").gpu_hours is None
 
 
+def test_preference_tuning_takes_a_forward_pass_of_an_epoch_and_computes_logits_again():
+    pairs = Amount(num_samples=8_000, unit="pairs", epochs=2, num_steps=2_000)
+    found = {
+        kind: dataclasses.replace(find("H200", f"preference={kind}"), amount=pairs)
+        for kind in ("none", "dpo", "simpo")
+    }
+    dpo = found["dpo"].first.step
+    assert 3 < dpo.seconds / dpo.forward_s < 6
+    assert found["simpo"].gpu_hours == pytest.approx(2_000 * dpo.seconds / 3600)
+    more = found["dpo"].gpu_hours - found["simpo"].gpu_hours
+    assert more == pytest.approx(1_000 * dpo.forward_s / 3600)
+    logits_s = dpo.seconds - found["none"].first.step.seconds
+    assert 0.01 < logits_s / dpo.forward_s < 0.1
+
+
 @pytest.mark.parametrize(
     ("text", "total"),
     [("2.5", "25.00"), ("$2", "$20.00"), ("2.5 U.S. dollars", "25.00 U.S. dollars")],

@@ -18,6 +18,8 @@ CASES = [
     ("lora_alpha=8", LORA, {}),
     ("lora_dropout=0.1", LORA, {}),
     ("lora_targets=c_attn", LORA, {}),
+    ("preference_margin=0.5", {"preference": "simpo"}, {"preference": "dpo"}),
+    ("preference_label_smoothing=0.1", {"preference": "dpo"}, {"preference": "orpo"}),
     ("compression_rank=2", COMPRESSED, {**COMPRESSED, "compression": "topk-int8"}),
     ("compression_k=0.1", {**COMPRESSED, "compression": "topk-int8"}, COMPRESSED),
 ]

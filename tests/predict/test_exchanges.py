@@ -36,6 +36,8 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
+        ({"strategy": "local_sgd", "preference": "dpo"}, "strategy='local_sgd'"),
+        ({"strategy": "compressed", "preference": "simpo"}, "strategy='compressed'"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"strategy": "zero2", "optimizer": "adamw-bf16"}, "optimizer='adamw-bf16'"),
         ({"strategy": "local_sgd", "optimizer": "adamw-bf16"}, "optimizer='adamw-bf16'"),

@@ -1,5 +1,6 @@
 """Convert records into pieces of text for tokenization, and count the records that are left out."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 from distributed_training.data import pieces
 from distributed_training.data.chats.align import join_parts, loses_thoughts
-from distributed_training.data.chats.records import OUTPUT_KEYS, READ_KEYS, Pair, Record
+from distributed_training.data.chats.records import OUTPUT_KEYS, READ_KEYS, Record, read_record
 from distributed_training.data.chats.render import Conversation
 from distributed_training.data.corpus import Source
 from distributed_training.data.pieces import Piece
@@ -63,35 +64,34 @@ def read_pieces(
         return
     missing = {*source.columns.values()}
     for where, raw in source.read_records():
-        if source.has_pairs:
-            record: Record = Pair(raw, where, source.columns)
-        else:
-            record = Record(raw, where, source.columns)
+        record, *others = records = read_record(raw, where, source.columns)
         missing -= raw.keys()
         counts.records += 1
         counts.forms[record.form] += 1
         if record.has_copy:
             counts.notes[COPIED] += 1
-        if isinstance(record, Pair):
-            yield from _read_pair(record, tokenizer, counts)
-        elif tokenizer.is_chat_form(record.form):
-            conversation = record.read_conversation(counts.notes)
-            rendered = _render(where, conversation, tokenizer, counts.notes)
-            if not rendered:
-                counts.left_out[NO_ANSWER] += 1
-            yield from rendered
-        elif record.form == pieces.TEXT:
+        if record.form == pieces.TEXT:
             text = record.read_text()
             if text.strip():
                 yield from pieces.cut_text([text], can_cut=tokenizer.can_cut)
             else:
                 counts.left_out["no text"] += 1
         else:
-            prompt, completion = record.read_pair()
-            if completion.strip():
-                yield _join(prompt, completion)
-            else:
+            notes = [Counter[str]() for _ in records]
+            answers = [
+                _read_answer(record, tokenizer, own_notes)
+                for record, own_notes in zip(records, notes, strict=True)
+            ]
+            # A note about both answers of a pair applies to one record.
+            counts.notes.update(notes[0] | notes[-1])
+            if not all(answers):
                 counts.left_out[NO_ANSWER] += 1
+            elif others and max(map(len, answers)) > 1:
+                counts.left_out[SEVERAL_TEXTS] += 1
+            else:
+                if others and answers[0] == answers[1]:
+                    counts.notes[IDENTICAL] += 1
+                yield from itertools.chain(*answers)
         if unread := record.find_unread():
             counts.notes[f"{IGNORED_COLUMNS} {shown(unread)}"] += 1
     if missing:
@@ -99,40 +99,20 @@ def read_pieces(
         raise UserError(what, fix="choose a column of the dataset")
 
 
-def _read_pair(record: Pair, tokenizer: Tokenizer, counts: Counts) -> list[Piece]:
-    """Return the pieces of a chosen and a rejected answer, or [] if the record is left out."""
-    notes = Counter[str](), Counter[str]()
-    if record.form == pieces.MESSAGES or (record.names and tokenizer.facts.has_template):
-        conversations = record.read_conversations(counts.notes)
-        texts = [
-            _render(record.where, conversation, tokenizer, notes_of_answer)
-            for conversation, notes_of_answer in zip(conversations, notes, strict=True)
-        ]
-    else:
-        prompt, *answers = record.read_texts()
-        texts = [[_join(prompt, answer)] if answer.strip() else [] for answer in answers]
-    counts.notes += notes[0] | notes[1]  # A note applies once to a record.
-    chosen, rejected = texts
-    if not (chosen and rejected):
-        counts.left_out[NO_ANSWER] += 1
-    elif len(chosen) + len(rejected) > 2:
-        counts.left_out[SEVERAL_TEXTS] += 1
-    else:
-        if chosen == rejected:
-            counts.notes[IDENTICAL] += 1
-        return chosen + rejected
-    return []
-
-
-def _join(prompt: str, completion: str) -> Piece:
-    return Piece(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+def _read_answer(record: Record, tokenizer: Tokenizer, notes: Counter[str]) -> list[Piece]:
+    """Return the pieces of a record with answers, and count the `notes` that apply. Without an
+    answer to train on, there are no pieces."""
+    if tokenizer.is_chat_form(record.form) and not record.is_plain:
+        return _render(record.where, record.read_conversation(notes), tokenizer, notes)
+    prompt, completion = record.read_pair()
+    spans = [(len(prompt), len(prompt) + len(completion))]
+    return [Piece(prompt + completion, spans)] if completion.strip() else []
 
 
 def _render(
     where: str, conversation: Conversation, tokenizer: Tokenizer, notes: Counter[str]
 ) -> list[Piece]:
-    """Return the pieces of a conversation, and count the `notes` that apply. Without an answer to
-    train on, there are no pieces."""
+    """Return the pieces of a conversation, and count the `notes` that apply."""
     samples = tokenizer.renderer.render_samples(conversation, where)
     for message in conversation.messages:
         for key in sorted(message.keys() - READ_KEYS - tokenizer.renderer.words):

@@ -1,7 +1,6 @@
 """Recognize the form of each record, and decide which part of it is in the loss."""
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +38,10 @@ _EXAMPLES = {
     MESSAGES: '{"messages": [{"role": "user", "content": "..."}, '
     '{"role": "assistant", "content": "..."}]}',
 }
+ANSWERS = ("chosen", "rejected")
 PAIR_EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+# Columns with the prompt of two answers, in order of preference
+_PROMPTS = (PROMPT, "question", "instruction", "input", "conversations")
 # Columns of a conversation, of a question with its answer or of a text, in order of preference.
 # Conversation datasets often repeat the first question as "prompt", and a text beside an answer is
 # usually a copy of the record that was rendered for another model.
@@ -53,9 +55,6 @@ _FORMS = (
     ("conversations",),
     (TEXT,),
 )
-ANSWERS = ("chosen", "rejected")
-# Columns with the prompt of two answers, in order of preference
-_PROMPTS = (PROMPT, "question", "instruction", "input", "conversations")
 # Other names of roles -> role that the chat template receives
 _ROLES = {
     "human": "user",
@@ -109,6 +108,8 @@ class Record:
     `where` is the record's location for error messages. Columns whose value is null or empty count
     as missing if another form has values. Raises UserError if the record has no known form."""
 
+    is_plain = False  # True for texts that no chat template may render
+
     def __init__(
         self,
         raw: Any,
@@ -117,7 +118,6 @@ class Record:
     ) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
-        self.has_copy = False
         self.fields = fields = dict(raw)
         for name in {*columns, *columns.values()}:
             fields.pop(name, None)
@@ -127,12 +127,7 @@ class Record:
         self.where = where
         self._raw = raw
         self._columns = columns
-        self._used = set[str]()  # columns that have been read or, like a copy, have another note
-        self._find_form()
 
-    def _find_form(self) -> None:
-        """Set `names`, the columns with the text, and `form`, as in data/pieces.py."""
-        fields, columns = self.fields, self._columns
         forms = [names for names in _FORMS if fields.keys() >= {*names}]
         if TEXT in columns:
             forms = [(TEXT,)]
@@ -140,10 +135,10 @@ class Record:
             column = "completion" if PROMPT in fields else TEXT
             fix = f"write {' or '.join(_EXAMPLES.values())}, or name your columns with --columns "
             fix += "prompt=QUESTION,completion=ANSWER"
-            if fields.keys() >= set(ANSWERS):
+            if fields.keys() >= {*ANSWERS}:
                 fix = "to learn from both answers, set preference to dpo"
-            what = f'{self.where} has no "{columns.get(column, column)}" string'
-            raise UserError(what, f"it has {shown(list(self._raw))}", fix)
+            what = f'{where} has no "{columns.get(column, column)}" string'
+            raise UserError(what, f"it has {shown(list(raw))}", fix)
         given = {name for name, value in fields.items() if not _is_empty(value)}
         answered = [names for names in forms if names[-1] in given and names != (TEXT,)]
         begun = [names for names in forms if names == (TEXT,) or not given.isdisjoint(names)]
@@ -156,8 +151,8 @@ class Record:
             if not has_messages and fields.keys().isdisjoint(_CONTEXT_COLUMNS):
                 self.form = PROMPT
         self.has_copy = self.form != TEXT and fields.get(TEXT) is not None
-        if self.has_copy:
-            self._used.add(TEXT)
+        # Names of the columns that have been read or, like a copy, have a separate note
+        self._used = {TEXT} if self.has_copy else set[str]()
 
     def find_unread(self) -> list[str]:
         """Return the names of the columns with a value that has not been read."""
@@ -201,12 +196,6 @@ class Record:
                 messages += self._read_messages(self.names[1], notes)
             elif answer := self._read(self.names[1]):
                 messages.append({"role": ASSISTANT, "content": answer})
-        return self._complete(messages, skip, notes)
-
-    def _complete(self, messages: list[Message], skip: list[int], notes: Notes) -> Conversation:
-        """Return a conversation with the record's system prompt, tools and template variables.
-        Messages that the dataset marks are added to `skip`, the messages that are not in the
-        loss."""
         system = self._read("system")
         if system:
             if not messages or messages[0]["role"] != "system":
@@ -268,72 +257,41 @@ class Record:
         raise UserError(what, fix=fix)
 
 
-class Pair(Record):
-    """Record with a chosen and a rejected answer to one prompt, for preference tuning. Without a
-    prompt, both answers begin with it."""
-
-    def _find_form(self) -> None:
-        if not self.fields.keys() >= set(ANSWERS):
-            what = f'{self.where} has no "chosen" and "rejected" answers'
-            why = f"it has {shown(list(self._raw))}"
-            if "label" in self.fields:
-                why += ", and single answers with a label (KTO) are not supported"
-            raise UserError(what, why, f"write {PAIR_EXAMPLE}")
-        prompts = [name for name in _PROMPTS if not _is_empty(self.fields.get(name))]
-        values = [self.fields[name] for name in ANSWERS]
-        # UltraFeedback's answers are whole conversations, which repeat the prompt.
-        is_whole = not prompts or any(
-            isinstance(value, list) and value and _read_role(value[0]) != ASSISTANT
-            for value in values
-        )
-        self._used.update(prompts if is_whole else ())
-        self.names = () if is_whole else (prompts[0],)
-        values += [self.fields[name] for name in self.names]
-        is_chat = any(isinstance(value, list | dict) for value in values)
-        is_chat |= not self.fields.keys().isdisjoint(_CONTEXT_COLUMNS) and not is_whole
-        self.form = MESSAGES if is_chat else PROMPT
-
-    def read_texts(self) -> tuple[str, str, str]:
-        """Return (prompt, chosen, rejected). Raises UserError if one of them is not a string."""
-        chosen, rejected = (self._read(name) or "" for name in ANSWERS)
-        if self.names:
-            return self._read_question(), chosen, rejected
-        # As in TRL, the prompt is what both texts begin with, without a last space.
-        length = len(os.path.commonprefix([chosen[:-1], rejected[:-1]]))  # noqa: RUF071
-        length -= chosen[:length].endswith(" ")
-        return chosen[:length], chosen[length:], rejected[length:]
-
-    def read_conversations(self, notes: Notes) -> tuple[Conversation, Conversation]:
-        """Return the conversations with the chosen and the rejected answer. The messages with which
-        both begin are not in the loss."""
-        prompt = []
-        if self.names:
-            prompt = self._read_turns(self.names[0], "user", notes)
-        chosen, rejected = (prompt + self._read_turns(name, ASSISTANT, notes) for name in ANSWERS)
-        length = len(prompt)
-        if not self.names:
-            pairs = zip(chosen[:-1], rejected[:-1], strict=False)
-            length = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        skip = [*range(length)]
-        return (
-            self._complete(chosen, [*skip], notes),
-            self._complete(rejected, [*skip], Counter()),
-        )
-
-    def _read_turns(self, name: str, role: str, notes: Notes) -> list[Message]:
-        """Return the messages in a column, which may also contain one message or its text."""
-        value = self.fields[name]
-        if isinstance(value, dict):
-            self.fields[name] = [value]
-        if isinstance(value, list | dict):
-            return self._read_messages(name, notes)
-        text = self._read_question() if name in self.names else self._read(name)
-        return [{"role": role, "content": text}] if text else []
-
-
-def _read_role(message: Any) -> Any:
-    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-    return _ROLES.get(role, role)
+def read_record(raw: Any, where: str, columns: Mapping[str, str]) -> list[Record]:
+    """Return a record or, if `columns` names ANSWERS, the chosen and the rejected answer, each as a
+    record with its prompt. As in TRL, answers without a prompt both begin with it, and so do
+    UltraFeedback's. Raises UserError if the record does not have two answers of one kind."""
+    if ANSWERS[0] not in columns:
+        return [Record(raw, where, columns)]
+    fields = dict(raw) if isinstance(raw, dict) else {}
+    fields |= {name: fields.pop(other, None) for name, other in columns.items()}
+    given = [name for name in _PROMPTS if not _is_empty(fields.get(name))]
+    prompt = fields[given[0]] if given else None
+    if given[:2] == ["instruction", "input"]:
+        prompt += f"\n{fields['input']}"
+    answers: list[Any] = [fields[name] for name in ANSWERS]
+    answers = [[answer] if isinstance(answer, dict) else answer for answer in answers]
+    first, second = answers
+    is_chat = all(isinstance(answer, list) and answer for answer in answers)
+    if not is_chat and not (isinstance(first, str) and isinstance(second, str)):
+        why = f"it has {shown(list(fields))}"
+        if "label" in fields:
+            why += ". Single answers with a label (KTO) are not supported"
+        raise UserError(f"{where} has no two answers", why, f"write {PAIR_EXAMPLE}")
+    is_plain = not is_chat and prompt is None
+    is_whole = is_chat and _read_message(first[0], where, Counter())["role"] != ASSISTANT
+    if is_plain or is_whole:
+        pairs = zip(first[:-1], second[:-1], strict=False)
+        length = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        if is_plain and first[:length].endswith(" "):
+            length -= 1
+        prompt, answers = first[:length], [answer[length:] for answer in answers]
+    read = {*COLUMNS} - {*_CONTEXT_COLUMNS, "chat_template_kwargs"}
+    rest = {name: value for name, value in fields.items() if name not in read}
+    records = [Record(rest | {PROMPT: prompt, "completion": x}, where, {}) for x in answers]
+    for record in records:
+        record.is_plain = is_plain
+    return records
 
 
 def _read_message(raw: Any, where: str, notes: Notes) -> Message:

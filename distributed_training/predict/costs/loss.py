@@ -22,9 +22,9 @@ EAGER_BYTES_PER_LOGIT = 17  # allocated by loss_and_gradient for a chunk, withou
 
 def _chunk_tokens(sizes: Sizes) -> int:
     """Return the number of tokens per chunk, or 0 if the loss is not computed in chunks. A loss
-    that is sharded over tp always has at least one chunk."""
+    that is sharded over tp, or of pairs of answers, always has at least one chunk."""
     tokens = int(sizes.config.loss_chunk_tokens)
-    if not tokens and sizes.tp > 1:
+    if not tokens and (sizes.tp > 1 or sizes.config.has_pairs):
         return sizes.tokens
     return tokens
 
@@ -104,9 +104,13 @@ def head_costs(timing: Timing) -> PassCosts:
     per_parameter += GRADIENT_SUM_BYTES if timing.pp > 1 else 0
     weights = timing.gemm_cost(d, timing.tokens, vocabulary)
     weights += timing.memory_cost(per_parameter * vocabulary * d)
+    forward = timing.gemm_cost(timing.tokens, d, vocabulary) + traffic
+    inputs = timing.gemm_cost(timing.tokens, vocabulary, d) + traffic
+    if timing.config.has_pairs:  # The backward pass computes the logits again.
+        inputs += forward
     return PassCosts(
-        forward=timing.gemm_cost(timing.tokens, d, vocabulary) + traffic,
-        inputs=timing.gemm_cost(timing.tokens, vocabulary, d) + traffic,
+        forward=forward,
+        inputs=inputs,
         weights=timing.trained_share * weights,
     )
 
