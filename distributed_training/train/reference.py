@@ -32,9 +32,9 @@ def add_reference(
     splits: dict[str, Any] = {"train": data.train, "validation": data.validation}
     for name, samples in splits.items():
         # The fingerprint identifies the tokens, and its first token each pair.
-        ids = np.array([f"{data.fingerprint} {start}" for start in samples.starts])
-        if not np.array_equal(stored.get(f"{name}_ids"), ids):
-            stored |= {f"{name}_ids": ids}
+        key, ids = f"{name} {data.fingerprint}", samples.starts
+        if not np.array_equal(stored.get(key), ids):
+            stored[key] = ids
             # Number the answers from 1, to find them in batches. Padding has the number 0.
             numbers = np.arange(2 * len(ids)).reshape(-1, 2) + 1
             numbered = replace(samples, reference=numbers)

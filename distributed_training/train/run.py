@@ -81,6 +81,7 @@ def train(
     if plan.config.profile:
         trainer.profiler = build_profiler(plan, history.step, topology.rank, display)
     if plan.config.has_reference:
+        display.say("computing the log-probabilities of the answers before training")
         file = plan.run_dir / REFERENCE_FILE
         trainer.data = add_reference(data, engine, sampler, file, set_activity)
     if plan.checkpoint is not None:

@@ -76,7 +76,8 @@ def test_a_resumed_run_keeps_its_reference(damage, trained, tmp_path):
     if damage == "removed":
         file.unlink()
     elif damage == "other pairs":
-        stored["train_ids"] = stored["train_ids"][::-1]
+        (ids,) = (name for name in stored if name.startswith("train "))
+        stored[ids] = stored[ids][::-1]
         np.savez(file, **stored | {"train": stored["train"] + 1})
     # Another strategy also computes the reference, if it must, with the initial weights.
     changes = {"strategy": "fsdp", "batch_size": 2} if damage == "removed" else {}
