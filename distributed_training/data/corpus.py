@@ -159,7 +159,7 @@ def find_corpus(config: Config) -> Corpus:
     if only some of the datasets consist of records."""
     names = parse_columns(config.columns)
     if config.has_pairs:
-        names = dict(zip(ANSWERS, ANSWERS, strict=True)) | names
+        names = {name: name for name in ANSWERS} | names
     corpus: Corpus = {}
     for name in split_weights(config.dataset):
         for split, source in _find_sources(name, "dataset", names).items():

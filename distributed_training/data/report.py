@@ -74,9 +74,7 @@ def summarize(
         elif len(samples) == num_used:
             unit = "chats" if form == MESSAGES else "records"
     train, validation = divide(splits, config)
-    num_targets = samples.num_targets.sum()
-    if samples.answer_targets is not None:
-        num_targets = samples.answer_targets.sum()
+    targets = samples.num_targets if samples.answer_targets is None else samples.answer_targets
     tokens = np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
     return {
         "form": form,
@@ -90,7 +88,7 @@ def summarize(
         "cut": num_cut,
         "tokens": dict(zip(QUANTILES, tokens, strict=True)),
         "num_tokens": int(lengths.sum()),
-        "loss_share": float(num_targets / max(1, num_sample_tokens)),
+        "loss_share": float(targets.sum() / max(1, num_sample_tokens)),
         "notes": notes,
     }
 

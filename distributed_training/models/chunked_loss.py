@@ -28,11 +28,14 @@ class ChunkedCrossEntropy:
     gradients of the hidden states [B, T, D] and of the output layer's weight [P, D]. Each gradient
     has the dtype of its tensor. Each chunk's matrix multiplication adds to the gradient of the
     weight in place, or in fp16, to a sum in fp32. The caller must not be compiled, because
-    torch.compile would move the computation of the gradients to the backward pass."""
+    torch.compile would move the computation of the gradients to the backward pass.
 
-    def __init__(self, tokens: int, *, compiled: bool) -> None:
+    With `per_token`, the result is the loss of each token, fp32 [B, T], which is 0 outside the
+    loss. The backward pass may weight the tokens, so it computes the logits again."""
+
+    def __init__(self, tokens: int, *, compiled: bool, per_token: bool = False) -> None:
         self.tokens = tokens
-        self.function: type[torch.autograd.Function] = _Chunked
+        self.function = _TokenLosses if per_token else _Chunked
         self.compute = loss_and_gradient
         if compiled:
             self.compute = torch.compile(loss_and_gradient, dynamic=False)
@@ -59,15 +62,6 @@ class ChunkedCrossEntropy:
             return self.compute(logits, targets, vocab_size, shard, cap)
 
         return self.function.apply(x, weight, targets, self.tokens, compute)
-
-
-class ChunkedTokenLosses(ChunkedCrossEntropy):
-    """Chunked cross entropy that returns the loss of each token, fp32 [B, T], which is 0 outside
-    the loss. The backward pass may weight the tokens, so it computes the logits again."""
-
-    def __init__(self, tokens: int, *, compiled: bool) -> None:
-        super().__init__(tokens, compiled=compiled)
-        self.function = _TokenLosses
 
 
 class _Chunked(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from distributed_training.models.chunked_loss import ChunkedCrossEntropy, ChunkedTokenLosses
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Decoder, summed_cross_entropy
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import (
@@ -179,8 +179,7 @@ def build_chunked_loss(config: RunConfig) -> ChunkedCrossEntropy:
     """Return the loss computed in chunks of `loss_chunk_tokens` tokens, or of all tokens if it is
     0. Only this loss can be sharded by vocabulary."""
     tokens = config.loss_chunk_tokens or sys.maxsize
-    loss = ChunkedTokenLosses if config.has_pairs else ChunkedCrossEntropy
-    return loss(tokens, compiled=config.compile)
+    return ChunkedCrossEntropy(tokens, compiled=config.compile, per_token=config.has_pairs)
 
 
 def _compile(function: Any, backend: Any = "inductor") -> Any:

@@ -60,7 +60,7 @@ def _find_idle(plan: Draft) -> dict[str, str]:
             reasons[key] = "without LoRA, there are no adapters"
     kind = plan.config.preference
     used = {"dpo": "preference_label_smoothing", "simpo": "preference_margin"}
-    for key in ("preference_label_smoothing", "preference_margin"):
+    for key in used.values():
         if used.get(kind) != key:
             reasons[key] = f"preference={kind!r} does not use it"
     return reasons

@@ -98,7 +98,6 @@ RESULTS = {
     "validation perplexity": Column(_from_last_evaluation("perplexity"), "{:.1f}".format),
     "bits per byte": Column(_from_last_evaluation("bits_per_byte"), "{:.4f}".format),
     "reward accuracy": Column(_from_last_evaluation("reward_accuracy"), "{:.2f}".format),
-    "reward margin": Column(_from_last_evaluation("reward_margin"), "{:.4f}".format),
 }
 # Columns of a comparison, because a terminal is narrow. The summary of each run has all of RESULTS.
 _COMPARED = ("tokens/s", "reserved GPU memory", "validation loss")

@@ -223,8 +223,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if run.name in (LAST, BEST, MERGED):  # an export of a run
         run = run.parent
     plan = load_plan(run) if (run / PLAN_FILE).is_file() else None
-    if arguments.dataset is None and plan is None:
+    if arguments.dataset is None and (plan is None or plan.config.has_pairs):
         what = f"{arguments.run} is not a run, so it has no validation samples"
+        if plan is not None:
+            what = f"the validation samples of {arguments.run} are pairs of answers, not texts"
         raise UserError(what, fix="name a dataset with --dataset")
     trained, tokenizer, _ = find_trained(arguments.run, choose_weights(arguments))
     size = trained.spec.size
@@ -232,17 +234,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     length = config.max_length
     if arguments.dataset is not None:  # the same for a model before and after its training
         length = min(MAX_LENGTH, size.num_positions)
-    config = with_values(config, max_length=arguments.max_length or length)
+    config = with_values(config, preference="none", max_length=arguments.max_length or length)
     if config.max_length > size.num_positions:
         what = f"--max_length {config.max_length} is more than the model's context length of "
         what += f"{size.num_positions} tokens"
         raise UserError(what, fix=f"set it to {size.num_positions} or less")
     display = Display(enabled=True)
-    if config.has_pairs and arguments.dataset is None:
-        what = f"the validation samples of {arguments.run} are pairs of answers"
-        fix = "name a dataset with --dataset. The run's record has their reward accuracy"
-        raise UserError(what, "eval measures a loss per token", fix)
-    config = with_values(config, preference="none")
     if arguments.dataset is None:
         assert plan is not None
         data = load_data(replace(plan, config=config))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models.chunked_loss import ChunkedTokenLosses
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.preference import METRICS, pair_loss
 from distributed_training.settings.request import build_config
 from tests.models.test_loss import BATCH, HIDDEN, ROWS, TOKENS, VOCABULARY
@@ -85,7 +85,9 @@ def test_losses_metrics_and_gradients(keys, tokens):
     expected = by_hand(x, weight, targets, values, config)
     assert expected.shape == (NUM_PAIRS, 1 + len(METRICS))
     gradients = torch.autograd.grad(expected[:, 0].sum(), (x, weight))
-    token_losses = ChunkedTokenLosses(tokens, compiled=False)(x, weight, targets, VOCABULARY)
+    token_losses = ChunkedCrossEntropy(tokens, compiled=False, per_token=True)(
+        x, weight, targets, VOCABULARY
+    )
     result = pair_loss(config, token_losses, targets, ENDS, values)
     torch.testing.assert_close(result, expected.sum(0), rtol=1e-4, atol=1e-4)
     found = torch.autograd.grad(result.sum() * 2, (x, weight))
@@ -99,7 +101,7 @@ def test_losses_metrics_and_gradients(keys, tokens):
 def test_token_losses_in_fp16_sum_what_would_overflow():
     x = torch.full((1, 40, HIDDEN), 90.0).half().requires_grad_()
     weight = (torch.zeros(ROWS, HIDDEN) + 1e-4).half().requires_grad_()
-    losses = ChunkedTokenLosses(7, compiled=False)(
+    losses = ChunkedCrossEntropy(7, compiled=False, per_token=True)(
         x, weight, torch.zeros(1, 40, dtype=torch.long), VOCABULARY
     )
     (gradient,) = torch.autograd.grad(losses.sum() / 4, weight)
