@@ -26,6 +26,7 @@ from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import list_strategies, load_strategy
 
 MIN_GAIN = 0.05  # fraction by which a setting must shorten a step to be worth typing
+COMPLEX_COST = 1.6  # times by which a layout must be faster than a simpler one
 # Modes of activation checkpointing, fastest first
 MODES = ("selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
@@ -109,8 +110,8 @@ def preference(choice: Prediction) -> Preference:
     """Return the sort key that puts the layout first that a practitioner would choose.
 
     Layouts that fit equally well are sorted by their predicted time, and layouts that do not fit by
-    the memory that they need. The time is increased for each setting that a user has to type and,
-    unless the layout is as simple as dp and fsdp, by the typical error of the prediction."""
+    the memory that they need. The time is increased for each setting that a user has to type, and
+    unless the layout is as simple as dp and fsdp."""
     plan = choice.plan
     is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
     is_complex = is_split or not plan.strategy.traits.averages_with_torch
@@ -122,8 +123,7 @@ def preference(choice: Prediction) -> Preference:
     elif choice.step is not None:
         cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
         if is_complex:
-            low, high = choice.likely_shares
-            cost *= high / low
+            cost *= COMPLEX_COST
     return Preference(
         fit=fit(choice),
         cost=cost,

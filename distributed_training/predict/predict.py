@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from distributed_training.plan.plan import Draft
+from distributed_training.predict.measured import Evidence, compare, describe_run, read_runs
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, gpu_rates
 from distributed_training.predict.speed import StepTime, estimate_step
@@ -170,63 +171,19 @@ class Prediction:
         """True unless `memory_fit` is "no"."""
         return self.memory_fit != "no"
 
-    @property
-    def error_class(self) -> str:
-        """Key of FITTED.likely_s that selects the typical error of this prediction, or "unknown" if
-        the rates are not known."""
-        rates = self.rates
-        if self.step is None or rates is None:
-            return "unknown"
-        if rates.on_host:
-            return "cpu"
-        if self.step.bound_by in ("disk", "host RAM"):
-            return "other"
-        if self.step.bound_by == "host":
-            return "host"
-        if not self._is_gpu_measured:
-            return "other"
-        return "graph" if self.plan.config.cuda_graphs is True else "launched"
-
-    @property
-    def validated(self) -> bool:
-        """True if measured runs cover the plan. The plan must use a single node. On GPUs, runs with
-        the same model and GPU must have been measured, with at least as many GPUs and, under tp
-        and pp, with micro-batches that are as small."""
-        plan = self.plan
-        if plan.machine.num_gpus == 0:
-            return plan.num_processes == plan.processes_here
-        measured_runs = FITTED.validated
-        mesh = plan.mesh
-        tokens = plan.batch.micro_batch_size * plan.config.max_length // mesh["cp"]
-        is_split = mesh["cp"] * mesh["tp"] * mesh["pp"] > 1
-        return (
-            plan.num_processes == plan.processes_here <= measured_runs.num_gpus
-            and plan.model.label in measured_runs.models
-            and self._is_gpu_measured
-            and (not is_split or tokens >= measured_runs.split_tokens)
-        )
-
-    @property
-    def _is_gpu_measured(self) -> bool:
-        gpu = find_gpu(self.plan.machine.gpu_name)
-        return gpu is not None and gpu.name in FITTED.validated.gpus
-
-    @property
-    def likely_shares(self) -> tuple[float, float]:
-        """Typical range of the measured step time, relative to the predicted time: the 10th and
-        90th percentile. The range is wider if the prediction is not validated."""
-        low, high = vars(FITTED.likely_s)[self.error_class]
-        if self.validated:
-            return low, high
-        lowest, highest = FITTED.unvalidated_s
-        return min(low, lowest), max(high, highest)
+    @functools.cached_property
+    def evidence(self) -> Evidence:
+        """What measured runs say about the predicted time, which must be known."""
+        assert self.step is not None
+        return compare(describe_run(self.plan, self.step.bound_by), read_runs())
 
     @property
     def likely_s(self) -> list[float] | None:
-        """Typical range of the step time in seconds."""
-        if self.step is None:
+        """Range that should contain 80% of measured step times, in seconds. None if no comparable
+        run was measured."""
+        if self.step is None or self.evidence.shares is None:
             return None
-        return [share * self.step.seconds for share in self.likely_shares]
+        return [share * self.step.seconds for share in self.evidence.shares]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -257,9 +214,8 @@ class Prediction:
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
-            "kind": self.error_class,
-            "validated": self.validated,
             "likely_s": self.likely_s,
+            "evidence": self.step and self.evidence.nearest,
             "likely_bytes": self.memory.likely_bytes,
             "sent_bytes": sent_by_axis(self.plan),
         }

@@ -276,12 +276,19 @@ def describe_prediction(
     text += f"{format_bytes(prediction['host_bytes'])} of RAM per process"
     seconds = prediction["step_time_s"]
     if seconds is None:
-        return f"{text}; time unknown, because this GPU is not in the planner's table"
-    low, high = prediction["likely_s"]
-    text += f"; {seconds:.3g} s per step (typically {low:.3g} to {high:.3g} s)"
+        return f"{text}; time unknown"
+    text += f"; {describe_time(prediction)}"
     if num_steps is not None:
         text += f", about {format_duration(num_steps * seconds)} in total"
     return f"{text}; bottleneck: {bottleneck_name(prediction['bound_by'])}"
+
+
+def describe_time(prediction: JsonObject) -> str:
+    """Describe the predicted time of a step, its range and the nearest measured run."""
+    text = f"{prediction['step_time_s']:.3g} s per step ("
+    if prediction["likely_s"] is not None:
+        text += "80% range {:.3g} to {:.3g} s; ".format(*prediction["likely_s"])
+    return f"{text}{prediction['evidence']})"
 
 
 def bottleneck_name(bound_by: str) -> str:

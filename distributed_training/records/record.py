@@ -123,8 +123,9 @@ class Record(History):
     # - peak_bytes, memory_bytes: size of the tensors in the process that uses the most memory, in
     #   total and by component
     # - host_bytes: RAM per process
-    # - step_time_s, likely_s, tokens_per_s, bound_by: time of a step, its typical range, speed and
-    #   main bottleneck. All four are None for an unknown GPU.
+    # - step_time_s, tokens_per_s, bound_by: time of a step, speed and main bottleneck; None for an
+    #   unknown GPU
+    # - likely_s, evidence: 80% range of the time, or None, and the nearest measured run
     # - sent_bytes: bytes sent per step, by axis
     prediction: JsonObject | None = None
     batch: Batch

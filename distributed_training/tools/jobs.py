@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.answer import Answer, build_options
+from distributed_training.records.display import describe_time
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import IS_INSTALLED, MARK, ROOT
 from distributed_training.settings.machine import GIB
@@ -16,6 +17,7 @@ from distributed_training.settings.machine import GIB
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
 FIRST_HOST_NOTE = f"Replace {FIRST_HOST} with the name of the first node."
 OVERHEAD_S = 900  # seconds per job for starting, compiling, evaluating and saving
+UNKNOWN_FACTOR = 2  # factor by which a predicted time is multiplied if its range is unknown
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
 
 
@@ -72,13 +74,13 @@ def build_batch_script(
     time = "04:00:00"
     if isinstance(amount, str):
         header.append(f"The time is unknown: {amount}.")
-    elif choice.likely_s is None:
+    elif choice.step is None:
         header.append("The time is unknown: the GPU's speed is unknown.")
     else:
         steps = math.ceil(amount.num_steps * (1 + amount.error))
-        min_step_s, max_step_s = choice.likely_s
-        header.append(f"Predicted: {steps:,} steps of {min_step_s:.3g} to {max_step_s:.3g} s each.")
-        limit_s = SAFETY_FACTOR * steps * max_step_s + OVERHEAD_S
+        header.append(f"Predicted: {steps:,} steps, {describe_time(choice.as_record())}.")
+        longest_s = choice.likely_s[1] if choice.likely_s else UNKNOWN_FACTOR * choice.step.seconds
+        limit_s = SAFETY_FACTOR * steps * longest_s + OVERHEAD_S
         time = str(5 * math.ceil(limit_s / 300))  # SLURM reads a number alone as minutes
     # A user's text cannot leave its comment.
     comments = "\n".join(f"# {printable(line)}" for line in header)

@@ -25,7 +25,13 @@ from distributed_training.planner.checks import check_memory
 from distributed_training.planner.layouts import format_settings
 from distributed_training.planner.sort import describe_suggestion, find_largest
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
-from distributed_training.records.display import bottleneck_name, describe_work, fold, format_count
+from distributed_training.records.display import (
+    bottleneck_name,
+    describe_time,
+    describe_work,
+    fold,
+    format_count,
+)
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import IS_INSTALLED, check_replaced, shown, write_own
@@ -253,12 +259,13 @@ def _row(choice: Prediction, label: str) -> dict[str, str]:
     """Return the row of a layout in the table, with `label` in the column "pick"."""
     speed = dict.fromkeys(("s/step", "tok/s", "MFU", "error", "bottleneck"), "-")
     if choice.step is not None:
-        low, high = choice.likely_shares
-        likely = f"{100 * (low - 1):+.0f}/{100 * (high - 1):+.0f}%"
+        error = "unknown"
+        if choice.evidence.shares is not None:
+            error = "/".join(f"{100 * (share - 1):+.0f}%" for share in choice.evidence.shares)
         speed |= {
             "s/step": f"{choice.step.seconds:.3f}",
             "tok/s": format_count(choice.tokens_per_s or 0.0),
-            "error": likely if choice.validated else f"not validated, {likely}",
+            "error": error,
             "bottleneck": bottleneck_name(choice.step.bound_by),
         }
     if choice.mfu is not None:
@@ -288,8 +295,8 @@ def legend(cluster: Cluster) -> str:
 first: the fastest layout, unless a simpler one takes about as long
 m2, m4: micro-batches per replica; +full, +offload:9 ...: activation_checkpointing, of 9 blocks
 GiB: allocated memory and CUDA context of the fullest process; tight, unlikely: may not fit
-MFU: share of the peak FLOP/s; error: measured times relative to predictions
-not validated: never measured. {source}"""
+MFU: share of the peak FLOP/s; error: range of 80% of measured times, relative to predictions;
+unknown: no comparable run was measured. {source}"""
 
 
 def describe_picks(found: Answer) -> list[str]:
@@ -306,11 +313,9 @@ def describe_picks(found: Answer) -> list[str]:
         work = describe_work(found.amount)
     size = f"{plan.batch.global_batch_size} x {plan.config.max_length:,} tokens"
     text = f"It trains on {work} of {size}"
-    if first.step is None or fastest.step is None or first.likely_s is None:
+    if first.step is None or fastest.step is None:
         return [*lines, f"{text}."]
-    low, high = first.likely_s
-    text += f", {first.step.seconds:.3g} s each (typically {low:.3g} to {high:.3g} s"
-    text += ")" if first.validated else "; never measured)"
+    text += f", {describe_time(first.as_record())}"
     if plan.machine.num_gpus and found.gpu_hours is not None:
         text += f", {found.gpu_hours:,.3g} GPU-hours"
     lines.append(f"{text}.")

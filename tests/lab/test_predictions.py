@@ -3,6 +3,7 @@
 import json
 import statistics
 
+from distributed_training.predict.measured import read_runs
 from results.lab.analysis import blind
 from results.lab.pages import validate
 
@@ -42,6 +43,22 @@ def test_predictions_match_published_cpu_runs():
     assert max(abs(row.memory_error) for row in rows) < 0.10
     timed = [abs(row.time_error) for row in rows if row.time_error is not None]
     assert max(timed, default=0.0) < 0.25
+
+
+def test_ranges_hold_what_they_claim_for_families_that_they_do_not_know():
+    for name, entries in validate.covered().items():
+        ranges = [entry for entry in entries if entry is not None]
+        assert len(ranges) >= (10 if name == "published by others" else 20)
+        assert 0.75 <= sum(inside for inside, _, _ in ranges) / len(ranges) <= 0.9, name
+    one_gpu = [entry[2] - entry[1] for entry in validate.covered()["one GPU"] if entry]
+    assert statistics.median(one_gpu) < 0.2
+
+
+def test_the_planners_table_has_todays_predictions():
+    times = {(run["record"], run["seconds"]): run["predicted_s"] for run in read_runs()}
+    for row in validate.gpu_rows():
+        seconds = times.get((f"{row.page}/{row.name}.json", round(row.measured_s, 5)))
+        assert seconds in (None, round(row.prediction.step.seconds, 5)), row.name
 
 
 def test_the_first_choice_is_close_to_the_best_of_each_page():

@@ -65,7 +65,22 @@ def test_settings_that_fit_safely_are_suggested_before_settings_that_may_fit():
         assert suggest(draft_plan(request, cluster), cluster)[0][0] == first
 
 
-@pytest.mark.parametrize("name", ["H20", "GH200", "H100-PCIe", "A100-80GB"])
-def test_gpus_count_as_measured_by_name(name):
-    assert not first_of(name, model="gpt2-medium")[0].validated
-    assert first_of("H200", model="gpt2-medium")[0].validated
+@pytest.mark.parametrize(
+    ("cluster", "model", "batch_size", "evidence"),
+    [
+        ("H200", "Llama-3.2-1B", 4, "measured: 0.128 s"),
+        ("H200", "Llama-3.2-1B", 5, "nearest: Llama-3.2-1B"),
+        ("2xH200", "Qwen3-8B", 2, "nearest: "),
+        ("RTX-4090", "Qwen3-0.6B", 1, "no comparable run"),
+        ("2x8xH100-80GB", "Qwen/Qwen3-30B-A3B", 64, "no comparable run"),
+    ],
+)
+def test_the_nearest_measured_run_is_named(cluster, model, batch_size, evidence):
+    values = {"model": model, "batch_size": batch_size, "max_length": 2048, "weights": "random"}
+    first = first_of(cluster, **values)[0]
+    assert first.evidence.nearest.startswith(evidence)
+    if "no comparable" in evidence:
+        assert first.likely_s is None
+    else:
+        low, high = first.evidence.shares
+        assert 0.85 < low < 1 < high < 1.25

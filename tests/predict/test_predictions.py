@@ -12,14 +12,14 @@ from distributed_training.plan.schedules import divisors
 from distributed_training.planner.sort import find_fastest, predict_all, sort_layouts
 from distributed_training.predict import speed
 from distributed_training.predict.predict import Prediction, parse_cluster
-from distributed_training.predict.rates import FITTED, cpu_rates, gpu_rates
+from distributed_training.predict.rates import FITTED, gpu_rates
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from tests.planner.helpers import NAMES, merged, plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE
+from tests.support import GPU_MACHINE
 
 H200 = gpu_rates(GPUS["H200"])
 
@@ -53,12 +53,6 @@ def test_times_are_the_same_in_every_version_of_python(schedule, monkeypatch):
             patch.setattr(speed, "sum", exact_sum, raising=False)
             new = speed.estimate_step(plan, cluster.rates)
         assert new == (pytest.approx(old.seconds, rel=1e-9), old.bound_by)
-
-
-def test_an_unmeasured_cpu_has_a_wide_prediction_range(tmp_path):
-    plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny")
-    guess = cpu_rates(CPU_MACHINE.num_cpus, 1)
-    assert Prediction(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
 
 
 def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_copies(tmp_path):

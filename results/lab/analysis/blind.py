@@ -43,6 +43,15 @@ def predict_row(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 
+def measured_s(row: dict[str, Any]) -> float | None:
+    """Return the measured seconds per step of a row, or None if the row lacks them."""
+    if "tokens_per_s_per_gpu" not in row:
+        return row.get("step_s")
+    config = row["config"]
+    tokens = config["batch_size"] * config.get("grad_accum_steps", 1) * config["max_length"]
+    return tokens / row["tokens_per_s_per_gpu"]
+
+
 def prediction_errors(row: dict[str, Any], folder: Path) -> tuple[float | None, float | None, bool]:
     """Return the relative errors of the predicted time and memory, and whether the run is predicted
     to fit in memory. An error is None if the row lacks that measurement."""

@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
+from distributed_training.predict.measured import compare, read_runs
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, local_cluster
 from distributed_training.predict.rates import cpu_rates, gpu_rates
@@ -243,6 +244,54 @@ def _published_errors() -> list[tuple[str, float]]:
                 source = row["source"].partition(",")[0]
                 runs.append((f"{source}, {row['cluster'].replace('x', ' x ')}", error))
     return runs
+
+
+GROUPS = ("one GPU", "several GPUs", "mixtures", "low bits", "published by others")
+
+
+@functools.cache
+def covered() -> dict[str, list[tuple[bool, float, float] | None]]:
+    """Return for each group whether each measured run is inside the range that runs of other model
+    families give for it, and the range. A run that is not comparable with them has None."""
+    by_group: dict[str, list[tuple[bool, float, float] | None]] = {name: [] for name in GROUPS}
+    runs = read_runs()
+    for run in runs:
+        others = [other for other in runs if other["family"] != run["family"]]
+        shares = compare(run, others).shares
+        entry = None
+        if shares is not None:
+            entry = shares[0] <= run["seconds"] / run["predicted_s"] <= shares[1], *shares
+        is_low = run["base_dtype"] in ("nf4", "fp8")
+        index = 2 if run["experts"] else 3 if is_low else int(run["processes"] > 1)
+        by_group[GROUPS[4 if "github" in run["record"] else index]].append(entry)
+    return by_group
+
+
+def coverage() -> str:
+    """Return a table of how often measured times are inside the ranges."""
+    rows = []
+    for name, entries in covered().items():
+        ranges = [entry for entry in entries if entry is not None]
+        low, high = (statistics.median(entry[index] for entry in ranges) - 1 for index in (1, 2))
+        share = sum(entry[0] for entry in ranges) / len(ranges)
+        counts = [str(len(ranges)), f"{share:.0%}", f"{low:+.0%} to {high:+.0%}"]
+        rows.append([name, *counts, str(len(entries) - len(ranges))])
+    return _table(rows, ["", "runs", "inside", "median range", "runs without a range"])
+
+
+def kept_back() -> str:
+    """Return a sentence on the published runs that no range was fitted to."""
+    num_ranges = num_inside = 0
+    rows = [row for row in json.loads(blind.TABLE.read_text(encoding="utf-8")) if row["is_blind"]]
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows:
+            low, high = blind.predict_row(row, Path(folder))[0].likely_s or (0.0, 0.0)
+            num_ranges += high > 0
+            num_inside += low <= (blind.measured_s(row) or 0.0) <= high
+    return (
+        f"Of {len(rows)} runs of torchtitan and NVIDIA that are in no table of the planner, "
+        f"{num_ranges} have a range, and {num_inside} are inside."
+    )
 
 
 def published() -> str:

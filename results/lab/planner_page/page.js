@@ -160,9 +160,8 @@ function drawLayouts(answer) {
 function describeTime(answer) {
   const [first] = answer.picks;
   if (!first.fits || first.step_time_s === null) return [];
-  const [low, high] = first.likely_s;
-  const source = first.validated ? "measured on this GPU with this model" : "never measured";
-  const lines = [`A step takes ${round(first.step_time_s)} s (typically ${round(low)} to ${round(high)} s; ${source}).`];
+  const range = first.likely_s ? `80% range ${first.likely_s.map(seconds => round(seconds)).join(" to ")} s; ` : "";
+  const lines = [`A step takes ${round(first.step_time_s)} s (${range}${first.evidence}).`];
   if (answer.gpu_hours !== null) lines.push(`${answer.num_steps.toLocaleString("en-US")} steps take ${round(answer.gpu_hours)} GPU-hours.`);
   if (answer.cost !== null) lines.push(`They cost ${answer.cost}.`);
   return [element("h2", { textContent: "Time" }), element("p", { textContent: lines.join(" ") })];
