@@ -12,11 +12,12 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.layouts import Settings, format_settings
 from distributed_training.planner.sort import (
+    REDUCED,
     as_typed,
     choose_batch_size,
-    find_fastest,
     layout_name,
     layout_settings,
+    sort_by_speed,
     sort_layouts,
     suggest,
 )
@@ -67,7 +68,7 @@ class Answer:
     @property
     def picks(self) -> list[tuple[str, Prediction]]:
         """Return the first choice and the fastest layout, each with its label."""
-        fastest = find_fastest(self.fitting)
+        fastest = sort_by_speed(self.fitting)[0]
         if fastest is self.first:
             return [("first, fastest", self.first)]
         return [("first", self.first), ("fastest", fastest)]
@@ -152,9 +153,11 @@ def answer(
     asked = layouts[0]
     changes: Settings = {}
     suggestions = []
-    if request.strategy == AUTO and (not asked.fits or asked.plan.strategy.offloads):
+    is_open = request.strategy == AUTO
+    if not asked.fits or (is_open and asked.plan.strategy.offloads):
         suggestions = suggest(replace(asked.plan, requested=request), cluster)
-    if suggestions:
+    # Less data per step or more GPUs are for the user to choose.
+    if is_open and suggestions and not {*REDUCED, "num_gpus"} & suggestions[0][0].keys():
         changes, _ = suggestions[0]
         request = as_typed(request, **changes | {"strategy": AUTO})
         layouts = find_layouts(request)
@@ -187,7 +190,7 @@ def describe_verdict(asked: Prediction, first: Prediction, changes: Settings) ->
         text += f". {_kind(first.plan)} do"
     elif first.fits and not asked.fits:
         text += f" with these settings. With {format_settings(changes)}, they do"
-    elif plan.strategy.offloads:
+    elif first.fits and plan.strategy.offloads:
         text += f" only with {plan.strategy.name}"
     return f"{text}: {_describe_needs(first)}."
 
@@ -251,7 +254,8 @@ def _place(plan: Draft) -> str:
 
 
 def _describe_needs(choice: Prediction) -> str:
-    """Return a text such as "fsdp, 21.3 of 79.6 GiB, 187,000 tokens/s"."""
+    """Return a text such as "fsdp, 21.3 of 79.6 GiB, 187,000 tokens/s", or how much a layout lacks
+    that does not fit."""
     plan = choice.plan
     machine = plan.machine
     memory = choice.memory
@@ -260,7 +264,9 @@ def _describe_needs(choice: Prediction) -> str:
     else:
         needs = f"{format_bytes(memory.host_bytes)} of RAM per process"
     speed = "speed unknown"
-    if choice.tokens_per_s is not None:
+    if not choice.fits:
+        speed = f"{choice.missing_bytes / GIB:.3g} GiB too much"
+    elif choice.tokens_per_s is not None:
         rounded = float(f"{choice.tokens_per_s:.3g}")
         speed = f"{rounded:,.15g} tokens/s"
     texts = [name_with_mode(choice)] if plan.num_processes > 1 else []

@@ -32,6 +32,7 @@ MODES = ("selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 BATCH_SIZES = [2**power for power in range(9)]  # batch sizes to test
 SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits
+REDUCED = {"batch_size": 1, "max_length": 128}  # settings that are halved, with the lowest values
 LORA_RANK = 16  # rank of the adapters that are suggested if training all weights does not fit
 MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
 
@@ -98,10 +99,11 @@ def sort_layouts(
 
 
 def fit(choice: Prediction) -> Fit:
-    """Return how well a layout fits. Layouts that fit without offload come first."""
+    """Return how well a layout fits. Layouts that fit without offload come first, and layouts that
+    do not fit last."""
     return Fit(
         is_unlikely=choice.memory_fit in ("unlikely", "no"),
-        offloads=choice.plan.strategy.offloads,
+        offloads=choice.fits and choice.plan.strategy.offloads,
         memory_fit=MEMORY_FITS.index(choice.memory_fit),
     )
 
@@ -110,7 +112,7 @@ def preference(choice: Prediction) -> Preference:
     """Return the sort key that puts the layout first that a practitioner would choose.
 
     Layouts that fit equally well are sorted by their predicted time, and layouts that do not fit by
-    the memory that they need. The time is increased for each setting that a user has to type, and
+    the memory that they lack. The time is increased for each setting that a user has to type, and
     unless the layout is as simple as dp and fsdp."""
     plan = choice.plan
     is_split = plan.mesh["pp"] * plan.mesh["cp"] * plan.mesh["tp"] > 1
@@ -119,7 +121,7 @@ def preference(choice: Prediction) -> Preference:
     num_settings = len(layout_settings(plan))
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
-        cost = choice.memory.needed_bytes
+        cost = choice.missing_bytes
     elif choice.step is not None:
         cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
         if is_complex:
@@ -152,7 +154,8 @@ def _may_recompute(plan: Draft) -> bool:
 
 
 def _with_checkpointing(choice: Prediction) -> Prediction:
-    """Return the layout with the least activation checkpointing with which it fits best."""
+    """Return the layout with the least activation checkpointing with which it fits best or, if it
+    does not fit, lacks least."""
     plan = choice.plan
     if not _may_recompute(plan):
         return choice
@@ -163,7 +166,7 @@ def _with_checkpointing(choice: Prediction) -> Prediction:
             choice = min(
                 choice,
                 with_checkpointing(choice, activation_checkpointing=mode),
-                key=lambda each: MEMORY_FITS.index(each.memory_fit),
+                key=lambda each: (MEMORY_FITS.index(each.memory_fit), each.missing_bytes),
             )
     return choice
 
@@ -347,10 +350,12 @@ def layout_name(plan: Draft) -> str:
     return " ".join(words)
 
 
-def find_fastest(choices: Iterable[Prediction]) -> Prediction:
-    """Return the fastest of the layouts that fit best."""
-    return min(
-        choices, key=lambda choice: (fit(choice), choice.step.seconds if choice.step else 0.0)
+def sort_by_speed(choices: Iterable[Prediction]) -> list[Prediction]:
+    """Return layouts that fit better first and, of those that fit equally well, the fastest first.
+    Layouts that do not fit are sorted by the memory that they lack."""
+    return sorted(
+        choices,
+        key=lambda each: (fit(each), each.step.seconds if each.step else each.missing_bytes),
     )
 
 
@@ -411,8 +416,9 @@ def suggest(
 ) -> list[tuple[Settings, Prediction]]:
     """Return settings with which the run of `plan` would fit, and their predictions: another layout
     for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
-    4-bit base, then offload. Settings that fit safely come before settings that may fit. Layouts of
-    other strategies than `strategies` are not tried."""
+    4-bit base, then offload. If none fits: a smaller batch, shorter samples or more GPUs. Settings
+    that fit safely come before settings that may fit. Layouts of other strategies than `strategies`
+    are not tried."""
     requested = plan.requested
     # The user's number of blocks may be too small to fit, so the planner chooses another.
     opened: Settings = {
@@ -426,13 +432,10 @@ def suggest(
         changes["batch_size"] = plan.config.batch_size
     request = as_typed(request, **OPEN_SETTINGS, pipeline_schedule=AUTO, **changes)
     suggestions = []
-    for alternative in _alternatives(request):
-        try:
-            sized = choose_batch_size(as_typed(request, **alternative), cluster, [])
-            first = sort_layouts(sized, cluster, strategies)[0]
-        except UserError:
-            continue
-        if not first.fits:
+    alternatives = list(_alternatives(request))
+    for alternative in alternatives:
+        first = _first_fitting(as_typed(request, **alternative), cluster, strategies)
+        if first is None:
             continue
         settings = dict(alternative)
         if not alternative or requested.strategy != AUTO:
@@ -444,7 +447,52 @@ def suggest(
         suggestions.append((settings, first))
         if not alternative and not first.plan.strategy.offloads:
             break
+    for alternative in (alternatives[0], alternatives[-1]):
+        if not suggestions:
+            smaller = _reduce(as_typed(request, **alternative), cluster, strategies)
+            suggestions = [(alternative | settings, first) for settings, first in smaller]
     return sorted(suggestions, key=lambda suggestion: fit(suggestion[1]))
+
+
+def _first_fitting(
+    request: Request, cluster: Cluster, strategies: Iterable[str] | None
+) -> Prediction | None:
+    """Return the first layout for a request, or None if none fits."""
+    with contextlib.suppress(UserError):
+        sized = choose_batch_size(request, cluster, [])
+        first = sort_layouts(sized, cluster, strategies)[0]
+        return first if first.fits else None
+    return None
+
+
+def _reduce(
+    request: Request, cluster: Cluster, strategies: Iterable[str] | None
+) -> Iterator[tuple[Settings, Prediction]]:
+    """Yield the batch size, the sample length and the number of GPUs that would fit if only this
+    setting were changed. Batch size and length are halved until they fit."""
+    for key, least in REDUCED.items():
+        value = getattr(request, key)
+        while value != AUTO and value // 2 >= least:
+            value //= 2
+            if first := _first_fitting(as_typed(request, **{key: value}), cluster, strategies):
+                yield {key: value}, first
+                break
+    count = cluster.num_processes
+    if count > cluster.processes_per_node or not cluster.machine.num_gpus or strategies:
+        return
+    for num_gpus in (count + 1, 2 * count, 4 * count, 8 * count):
+        machine = replace(
+            cluster.machine,
+            num_gpus=num_gpus,
+            ram_bytes=cluster.machine.ram_bytes * num_gpus // count,
+            disk_bytes=cluster.machine.disk_bytes * num_gpus // count,
+        )
+        larger = replace(
+            cluster, num_processes=num_gpus, processes_per_node=num_gpus, machine=machine
+        )
+        if first := _first_fitting(request, larger, strategies):
+            yield {"num_gpus": num_gpus}, first
+            return
 
 
 def _alternatives(request: Request) -> Iterator[Settings]:

@@ -130,7 +130,10 @@ class Prediction:
 
     @functools.cached_property
     def step(self) -> StepTime | None:
-        return None if self.rates is None else estimate_step(self.plan, self.rates)
+        """Time of a step, or None if the GPU's rates are unknown or the run does not fit."""
+        if self.rates is None or not self.fits:
+            return None
+        return estimate_step(self.plan, self.rates)
 
     @property
     def ram_bytes(self) -> int:
@@ -141,6 +144,15 @@ class Prediction:
         if machine.torch_has_cuda and not machine.num_gpus:
             needed -= FITTED.process_bytes.cuda_libraries * (processes_here - 1)
         return needed
+
+    @property
+    def missing_bytes(self) -> int:
+        """Memory that a GPU and its host lack."""
+        machine = self.plan.machine
+        gpu_bytes = self.memory.needed_bytes - machine.gpu_memory_bytes
+        return max(0, gpu_bytes if machine.num_gpus else 0) + max(
+            0, self.ram_bytes - machine.ram_bytes
+        )
 
     @property
     def memory_fit(self) -> MemoryFit:

@@ -23,7 +23,7 @@ from distributed_training.planner.answer import (
 )
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.layouts import format_settings
-from distributed_training.planner.sort import describe_suggestion, find_largest
+from distributed_training.planner.sort import describe_suggestion, find_largest, sort_by_speed
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import (
     bottleneck_name,
@@ -110,12 +110,15 @@ def run(
         document["command"] = command(found.first.plan)
         print(json.dumps(document, indent=1))
         return 0
-    check_memory(found.layouts[0], cluster)
+    if job_file is not None:
+        check_memory(found.layouts[0], cluster)
     print("\n".join(map(fold, _describe(found, cluster))))
     if arguments.explain:
         _print_tables(found, cluster)
     else:
         print("To see other layouts and their bottlenecks, add --explain.")
+    if not (found.first.fits or request.force):
+        return 1
     print()
     if job_file is None:
         _print_commands(found, cluster, partial(command, job_id=secrets.token_hex(8)))
@@ -172,7 +175,7 @@ def _print_tables(found: Answer, cluster: Cluster) -> None:
     from distributed_training.records.results import format_table
 
     picked = [choice for _, choice in found.picks]
-    others = [("", choice) for choice in found.fitting if choice not in picked]
+    others = [("", choice) for choice in sort_by_speed(found.fitting) if choice not in picked]
     rows = [_row(choice, label) for label, choice in [*found.picks, *others][:MAX_SHOWN]]
     table = format_table({name: [row[name] for row in rows] for name in rows[0]})
     print(f"\n{table}\n")

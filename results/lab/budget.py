@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from distributed_training import cli
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.planner.sort import find_fastest, sort_layouts
+from distributed_training.planner.sort import sort_by_speed, sort_layouts
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import format_count, format_duration
 from distributed_training.settings.config import AUTO, Request, with_values
@@ -184,7 +184,7 @@ def fastest_layouts(
                 values["batch_size"] = draft_plan(config, cluster).config.batch_size
 
             choices = sort_layouts(with_values(build(AUTO), **values), cluster)
-            choice = find_fastest(choices)
+            choice = sort_by_speed(choices)[0]
             if choice.fits:
                 fastest.append(choice)
     if not fastest:

@@ -9,8 +9,14 @@ from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.planner.sort import layout_settings, sort_layouts, suggest
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import AUTO
+from distributed_training.settings.machine import GIB
 from distributed_training.settings.request import build_config
 from tests.support import refused
+
+LONG = {
+    "model": "Llama-3.1-8B", "lora_rank": 16, "base_dtype": "nf4", "batch_size": 1,
+    "max_length": 32768,
+}  # fmt: skip
 
 
 def first_of(cluster, **values):
@@ -84,3 +90,21 @@ def test_the_nearest_measured_run_is_named(cluster, model, batch_size, evidence)
     else:
         low, high = first.evidence.shares
         assert 0.85 < low < 1 < high < 1.25
+
+
+def test_if_nothing_fits_the_layout_that_lacks_least_comes_first():
+    request = build_config({**LONG, "strategy": AUTO})
+    cluster = parse_cluster("RTX-3060")
+    first = sort_layouts(request, cluster)[0]
+    assert first.plan.config.activation_checkpointing == "offload"
+    assert (first.memory_fit, first.step, first.tokens_per_s) == ("no", None, None)
+    assert 0 < first.missing_bytes < GIB
+    for settings, choice in suggest(first.plan, cluster):
+        assert (settings, choice.fits) in [({"max_length": 16384}, True), ({"num_gpus": 2}, True)]
+
+
+def test_layouts_are_sorted_by_what_they_lack():
+    layouts = first_of("2xT4", model="Llama-3.1-8B", weights="random")
+    lacking = [choice.missing_bytes for choice in layouts if choice.memory_fit == "no"]
+    assert len(lacking) > 3
+    assert lacking == sorted(lacking)

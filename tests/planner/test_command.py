@@ -82,6 +82,19 @@ def test_open_values_are_searched_and_typed_values_are_kept(plan):
     assert re.search(r"--activation_checkpointing (selective|full)", out)
 
 
+def test_a_run_that_cannot_be_has_a_table_and_what_would_fit_but_no_speed(monkeypatch, capsys):
+    arguments = "--cluster 3060 --model Llama-3.1-8B --lora_rank 16 --base_dtype nf4 --batch_size 1"
+    arguments = [*arguments.split(), "--max_length", "32768", "--explain"]
+    monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *arguments])
+    assert main(CONFIG, "About.", str(ROOT / "real_model_example.py")) == 1
+    out = capsys.readouterr().out
+    assert " GiB too much." in " ".join(out.split())
+    assert "max_length=16384" in out
+    assert "num_gpus=2" in out
+    assert re.search(r"^first, fastest +dp \+offload +no 1\d\.\d +- ", out, re.M)
+    assert "real_model_example.py" not in out
+
+
 def test_strategy_option_filters_the_layouts(plan):
     arguments = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
     layouts = json.loads(plan(*arguments))["layouts"]
@@ -144,8 +157,6 @@ def test_json_has_the_fields_that_programs_read(plan):
         (["--cluster", "8xH200", "--gpu", OWN], ["8xH200", "--gpu"]),
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
          ["1024"]),
-        (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
-          "--model", "gpt2-xl"], ["gpt2-xl", "fsdp", "0.5 GiB", "--force"]),
     ],
 )  # fmt: skip
 def test_bad_input_gives_a_one_line_error(arguments, messages):
