@@ -162,9 +162,9 @@ def _keeps_best(prediction: Prediction, amount: Amount | None, notes: list[str])
         return False
     num_trained = draft.size.num_trained_parameters(config.lora_rank, config.lora_targets)
     save_s = EXPORT_S + 4 * num_trained / EXPORT_BYTES_PER_S
-    if prediction.step is None:
+    if prediction.estimate is None:
         return True
-    share = num_evaluations * save_s / (amount.num_steps * prediction.step.seconds)
+    share = num_evaluations * save_s / (amount.num_steps * prediction.estimate.seconds)
     if share > MAX_BEST_SHARE:
         notes.append(
             f"the best weights are not kept, because saving them could take {share:.0%} of the "

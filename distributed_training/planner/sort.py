@@ -122,8 +122,8 @@ def preference(choice: Prediction) -> Preference:
     cost = 0.0  # If the GPU's rates are unknown, the simplest layout comes first.
     if not choice.fits:
         cost = choice.missing_bytes
-    elif choice.step is not None:
-        cost = choice.step.seconds * (1 + MIN_GAIN) ** num_settings
+    elif choice.estimate is not None:
+        cost = choice.estimate.seconds * (1 + MIN_GAIN) ** num_settings
         if is_complex:
             cost *= COMPLEX_COST
     return Preference(
@@ -355,7 +355,10 @@ def sort_by_speed(choices: Iterable[Prediction]) -> list[Prediction]:
     Layouts that do not fit are sorted by the memory that they lack."""
     return sorted(
         choices,
-        key=lambda each: (fit(each), each.step.seconds if each.step else each.missing_bytes),
+        key=lambda each: (
+            fit(each),
+            each.estimate.seconds if each.estimate else each.missing_bytes,
+        ),
     )
 
 
@@ -405,7 +408,7 @@ def _speeds_by_batch_size(
             first = Prediction(choose_layout(sized, cluster, [], names), cluster.rates)
             if first.memory_fit != "yes":
                 break
-            speeds[size] = first.tokens_per_s or size
+            speeds[size] = size / first.estimate.seconds if first.estimate else size
     return speeds
 
 

@@ -285,11 +285,10 @@ def _row(choice: Prediction, label: str) -> dict[str, str]:
 
 def legend(cluster: Cluster) -> str:
     """Return an explanation of the columns and words in the table."""
-    rates = cluster.rates
-    if rates is None:
+    if cluster.machine.num_gpus == 0:
+        source = "On CPUs, times are unknown."
+    elif cluster.rates is None:
         source = "This GPU is not in the planner's table. Describe it with --gpu."
-    elif cluster.machine.num_gpus == 0:
-        source = "Times are rough estimates for a CPU."
     else:
         source = "Times are estimated from datasheets."
     if cluster.assumption:

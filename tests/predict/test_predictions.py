@@ -11,7 +11,7 @@ import pytest
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.sort import predict_all, sort_by_speed, sort_layouts
 from distributed_training.predict import speed
-from distributed_training.predict.predict import Prediction, parse_cluster
+from distributed_training.predict.predict import Prediction, local_cluster, parse_cluster
 from distributed_training.predict.rates import FITTED, gpu_rates
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
@@ -19,7 +19,7 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from tests.planner.helpers import NAMES, merged, plan_for
-from tests.support import GPU_MACHINE
+from tests.support import CPU_MACHINE, GPU_MACHINE
 
 H200 = gpu_rates(GPUS["H200"])
 
@@ -53,6 +53,16 @@ def test_times_are_the_same_in_every_version_of_python(schedule, monkeypatch):
             patch.setattr(speed, "sum", exact_sum, raising=False)
             new = speed.estimate_step(plan, cluster.rates)
         assert new == (pytest.approx(old.seconds, rel=1e-9), old.bound_by)
+
+
+def test_a_cpu_has_no_time_but_its_layouts_are_compared():
+    cluster = local_cluster(CPU_MACHINE, 2, 2)
+    first, *others = sort_layouts(build("auto", model="gpt2-tiny"), cluster)
+    record = first.as_record()
+    assert {record[key] for key in ("step_time_s", "tokens_per_s", "likely_s", "evidence")} == {
+        None
+    }
+    assert first.estimate.seconds < 2 * min(other.estimate.seconds for other in others)
 
 
 def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_copies(tmp_path):
