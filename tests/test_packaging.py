@@ -180,7 +180,7 @@ def test_the_loop_names_no_strategy():
 def test_a_wheel_plans_in_any_folder_without_the_packages_of_the_extra_train(tmp_path):
     copied = shutil.ignore_patterns("__pycache__", "*.pyc")
     source = tmp_path / "source"
-    for folder in ("distributed_training", "strategies", "configs"):
+    for folder in ("distributed_training", "trainplan", "strategies", "configs"):
         shutil.copytree(ROOT / folder, source / folder, ignore=copied)
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, source)
@@ -207,6 +207,13 @@ def test_a_wheel_plans_in_any_folder_without_the_packages_of_the_extra_train(tmp
         "error: --write "
     )
     assert "\ntrainplan COMMAND [OPTIONS]\n" in run("--help").stdout
+    planned = subprocess.run(
+        [sys.executable, "-c", "import trainplan; print(trainplan.plan('T4', 'Qwen3-8B')['fits'])"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{tmp_path / 'lib'}"},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert planned.stdout == "no\n"
+    assert run("report", "records").stderr.endswith("Run:\n  trainplan report FOLDER\n")
     training = run("--model", "gpt2-tiny")
     assert training.stderr.endswith("Run:\n  pip install 'trainplan[train]'\n")
     assert training.stderr.count("\n") == 2

@@ -27,6 +27,7 @@ from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
 
+VERSION = 1  # of the fields in JSON; a field that is removed or changes its meaning raises it
 FIT_WORDS: dict[MemoryFit, str] = {
     "yes": "fit",
     "tight": "just fit",
@@ -94,6 +95,7 @@ class Answer:
         hours = self.gpu_hours
         machine = self.first.plan.machine
         return {
+            "version": VERSION,
             "verdict": self.verdict,
             "fits": judge_fit(self.asked, self.first),
             "changes": self.changes,

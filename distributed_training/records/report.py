@@ -19,9 +19,9 @@ from distributed_training.records.results import (
     format_table,
 )
 from distributed_training.settings.errors import UserError, describe, print_stderr, printable
-from distributed_training.settings.files import plural, resolve_user_path
+from distributed_training.settings.files import IS_INSTALLED, plural, resolve_user_path
 
-COMMAND = "python real_model_example.py report"
+COMMAND = f"{'trainplan' if IS_INSTALLED else 'python real_model_example.py'} report"
 _SETTINGS_WIDTH = 60  # maximum length of the settings in the name of a row, in characters
 _KEYS_IN_NAME = {"strategy", "output_dir"}  # the name of a row shows their values anyway
 

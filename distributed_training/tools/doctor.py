@@ -1,6 +1,5 @@
 """Check whether this machine is ready for training."""
 
-import contextlib
 import os
 import shutil
 import socket
@@ -79,14 +78,16 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
 
 def check_torch_and_driver(machine: Machine) -> Iterator[Finding]:
     """Check torch, the driver and NCCL."""
+    fix = "Install it:\npip install 'trainplan[train]'"
     if not machine.num_gpus:  # without GPUs, only the version matters
-        with contextlib.suppress(PackageNotFoundError):
+        try:
             yield ok("torch", version("torch"))
-            return
+        except PackageNotFoundError:
+            yield fail("torch", "torch is not installed. Only planning works without it.", fix)
+        return
     try:
         import torch
     except (ImportError, OSError) as error:
-        fix = "Install it:\npip install -r requirements.txt"
         yield fail("torch", f"torch cannot be imported: {first_line(error)}", fix)
         return
     text = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"

@@ -9,11 +9,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.answer import (
+    VERSION,
     Answer,
     Price,
     answer,
@@ -34,7 +36,13 @@ from distributed_training.records.display import (
 )
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import IS_INSTALLED, check_replaced, shown, write_own
+from distributed_training.settings.files import (
+    IS_INSTALLED,
+    JsonObject,
+    check_replaced,
+    shown,
+    write_own,
+)
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import FIRST_HOST_NOTE, build_batch_script, launch_command
 
@@ -129,22 +137,26 @@ def run(
 
 def _print_largest(request: Request, cluster: Cluster, *, as_json: bool) -> None:
     """Print the largest models that the cluster can train, for a request that names no model."""
-    found = list(find_largest(request, cluster))
     if as_json:
-        models = [
-            {"model": choice.plan.model.hub_id, "settings": settings, **describe_layout(choice)}
-            for settings, choices in found
-            for choice in choices
-        ]
-        print(json.dumps({"models": models}, indent=1))
+        print(json.dumps(list_largest(request, cluster), indent=1))
         return
     print("No model was named. These are the largest listed models that fit without offload.")
     print("To plan one of them, add --model and the settings above it:")
-    for settings, choices in found:
+    for settings, choices in find_largest(request, cluster):
         unchanged = f"lora_rank={request.lora_rank}" if request.lora_rank else "all weights"
         print(f"{format_settings(settings) or unchanged}:")
         for choice in choices:
             print(f"  {choice.plan.model.hub_id}{describe_suggestion({}, choice)}")
+
+
+def list_largest(request: Request, cluster: Cluster) -> JsonObject:
+    """Return the largest models that the cluster can train as JSON."""
+    models = [
+        {"model": choice.plan.model.hub_id, "settings": settings, **describe_layout(choice)}
+        for settings, choices in find_largest(request, cluster)
+        for choice in choices
+    ]
+    return {"version": VERSION, "models": models}
 
 
 def _count_work(draft: Draft, notes: list[str]) -> Amount | str:
@@ -191,7 +203,8 @@ def _print_commands(
     if cluster.num_processes > cluster.processes_per_node:
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
     elif not cluster.is_local:
-        print("Run this command there. To check it here, add --dry-run and the option --cluster.")
+        check = "To check it here, add --dry-run and the option --cluster."
+        print(f"Run this command there. {check if find_spec('numpy') else ''}".strip())
     for label, choice in found.picks:
         print(f"  # {label}\n  {command(choice.plan)}")
 

@@ -22,7 +22,7 @@ FIELDS = [
     "bound_by", "likely_s", "evidence", "likely_bytes", "sent_bytes",
 ]  # fmt: skip
 ANSWER_FIELDS = [
-    "verdict", "fits", "changes", "gpu", "gpu_memory_bytes", "num_processes", "options",
+    "version", "verdict", "fits", "changes", "gpu", "gpu_memory_bytes", "num_processes", "options",
     "num_steps", "gpu_hours", "cost", "suggestions", "notes", "picks", "layouts", "command",
 ]  # fmt: skip
 

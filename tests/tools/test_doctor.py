@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +46,12 @@ def test_problems_with_gpus_are_reported(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
     assert levels(doctor.check_torch_and_driver(GPU_MACHINE)) == {"torch": "fail"}
     assert levels(doctor.check_torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
+
+    def not_installed(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", not_installed)
+    assert levels(doctor.check_torch_and_driver(CPU_MACHINE)) == {"torch": "fail"}
 
 
 def test_a_full_or_unwritable_disk_is_reported(tmp_path, monkeypatch):
