@@ -372,11 +372,7 @@ def find_model(name: str) -> ModelSpec:
             return replace(newest, label=label, hub_id=name, has_own_config=False)
         what = f"model={shown(name)} means models of several sizes"
         raise UserError(what, fix=f"name one of {', '.join(spec.label for spec in specs)}")
-    labels = [label for family in FAMILIES for label in _load(family).SIZES]
-    advice = did_you_mean(name, labels)
-    if names and not advice:
-        advice = f"did you mean {one_of(names[-3:])}?"
-    raise missing or _missing_config(name, advice)
+    raise missing or _missing_config(name)
 
 
 def read_published(hub_id: str, *, is_native: bool = True) -> ModelSpec:
@@ -440,11 +436,15 @@ def _fetch_config(hub_id: str) -> Path:
         raise _missing_config(hub_id, f"no folder has this name, and {error}") from None
 
 
-def _missing_config(name: str, why: str) -> UserError:
+def _missing_config(name: str, why: str = "") -> UserError:
+    names, _ = match_names(name)
+    advice = did_you_mean(name, [label for family in FAMILIES for label in _load(family).SIZES])
+    if names and not advice:
+        advice = f"did you mean {one_of(names[-3:])}?"
     repo_id = name if "/" in name else "OWNER/NAME"
-    command = f"hf download {repo_id} {CONFIG_FILE} --local-dir ."
-    fix = f"set model to the path of this file. To get it, run: {command}"
-    return UserError(f"{CONFIG_FILE} of model={shown(name)} is needed", why, fix)
+    fix = f"{advice} To get this file, whose path you can set as model, run: hf download {repo_id} "
+    fix += f"{CONFIG_FILE} --local-dir ."
+    return UserError(f"{CONFIG_FILE} of model={shown(name)} is needed", why, fix.strip())
 
 
 @functools.cache

@@ -51,7 +51,7 @@ mixtral 8x7b = mistralai/Mixtral-8x7B-v0.1
 gemma 2 9b = google/gemma-2-9b
 gemma-3-27b = google/gemma-3-27b-it
 gemma3 1b = google/gemma-3-1b-it
-gemma 4 e4b = google/gemma-4-E4B
+gemma 4 e4b = google/gemma-4-E4B-it
 gemma4 26b = google/gemma-4-26B-A4B-it
 gpt-oss-20b = openai/gpt-oss-20b
 GPT OSS 120B = openai/gpt-oss-120b
@@ -65,6 +65,14 @@ SmolLM3 = HuggingFaceTB/SmolLM3-3B
 falcon3 10b = tiiuae/Falcon3-10B-Base
 yi 34b = 01-ai/Yi-34B
 glm 4 9b chat = zai-org/glm-4-9b-chat-hf
+kimi k2.5 = moonshotai/Kimi-K2.5
+minimax m2.7 = MiniMaxAI/MiniMax-M2.7
+Nemotron 3 Nano = nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+Command-R = CohereForAI/c4ai-command-r-v01
+glm-4-9b-0414 = zai-org/GLM-4-9B-0414
+falcon 40b instruct = tiiuae/falcon-40b-instruct
+phi-2 = microsoft/phi-2
+qwen2.5 math 7b = Qwen/Qwen2.5-Math-7B
 unsloth/Qwen3-8B = unsloth/Qwen3-8B
 """
 
@@ -88,7 +96,11 @@ def test_models_are_found_by_any_spelling(line):
     ("name", "words"),
     [
         ("llama 3.1", ("Llama-3.1-8B", "Llama-3.1-405B")),
-        ("Qwen3-40B", ("config.json of model='Qwen3-40B' is needed", "Qwen/Qwen3-", "hf download")),
+        ("Qwen3-40B", ("config.json of model='Qwen3-40B' is needed", "35B-A3B", "hf download")),
+        ("Qwen3.5-9B-Base", ("Did you mean Qwen/Qwen3.5-9B?",)),
+        ("deepseek-ai/DeepSeek-R1-0528", ("no network", "Did you mean deepseek-ai/DeepSeek-R1?")),
+        ("command r7b", ("Did you mean CohereForAI/c4ai-command-r-v01?",)),
+        ("Qwen3-VL-8B", ("Qwen/Qwen3-8B?",)),
         ("qwem3 32b", ("Qwen/Qwen3-32B",)),
         ("nobody/nothing", ("no network", "hf download nobody/nothing config.json")),
         ("gpt2-mediun", ("gpt2-medium",)),
@@ -108,7 +120,7 @@ def test_entries_name_their_sources_and_no_name_occurs_twice():
     for name, entry in table.items():
         assert {*entry} in ({"also", "source", "size"}, {"also", "source", "config"})
         assert entry["source"], name
-        for repository, file, commit in entry["source"]:
+        for repository, file, commit in (*entry["source"], *entry["also"].values()):
             assert re.fullmatch(r"[\w.-]+/[\w.-]+ [\w./-]+ ([0-9a-f]{40}|v5.24.0)",
                                 f"{repository} {file} {commit}"), name  # fmt: skip
 
