@@ -261,10 +261,11 @@ def _describe_needs(choice: Prediction) -> str:
     plan = choice.plan
     machine = plan.machine
     memory = choice.memory
-    if plan.machine.num_gpus and (choice.fits or choice.gpu_memory_fit == "no"):
-        needs = f"{memory.needed_bytes / GIB:.3g} of {machine.gpu_memory_bytes / GIB:.3g} GiB"
-    else:
-        needs = f"{format_bytes(memory.host_bytes)} of RAM per process"
+    needs = []
+    if machine.num_gpus and (choice.fits or choice.gpu_memory_fit == "no"):
+        needs.append(f"{memory.needed_bytes / GIB:.3g} of {machine.gpu_memory_bytes / GIB:.3g} GiB")
+    if not needs or choice.ram_bytes > machine.ram_bytes:
+        needs.append(f"{format_bytes(memory.host_bytes)} of RAM per process")
     speed = "speed unknown"
     if not choice.fits:
         speed = f"{choice.missing_bytes / GIB:.3g} GiB too much"
@@ -272,7 +273,7 @@ def _describe_needs(choice: Prediction) -> str:
         rounded = float(f"{choice.tokens_per_s:.3g}")
         speed = f"{rounded:,.15g} tokens/s"
     texts = [name_with_mode(choice)] if plan.num_processes > 1 else []
-    return ", ".join([*texts, needs, speed])
+    return ", ".join([*texts, *needs, speed])
 
 
 def build_options(plan: Draft) -> list[str]:

@@ -423,10 +423,11 @@ def suggest(
     that fit safely come before settings that may fit. Layouts of other strategies than `strategies`
     are not tried."""
     requested = plan.requested
-    # The user's number of blocks may be too small to fit, so the planner chooses another.
+    # The user's activation checkpointing may be too little to fit, so the planner chooses another.
     opened: Settings = {
+        "activation_checkpointing": "none",
         "checkpointed_blocks": None,
-        "set_keys": requested.set_keys - {"checkpointed_blocks"},
+        "set_keys": requested.set_keys - {"activation_checkpointing", "checkpointed_blocks"},
         "engine_options": {},
     }
     request = requested.model_copy(update=opened)
@@ -441,7 +442,8 @@ def suggest(
         if first is None:
             continue
         settings = dict(alternative)
-        if not alternative or requested.strategy != AUTO:
+        sets_mode = requested.is_set("activation_checkpointing")
+        if not alternative or requested.strategy != AUTO or sets_mode:
             if first.plan.strategy.name != requested.strategy:
                 settings["strategy"] = first.plan.strategy.name
             settings |= layout_settings(first.plan)

@@ -178,6 +178,8 @@ def _describe(found: Answer, cluster: Cluster) -> list[str]:
         lines += [f"  {describe_suggestion(*suggestion)}" for suggestion in found.suggestions]
         if cluster.assumption and found.suggestions[-1][1].plan.strategy.offloads:
             lines.append(f"{cluster.assumption}.")
+    elif not found.first.fits:
+        lines.append("The planner knows no settings that fit. Use more GPUs or a smaller model.")
     lines += describe_picks(found)
     return lines + [f"note: {printable(note)}" for note in found.notes]
 

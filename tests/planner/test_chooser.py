@@ -103,6 +103,14 @@ def test_if_nothing_fits_the_layout_that_lacks_least_comes_first():
         assert (settings, choice.fits) in [({"max_length": 16384}, True), ({"num_gpus": 2}, True)]
 
 
+def test_activation_checkpointing_that_was_typed_is_changed_if_nothing_else_helps():
+    request = build_config({**LONG, "max_length": 8192, "activation_checkpointing": "selective"})
+    cluster = parse_cluster("RTX-3060")
+    settings, choice = suggest(draft_plan(request, cluster), cluster)[0]
+    assert settings["activation_checkpointing"] == "full"
+    assert choice.fits
+
+
 def test_layouts_are_sorted_by_what_they_lack():
     layouts = first_of("2xT4", model="Llama-3.1-8B", weights="random")
     lacking = [choice.missing_bytes for choice in layouts if choice.memory_fit == "no"]
