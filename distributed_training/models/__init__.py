@@ -443,7 +443,7 @@ def _missing_config(name: str, why: str = "") -> UserError:
         advice = f"did you mean {one_of(names[-3:])}?"
     repo_id = name if "/" in name else "OWNER/NAME"
     fix = f"{advice} To get this file, whose path you can set as model, run: hf download {repo_id} "
-    fix += f"{CONFIG_FILE} --local-dir ."
+    fix += f"{CONFIG_FILE} --local-dir my-model"
     return UserError(f"{CONFIG_FILE} of model={shown(name)} is needed", why, fix.strip())
 
 

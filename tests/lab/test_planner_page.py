@@ -55,6 +55,9 @@ QUESTIONS = """\
 --cluster RTX-4090 --model no-such-model
 --cluster 5090ti --model Qwen/Qwen3-4B
 --cluster 3060 --model Qwen/Qwen3-4B --tokens lots
+--cluster 'DGX Spark' --model Qwen/Qwen3-8B --lora_rank 16
+--cluster 'dual 3090' --model 'kimi k2.5'
+--cluster 'T4 x2' --max_length 1024
 --cluster 3060 --model Qwen/Qwen3-4B --max_length 1000000
 """
 # Answers in a folder like the page's: with the script and the pasted config, without torch
@@ -132,6 +135,29 @@ def test_page_shows_the_table_and_then_the_planner(page, width):
         2,
         width,
     ]
+
+
+@pytest.mark.parametrize(
+    ("question", "patterns"),
+    [
+        ("model=Qwen3-8B&gpu=DGX+Spark&method=--lora_rank+16",
+         ["fit on a GB10", "A step of [0-9,]+ tokens"]),
+        ("model=Qwen3-8B&gpu=dual+3090&method=--lora_rank+16",
+         ["2 x RTX-3090", "sharded over the GPUs"]),
+        ("model=&gpu=3060", ["LoRA adapters on a 4-bit base\n\n.*-14B: "]),
+        ("model=Qwen3-8B&gpu=H200&max_length=1000000", ["Tokens per sample”.*40960"]),
+        ("model=granite+4&gpu=T4", ["choose my-model as the model, and paste this file"]),
+    ],
+)  # fmt: skip
+def test_fields_take_any_name_and_answers_use_the_pages_words(page, question, patterns):
+    visit(page, f"{page.url}#{question}")
+    page.wait("document.documentElement.dataset.answered")
+    text = page.js("document.querySelector('main').innerText")
+    for pattern in patterns:
+        assert re.search(pattern, text, re.DOTALL), text
+    assert not re.search("--(?!lora|num|model|max|batch|strategy|local)|max_length=", text)
+    home = page.js("document.querySelector('#home a').textContent")
+    assert home == "trainplan"
 
 
 def test_table_answers_from_a_folder(page):

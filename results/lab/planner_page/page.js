@@ -6,6 +6,23 @@ const COLORS = {
   parameters: "#4269d0", gradients: "#efb118", optimizer: "#e4572e", copies: "#6cc5b0", buffers: "#97bbf5",
   activations: "#3ca951", logits: "#a463f2", "CUDA context": "#8b949e",
 };
+// What a strategy does, and how it goes on with micro-batches and checkpointing
+const STRATEGIES = {
+  dp: "each GPU has a copy of the model", fsdp: "the model is sharded over the GPUs", zero1: "the optimizer state is sharded",
+  zero2: "the optimizer state and the gradients are sharded", zero3: "the model is sharded over the GPUs by DeepSpeed",
+  tp: "each layer is split over the GPUs", pp: "the layers are divided among the GPUs", cp: "each sample is split over the GPUs",
+  "3d": "layers are split, divided and copied", hybrid: "the layers are divided, and the divisions copied",
+  offload: "the optimizer state is in the computer's memory", infinity: "weights and optimizer state are on disk",
+};
+const MODES = {
+  selective: "some activations are computed again", full: "activations are computed again",
+  offload: "activations wait in the computer's memory", "offload-attention": "part of the activations waits in the computer's memory",
+};
+// Options of the command, as the page calls them
+const FIELDS = {
+  "--cluster": "GPU", "--gpu": "GPU", "--model": "Model", "--tokens": "Tokens to train on", "--price": "Price per GPU-hour",
+  max_length: "Tokens per sample", batch_size: "Samples per GPU", lora_rank: "LoRA rank", base_dtype: "base",
+};
 const GIB = 2 ** 30;
 const MY_MODEL = "my-model";  // folder of a pasted config.json
 const form = document.forms[0];
@@ -29,6 +46,26 @@ function shape(tag, attributes, text = "") {
   return node;
 }
 
+function describeLayout({ name, strategy, num_microbatches, axes }) {
+  const parts = [STRATEGIES[strategy] ?? strategy];
+  if (strategy === "fsdp" && axes.dp_replicate > 1) parts.push(`with ${axes.dp_replicate} copies`);
+  if (num_microbatches > 1) parts.push(`${num_microbatches} micro-batches, one after the other`);
+  const [, mode, blocks] = name.match(/\+([a-z-]+)(?::(\d+))?/) ?? [];
+  if (mode) parts.push(MODES[mode] + (blocks ? ` in ${blocks} blocks` : ""));
+  return `${name}: ${parts.join("; ")}.`;
+}
+
+// An error or a note names options of the command, which are fields here.
+function useFieldNames(text) {
+  text = text.replace("add --batch_size auto", "set it to auto").replaceAll("model=", "");
+  text = text.replace(/To get this file, whose path .*run:\s*/,
+    `To ask about it, choose ${MY_MODEL} as the model, and paste this file, which you get with: `);
+  for (const [name, field] of Object.entries(FIELDS)) {
+    text = text.replaceAll(new RegExp(`(--)?${name}\\b( ?= ?)?`, "g"), (match, dashes, equals) => `“${field}”${equals ? " " : ""}`);
+  }
+  return text;
+}
+
 // Break the lines of a command only before its options.
 function writeCommand(command) {
   const words = command.split(/ (?=--)/).flatMap(word => [element("span", { textContent: word }), " "]);
@@ -50,13 +87,16 @@ function copyButton(label, read) {
 
 const readForm = () => Object.fromEntries(new FormData(form));
 const FIRST = { ...readForm(), model: "Qwen/Qwen3-8B", gpu: "RTX-4090" };
+// The list of a field shows only what contains its text.
+for (const field of [form.elements.model, form.elements.gpu]) field.addEventListener("focus", () => field.select());
 
 function listOptions(asked) {
   const machines = [asked.gpu];
   if (asked.gpus > 1 || asked.nodes > 1) machines.unshift(asked.gpus);
   if (asked.nodes > 1) machines.unshift(asked.nodes);
-  const options = ["--cluster", machines.join("x"), "--model", asked.model];
-  options.push("--max_length", asked.max_length, "--batch_size", asked.batch_size);
+  const options = ["--cluster", machines.join("x"), ...(asked.model ? ["--model", asked.model] : [])];
+  const batchSize = asked.model || asked.batch_size !== "auto" ? asked.batch_size : "1";  // many models with many sizes take minutes
+  options.push("--max_length", asked.max_length, "--batch_size", batchSize);
   if (asked.method) options.push(...asked.method.split(" "));
   for (const name of ["tokens", "price"]) if (asked[name].trim()) options.push(`--${name}`, asked[name].trim());
   return options;
@@ -74,7 +114,7 @@ function readLink() {
   for (const [name, value] of Object.entries(asked)) {
     const field = form.elements.namedItem(name);
     if (field) field.value = value;
-    if (field && !field.value) field.value = FIRST[name];  // a link to a model or GPU that is not in the list
+    if (field && !field.value && name !== "model") field.value = FIRST[name];
   }
   form.querySelector("details").open ||= ["tokens", "price", "nodes"].some(name => asked[name] !== FIRST[name]);
 }
@@ -111,7 +151,7 @@ function drawMemory(layout, cardBytes) {
   svg.append(shape("line", { class: "card", x1: percent(cardBytes), x2: percent(cardBytes), y1: 0, y2: 44 }));
   const [low, high] = layout.likely_bytes;
   const text = `${gib(layout.needed_bytes)} of ${gib(cardBytes)} GiB, typically ${gib(low)} to ${gib(high)} GiB. `;
-  return [element("h2", { textContent: `Memory per GPU: ${layout.name}` }), svg, key,
+  return [element("h2", { textContent: "Memory per GPU" }), element("p", { className: "note", textContent: describeLayout(layout) }), svg, key,
     element("p", { className: "note", textContent: `${text}The red line is the GPU's memory.` })];
 }
 
@@ -148,7 +188,7 @@ function drawLayouts(answer) {
     svg.append(circle);
   }
   const rows = layouts.slice(0, 100).map(layout => element("tr", {},
-    element("td", { textContent: layout.name }),
+    element("td", { textContent: describeLayout(layout) }),
     element("td", { className: "number", textContent: `${gib(layout.needed_bytes)} GiB` }),
     element("td", { className: "number", textContent: `${round(layout.tokens_per_s)} tokens/s` })));
   const table = element("div", { className: "scroll", tabIndex: 0 }, element("table", {}, ...rows));
@@ -161,7 +201,8 @@ function describeTime(answer) {
   const [first] = answer.picks;
   if (!first.fits || first.step_time_s === null) return [];
   const range = first.likely_s ? `80% range ${first.likely_s.map(seconds => round(seconds)).join(" to ")} s; ` : "";
-  const lines = [`A step takes ${round(first.step_time_s)} s (${range}${first.evidence}).`];
+  const tokens = round(first.tokens_per_s * first.step_time_s, 12);
+  const lines = [`A step of ${tokens} tokens takes ${round(first.step_time_s)} s (${range}${first.evidence}).`];
   if (answer.gpu_hours !== null) lines.push(`${answer.num_steps.toLocaleString("en-US")} steps take ${round(answer.gpu_hours)} GPU-hours.`);
   if (answer.cost !== null) lines.push(`They cost ${answer.cost}.`);
   return [element("h2", { textContent: "Time" }), element("p", { textContent: lines.join(" ") })];
@@ -179,6 +220,16 @@ function describeSuggestions(answer) {
   return [element("p", { textContent: text })];
 }
 
+function describeModels(models) {
+  const kinds = { optimizer: "All weights in bf16", lora_rank: "LoRA adapters", base_dtype: "LoRA adapters on a 4-bit base" };
+  return models.flatMap((choice, index) => {
+    const kind = kinds[Object.keys(choice.settings).at(-1)] ?? form.elements.method.selectedOptions[0].textContent;
+    const line = `${choice.model}: ${gib(choice.needed_bytes)} GiB, ${round(choice.tokens_per_s ?? 0)} tokens/s`;
+    const isNew = JSON.stringify(choice.settings) !== JSON.stringify(models[index - 1]?.settings);
+    return [...(isNew ? [element("h2", { textContent: kind[0].toUpperCase() + kind.slice(1) })] : []), element("p", { textContent: line })];
+  });
+}
+
 function describeCommand(command, asked) {
   const parts = [element("h2", { textContent: "Command" }), writeCommand(command)];
   if (asked.model === MY_MODEL) {
@@ -190,17 +241,22 @@ function describeCommand(command, asked) {
 function showAnswer(text, asked, milliseconds) {
   if (!text.startsWith("{")) {
     const command = `python real_model_example.py plan ${listOptions(asked).map(quote).join(" ")}`;
-    show(text.replace(/^error: /, ""), "no", "");
+    show(useFieldNames(text.replace(/^error: /, "")), "no", "");
     byId("answer").replaceChildren(...(text.includes("measured with torch") ? describeCommand(command, asked) : []));
     return;
   }
   const answer = JSON.parse(text);
+  if (answer.models) {
+    show(`The largest models that ${asked.gpu} can train`, "yes", "Of the models in the list, without offload.");
+    byId("answer").replaceChildren(...describeModels(answer.models));
+    return;
+  }
   const [first] = answer.picks;
   show(answer.verdict, first.fits ? "yes" : "no", `Computed in ${round(milliseconds / 1000, 2)} s in this browser.`);
   byId("answer").replaceChildren(
     ...describeSuggestions(answer), ...drawMemory(first, answer.gpu_memory_bytes), ...describeTime(answer),
     ...drawLayouts(answer), ...(first.fits ? describeCommand(answer.command, asked) : []),
-    element("ul", {}, ...answer.notes.map(note => element("li", { textContent: note }))));
+    element("ul", {}, ...answer.notes.map(note => element("li", { textContent: useFieldNames(note) }))));
 }
 
 // The worker with the planner. It answers one question at a time, and only the newest matters.
@@ -254,7 +310,7 @@ function ask() {
   byId("config").hidden = asked.model !== MY_MODEL;
   if (!form.checkValidity() || (asked.model === MY_MODEL && !asked.config.trim())) {
     newest = null;
-    show(form.checkValidity() ? "Paste the model's config.json." : "One of the numbers is not valid.", "", "");
+    show(form.checkValidity() ? "Paste the model's config.json." : "A number is not valid, or the GPU is missing.", "", "");
     byId("answer").replaceChildren();
     return;
   }

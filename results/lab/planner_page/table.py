@@ -3,15 +3,15 @@ results.lab.planner_page.table models`, `gpus` or `answers`. `make docs` runs it
 
 import itertools
 import json
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 sys.modules["torch"] = None  # type: ignore[assignment]  # the page has none
 
 from distributed_training.models import gpt2  # noqa: E402
-from distributed_training.models.table import TABLE  # noqa: E402
+from distributed_training.models.table import read_table  # noqa: E402
 from distributed_training.settings.machine import GPUS  # noqa: E402
 from results.lab.planner_page.ask import ask  # noqa: E402
 
@@ -37,17 +37,10 @@ CARDS = (
 DEFAULTS = "--max_length 2048 --batch_size auto"  # of the page's form
 
 
-def gpu_group(name: str) -> str:
-    if name.endswith("Laptop"):
-        return "GeForce in a laptop"
-    return "GeForce" if re.match("RTX-[2-5]0[5-9]0", name) else "Data center and workstation"
-
-
-def list_options(names: Iterable[str], group: Callable[[str], str]) -> Iterator[str]:
-    """Yield a line of HTML for each group of a menu."""
-    for label, values in itertools.groupby(sorted(names, key=group), group):
-        options = "".join(f'<option value="{v}">{v.rpartition("/")[2]}</option>' for v in values)
-        yield f'<optgroup label="{label}">{options}</optgroup>'
+def list_options(names: Iterable[str]) -> Iterator[str]:
+    """Yield the suggestions of a field, about 100 characters per line."""
+    options = " ".join(f'<option value="{name}">' for name in names)
+    yield from textwrap.wrap(options, 100)
 
 
 def find_row(question: tuple[str, str]) -> str:
@@ -67,10 +60,10 @@ def list_answers() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    models = [*json.loads(TABLE.read_text()), *gpt2.HUB_IDS.values()]
+    models = [*read_table(), *gpt2.HUB_IDS.values()]
     parts = {
-        "models": list_options(sorted(models), lambda model: model.partition("/")[0]),
-        "gpus": list_options(GPUS, gpu_group),
+        "models": list_options(sorted(models)),
+        "gpus": list_options("DGX Spark" if name == "GB10" else name for name in GPUS),
         "answers": list_answers(),
     }
     print("\n".join(parts[sys.argv[1]]))
