@@ -520,22 +520,14 @@ def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings,
     without offload. Of models with the same shape, only one is tried."""
     models = {id(entry): name for name, entry in read_table().items()}.values()
     by_size = sorted(models, key=lambda name: -find_model(name).size.num_parameters)
+    request = as_typed(request, strategy=AUTO)
     for alternative in _alternatives(request):
-        fitting = (
-            choice
+        firsts = (
+            _first_fitting(as_typed(request, model=name, **alternative), cluster, SIMPLE)
             for name in by_size
-            for choice in _simple_layouts(as_typed(request, model=name, **alternative), cluster)
-            if choice.memory_fit in ("yes", "tight")
         )
+        fitting = (first for first in firsts if first and first.memory_fit != "unlikely")
         yield alternative, list(itertools.islice(fitting, 3))
-
-
-def _simple_layouts(request: Request, cluster: Cluster) -> list[Prediction]:
-    """Return the best simple layout, or none if the model cannot be trained with these settings."""
-    with contextlib.suppress(UserError):
-        sized = choose_batch_size(as_typed(request, strategy=AUTO), cluster, [])
-        return sort_layouts(sized, cluster, SIMPLE)[:1]
-    return []
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:
