@@ -50,7 +50,7 @@ BUILT_IN = (
 # grammar
 _PROSE_PARAGRAPH = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _FORMATS = (".parquet", ".arrow", ".json", ".csv")  # of equally common ones, the first is read
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+|:[\w.-]*:[\w.-]+)?")
 # Standard library folders that contain tests, vendored code or generated tables
 _SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 _SKIPPED_FOLDERS |= {"__pycache__", "ensurepip", "encodings", "pydoc_data", "turtledemo"}
@@ -238,17 +238,23 @@ def _find_sources(
         return corpus
     if dataset in SHIPPED_CHATS:
         dataset = str(CHATS_DIR / dataset)
+    fix = f"set {key} to the file or folder to train on"
+    split = ""
     if is_hub_name(dataset):
         splits = hub.fetch_dataset(key, dataset, download=True)
+        name, _, config_and_split = dataset.partition(":")
+        config, _, split = config_and_split.partition(":")
+        fix = f"name one of them: {name}:{config}:{next(iter(splits))}"
     else:
         splits = find_splits(Path(dataset), what, columns)
-    if "train" not in splits:
-        fix = f"set {key} to the file or folder to train on"
-        raise UserError(
-            f"{what} has no split called train", f"its splits are: {', '.join(splits)}", fix
-        )
-    used_splits = [split for split in ("train", "validation") if split in splits]
-    return {split: _build_source(splits[split], what, columns) for split in used_splits}
+    train = split or "train"
+    if train not in splits:
+        why = f"its splits are: {', '.join(splits)}"
+        raise UserError(f"{what} has no split called {train}", why, fix)
+    used = {"train": splits[train]}
+    if not split and "validation" in splits:
+        used["validation"] = splits["validation"]
+    return {name: _build_source(files, what, columns) for name, files in used.items()}
 
 
 def check_dataset_path(dataset: str, key: str) -> None:
@@ -260,8 +266,8 @@ def check_dataset_path(dataset: str, key: str) -> None:
 
 
 def is_hub_name(dataset: str) -> bool:
-    """Return whether `dataset` has the form user/name or user/name:config and is not an existing
-    path."""
+    """Return whether `dataset` has the form user/name, user/name:config or user/name:config:split,
+    and is not an existing path. `config` may be empty."""
     path = Path(dataset)
     is_hub_form = _HUB_NAME.fullmatch(dataset) is not None
     return is_hub_form and path.suffix not in SUFFIXES and not path.exists()

@@ -42,12 +42,12 @@ def fetch_dataset(
     *,
     download: bool,
 ) -> dict[str, list[Path]]:
-    """Return the Arrow files of each split of a dataset on the Hub. `dataset` is `name` or
-    `name:config`.
+    """Return the Arrow files of each split of a dataset on the Hub. `dataset` is `name`,
+    `name:config` or `name:config:split`.
 
     If `download` is False, only check that the dataset is available, and return {}. Raises
     UserError if the dataset is neither on the Hub nor in the cache of the datasets library."""
-    name, _, config = dataset.partition(":")
+    name, config, *_ = f"{dataset}:".split(":")
     connection_error = None
     try:
         import datasets

@@ -40,11 +40,13 @@ def wikitext():
 
 @pytest.fixture(scope="module")
 def own_dataset():
-    """Return the files of two datasets, keyed by their paths on the Hub. The dataset me/chats has a
-    validation split, and me/cards has two configs."""
+    """Return the files of three datasets, keyed by their paths on the Hub. The dataset me/chats has
+    a validation split, me/cards has two configs, and me/splits has splits with other names."""
     said = [("user", "What comes after one?"), ("assistant", "After one comes two.")]
     messages = [{"role": role, "content": text} for role, text in said]
     chats = [{"number": n, "messages": messages} for n in range(120)]
+    data_files = [{"split": split, "path": f"{split}.jsonl"} for split in ("train_sft", "test_sft")]
+    splits = [{"config_name": "default", "data_files": data_files}]
     configs = [{"config_name": name, "data_files": f"{name}.jsonl"} for name in ("a", "b")]
     cards = [json.dumps({"prompt": f"{n}:", "completion": f" card {n}"}) for n in range(60)]
     content = {
@@ -52,6 +54,9 @@ def own_dataset():
         "chats/resolve/main/data/train-00001-of-00002.parquet": parquet(chats[60:]),
         "chats/resolve/main/data/validation-00000-of-00001.parquet": parquet(chats[:20]),
         "cards/resolve/main/README.md": f"---\n{json.dumps({'configs': configs})}\n---\n".encode(),
+        "splits/resolve/main/README.md": f"---\n{json.dumps({'configs': splits})}\n---\n".encode(),
+        "splits/resolve/main/train_sft.jsonl": "\n".join(cards[:40]).encode(),
+        "splits/resolve/main/test_sft.jsonl": "\n".join(cards[40:]).encode(),
         "evil/resolve/main/README.md": b"""---
 configs: [{config_name: default, data_files: "ftp://127.0.0.1:1/x"}]
 ---""",
@@ -152,6 +157,18 @@ def test_a_hub_dataset_is_trained_on_by_name(own_dataset, run, tmp_path):
     assert_ok(run(hub.endpoint, values))
     again = only_record(tmp_path / "second")
     assert again["work"]["data_fingerprint"] == record["work"]["data_fingerprint"]
+
+
+def test_splits_of_a_hub_dataset_are_named(own_dataset, run, tmp_path):
+    values = {"dataset": "me/splits::train_sft", "validation_dataset": "me/splits:default:test_sft"}
+    values |= {"max_steps": 1, "num_samples": -1, "eval_samples": -1, "pack": False}
+    with serve(own_dataset) as hub:
+        assert_ok(run(hub.endpoint, values))
+        for name in ("me/splits", "me/splits:default:train"):
+            words = f"dataset='{name}'", "train_sft, test_sft", ":train_sft"
+            assert_refused(run(hub.endpoint, {**values, "dataset": name}), *words)
+    data = only_record(tmp_path / "runs")["data"]
+    assert (data["num_train_samples"], data["num_validation_samples"]) == (40, 20)
 
 
 def test_one_config_of_a_hub_dataset_is_loaded(own_dataset, run, tmp_path):
