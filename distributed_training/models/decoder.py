@@ -433,11 +433,11 @@ def summed_cross_entropy(
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
-    """Return whether the parameter `name` is a matrix or a stack of experts' matrices in a
-    block."""
+    """Return whether the parameter `name` is a matrix in a block that can have adapters, or a stack
+    of experts' matrices. The code of other matrices may read their weights."""
     blocks, _, parameter = name.partition(".")
     if blocks != "blocks":
         return False
     layer, _, matrix = parameter.partition(".")
     kind = size.kind_of(int(layer))
-    return matrix.removesuffix(".weight") in kind.hf_matrices or matrix in kind.stacks
+    return bool(kind.hf_matrices.get(matrix.removesuffix(".weight"))) or matrix in kind.stacks

@@ -125,6 +125,13 @@ class BlockKind:
         suffixes = () if targets is None else _suffixes(targets)
         return {name: shape for name, shape in self.stacks.items() if f".{name}".endswith(suffixes)}
 
+    @property
+    def quantized_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes [out, in] of the matrices that `base_dtype` quantizes: those that can
+        have adapters."""
+        matrices = zip(self.hf_matrices.values(), self.matrices, strict=True)
+        return [shape for parts, shape in matrices if parts]
+
     def adapter_shapes(
         self,
         rank: int,

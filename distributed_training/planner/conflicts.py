@@ -240,6 +240,7 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
             f"frozen weights then have the dtype {config.precision}",
             "set base_dtype to None",
         )
+    quantized = [shape for kind in size.kinds for shape in kind.quantized_shapes]
     if config.base_dtype == "fp8":
         if capability < (8, 9):
             yield Conflict(
@@ -255,7 +256,7 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
                 "fp8 needs whole matrices, and an engine that multiplies them",
                 "set strategy to dp or fsdp",
             )
-        all_sizes = {length for shape in size.matrix_shapes for length in shape}
+        all_sizes = {length for shape in quantized for length in shape}
         if odd_sizes := sorted(length for length in all_sizes if length % 16):
             why = f"fp8 needs numbers of rows and columns that 16 divides, unlike {odd_sizes}"
             yield Conflict("base_dtype", model, why, "set base_dtype to None")
@@ -267,7 +268,7 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
                 "quantized layers must stay whole or be sharded by FSDP",
                 "set strategy to dp or fsdp",
             )
-        odd_columns = sorted({columns for _, columns in size.matrix_shapes if columns % 64})
+        odd_columns = sorted({columns for _, columns in quantized if columns % 64})
         if odd_columns:
             why = (
                 "each group of 64 values shares a scale, but 64 does not divide "

@@ -3,11 +3,13 @@ them."""
 
 import pytest
 import torch
+from transformers import JambaConfig
 
-from distributed_training.models import find_model, nf4
+from distributed_training.models import HUB_PREFIX, find_model, nf4
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.models.quantized import dequantized_source, quantize_matrices
-from tests.support import draw_model
+from tests.models.hub_folders import random_model
+from tests.support import assert_near, draw_model
 
 CPU = torch.device("cpu")
 SPEC = find_model("gpt2-tiny")
@@ -91,6 +93,31 @@ def test_a_model_with_nf4_codes_equals_a_model_with_dequantized_weights():
         results.append((y.detach(), x.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_matrices_whose_weights_other_code_reads_are_not_quantized(tmp_path):
+    """Jamba adds the bias of dt_proj by itself. The planner does not count these matrices."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "mamba_expand": 1, "num_experts": 1}
+    shape = {**sizes, "vocab_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+    random_model(JambaConfig(**shape, pad_token_id=0, mamba_dt_rank=8)).save_pretrained(tmp_path)
+    spec = find_model(f"{HUB_PREFIX}{tmp_path}")
+    original = spec.weights_source(tmp_path)
+    logits = []
+    for is_quantized in (True, False):
+        model = spec.build_meta_model()
+        source = dequantized_source(original, spec.size, "nf4", torch.float32)
+        if is_quantized:
+            source = quantize_matrices(model, original, CPU, "nf4")
+        InitialWeights(source=source).fill(model, CPU)
+        logits.append(model(torch.arange(16)[None]))
+    assert_near(*logits)
+    name = "mamba.dt_proj"
+    assert torch.equal(
+        model.blocks["0"].get_submodule(name).weight, original(f"blocks.0.{name}.weight", ())
+    )
+    assert (64, 8) in spec.size.kinds[0].matrices
+    assert (64, 8) not in spec.size.kinds[0].quantized_shapes
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])

@@ -3,7 +3,7 @@ import torch."""
 
 import math
 
-from distributed_training.predict.costs.block import backward_bytes, matrix_shapes, mlp_values
+from distributed_training.predict.costs.block import backward_bytes, mlp_values
 from distributed_training.predict.costs.zero import OFFLOADED
 from distributed_training.predict.mechanism import (
     NO_COST,
@@ -132,7 +132,7 @@ def dequantized_matrix_bytes(rank: PipelineRank, recomputed: float) -> float:
     If it is larger, memory peaks at the end of the backward pass, when it is in memory. Otherwise,
     memory peaks in the MLP."""
     stacks = map(math.prod, rank.kind.stacks.values())
-    largest = max(*(rows * columns for rows, columns in matrix_shapes(rank)), *stacks)
+    largest = max([*map(math.prod, rank.kind.quantized_shapes), *stacks], default=0)
     products = rank.kind.expert_products
     row_values = max((count * (rows + columns) for rows, columns, count in products), default=0)
     mlp_bytes = backward_bytes(rank, recomputed) + adapter_backward_bytes(rank, recomputed)
@@ -152,7 +152,7 @@ def fp8_costs(timing: Timing) -> PassCosts:
     saved_share = 1 / FITTED.fp8_speed - 1
     quantized_bytes = (timing.dtype_bytes + 1) * timing.tokens
     forward = inputs = NO_COST
-    for rows, columns in matrix_shapes(timing):
+    for rows, columns in timing.kind.quantized_shapes:
         forward += saved_share * timing.gemm_cost(timing.tokens, columns, rows)
         forward += timing.memory_cost(quantized_bytes * columns)
         inputs += saved_share * timing.gemm_cost(timing.tokens, rows, columns)
@@ -163,11 +163,12 @@ def fp8_costs(timing: Timing) -> PassCosts:
 def fp8_bytes(rank: PipelineRank, recomputed: float) -> float:
     """Return the number of bytes that fp8 adds to the peak memory of a block's backward pass: the
     quantized gradient and the transposed copy of the largest matrix."""
-    return max(rows * columns + rank.tokens * rows for rows, columns in matrix_shapes(rank))
+    sizes = [rows * columns + rank.tokens * rows for rows, columns in rank.kind.quantized_shapes]
+    return max(sizes, default=0)
 
 
 def _num_block_values(sizes: Sizes) -> float:
-    return sizes.kind.stack_values + sum(rows * columns for rows, columns in matrix_shapes(sizes))
+    return sizes.kind.stack_values + sum(map(math.prod, sizes.kind.quantized_shapes))
 
 
 LORA = Mechanism(
