@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM
 
 import distributed_training
 import distributed_training.models.hub as hub_family
@@ -30,7 +29,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.request import build_config
 from tests.models.hub_folders import KINDS, VOCABULARY, make_folder
-from tests.models.theirs import logits, train_step
+from tests.models.theirs import generate, logits, train_step
 from tests.planner.helpers import plan_for
 from tests.reference import call_reference
 from tests.support import (
@@ -278,6 +277,10 @@ def test_hashed_weights_of_experts_are_drawn_by_shards(tmp_path):
         ({"model_type": "olmo2", "hidden_size": "wide"}, ("config.json",)),
         ({"model_type": "olmo2", "num_attention_heads": 0}, ("config.json",)),
         ({"model_type": "olmo2", "hidden_act": "nobody"}, ("config.json", "nobody")),
+        (
+            {"model_type": "olmo2", "per_layer_config": {"0": {"num_attention_heads": 4}}},
+            ("config.json", "num_attention_heads"),
+        ),
     ],
 )
 def test_models_other_than_dense_decoders_are_refused_in_one_line(changes, words, tmp_path):
@@ -307,19 +310,18 @@ LONGROPE = {
 }
 
 
+@pytest.mark.processes
 def test_samples_are_no_longer_than_the_frequencies_of_their_positions_allow(tmp_path):
     """Llama 4 and models with longrope compute a token differently in longer samples."""
     changes = {"original_max_position_embeddings": 24, "rope_parameters": LONGROPE}
     folder = make_folder("phi3", tmp_path / "phi3", **changes)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     spec = find_model(str(folder))
     assert (spec.size.num_positions, spec.size.context_length) == (24, 96)
     with refused("max_length=25", "24 or less"):
         plan_for(tmp_path, strategy="dp", model=str(folder), max_length=25, checked=False)
     model = read_model(spec, folder).eval()
     prompt = torch.randint(2, VOCABULARY, (1, 10))
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = reference.generate(prompt, max_new_tokens=30, **options)[0, 10:].tolist()
+    expected = call_reference(generate, folder, prompt, max_new_tokens=30)
     generation = {"num_tokens": 30, "context": 96, "eos_ids": [-1], "seed": 0, "temperature": 0.0}
     with torch.inference_mode():
         ids = generate_ids(lambda x, past: model(x, past=past), prompt[0].tolist(), **generation)

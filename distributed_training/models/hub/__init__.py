@@ -109,6 +109,11 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
     from distributed_training.models.private import peft_expert_targets
 
     config = model.make_config(text_document(document))
+    # Transformers raises an exception if code reads a value that differs between blocks.
+    for key in {"num_attention_heads", "sliding_window"}.intersection(
+        getattr(config, "per_layer_attributes", None) or ()
+    ):
+        raise UnsupportedError(f"has blocks with different values of {key}")
     if not getattr(config, "num_attention_heads", 0):
         raise UnsupportedError("has no attention heads")
     if getattr(config, "attn_type", "") == "bi":  # XLNet
