@@ -69,8 +69,10 @@ def printable(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and the beginning of its message, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """Return an exception's type and the beginning of its message, on one line. The message of a
+    UserError needs no type."""
+    message = " ".join(str(error).split())[:300]
+    return message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
 
 
 class RunError(UserError):

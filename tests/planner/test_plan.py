@@ -196,3 +196,10 @@ def test_runs_started_in_the_same_second_have_separate_folders(tmp_path):
     assert re.fullmatch(r"\d{8}-\d{6}-infinity-gpt2-tiny-x\d", first.run_dir.name)
     assert second.run_dir.name == f"{first.run_dir.name}-2"
     assert first.offload_dir != second.offload_dir
+
+
+def test_a_damaged_plan_is_named_without_the_class_of_an_error(tmp_path):
+    (tmp_path / PLAN_FILE).touch()
+    with pytest.raises(UserError, match=PLAN_FILE) as error:
+        load_plan(tmp_path)
+    assert "Error" not in str(error.value)
