@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from distributed_training.models import config_file, find_model, gpt2, weights
 from tests.models.hub_folders import make_folder, random_model
-from tests.models.theirs import train_step
+from tests.models.theirs import logits, read_tensors, train_step
 from tests.reference import call_reference
 from tests.support import assert_near, edit_json, read_model, refused, save_model
 
@@ -40,23 +39,27 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
+def theirs(name: str, folder: Path) -> torch.nn.Module:
     """Build a transformers model with random parameters, including norms and biases. Save the model
     to `folder`, and return it."""
     class_name, options = OPTIONS[name]
     model = random_model(getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options}))
-    model.save_pretrained(folder, **saving)
-    return model.eval()
+    model.save_pretrained(folder)
+    return model
 
 
 def ours(folder: Path, spec=None):
     return read_model(spec or find_model(str(folder)), folder)
 
 
-def exported(state, folder: Path) -> torch.nn.Module:
-    """Save our weights, and return the model that transformers loads from the saved folder."""
+def exported(state, folder: Path) -> Path:
+    """Save our weights, and return the folder."""
     save_model(find_model(str(folder)), state, folder / "ours")
-    return AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
+    return folder / "ours"
+
+
+def their_logits(folder: Path) -> torch.Tensor:
+    return call_reference(logits, folder, IDS)
 
 
 @pytest.mark.processes
@@ -73,16 +76,13 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
     assert_near(loss, expected.loss)
     # `save` converts names and shapes to the Hugging Face format, so it also works for gradients.
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-    reexported, with_gradients = (
-        exported(state, tmp_path) for state in (model.state_dict(), gradients)
-    )
-    assert_near(reexported(inputs).logits, expected.logits)
-    assert reexported.config.eos_token_id == 7
-    assert reexported.config.architectures == [type(reexported).__name__]
-    exported_gradients = dict(with_gradients.named_parameters())
-    assert exported_gradients.keys() == expected.gradients.keys()
+    _, found = call_reference(read_tensors, exported(gradients, tmp_path))
+    class_name, _ = call_reference(read_tensors, exported(model.state_dict(), tmp_path))
+    assert_near(call_reference(logits, tmp_path / "ours", inputs), expected.logits)
+    document = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (document["eos_token_id"], document["architectures"]) == (7, [class_name])
     for key, gradient in expected.gradients.items():
-        assert_near(exported_gradients[key], gradient)
+        assert_near(found[key], gradient)
         assert gradient.norm() > 0
 
 
@@ -109,18 +109,18 @@ SPELLINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_config_gives_the_same_model_as_in_transformers(name, tmp_path):
     config = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     random_model(transformers.AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     find_model(str(tmp_path)).check_weights(tmp_path)
     model = ours(tmp_path)
-    logits = reference(IDS).logits
-    assert_near(model(IDS), logits)
-    assert_near(exported(model.state_dict(), tmp_path)(IDS).logits, logits)
+    expected = their_logits(tmp_path)
+    assert_near(model(IDS), expected)
+    assert_near(their_logits(exported(model.state_dict(), tmp_path)), expected)
     assert find_model(str(tmp_path / "ours")).size == model.size
 
 
@@ -139,10 +139,11 @@ def test_a_config_gives_the_same_size_without_transformers(name, tmp_path, monke
     assert find_model(str(tmp_path)).size == size
 
 
+@pytest.mark.processes
 def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
     for name in ("llama", "gpt2"):
         folder = tmp_path / name
-        reference = theirs(name, folder)
+        theirs(name, folder)
         tensors = load_file(folder / "model.safetensors")
         embedding = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
         edit_json(folder / "config.json", tie_word_embeddings=True)
@@ -153,9 +154,9 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
             save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
             model = ours(folder)
             assert model.size.tied == tied
-            reference = AutoModelForCausalLM.from_pretrained(folder).eval()
-            assert_near(model(IDS), reference(IDS).logits)
-            assert_near(exported(model.state_dict(), folder)(IDS).logits, reference(IDS).logits)
+            expected = their_logits(folder)
+            assert_near(model(IDS), expected)
+            assert_near(their_logits(exported(model.state_dict(), folder)), expected)
         edit_json(folder / "config.json", tie_word_embeddings=False)
         tensors.pop("lm_head.weight", None)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -163,15 +164,17 @@ def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
             find_model(str(folder)).check_weights(folder)
 
 
+@pytest.mark.processes
 def test_weight_files_are_chosen_as_in_transformers(tmp_path):
-    model = theirs("qwen2", tmp_path)
+    theirs("qwen2", tmp_path)
+    expected = their_logits(tmp_path)
     file = tmp_path / "model.safetensors"
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
-    assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index is ignored
+    assert_near(ours(tmp_path)(IDS), expected)  # a stale index is ignored
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file({**load_file(file), **buffer}, file, metadata={"format": "pt"})
-    assert_near(ours(tmp_path)(IDS), model(IDS).logits)
+    assert_near(ours(tmp_path)(IDS), expected)
     save_file({**load_file(file), "score.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
     with refused("score.weight", "does not have", "save_pretrained"):
         ours(tmp_path)
@@ -183,41 +186,44 @@ def test_weight_files_are_chosen_as_in_transformers(tmp_path):
         ours(tmp_path)
 
 
+@pytest.mark.processes
 def test_sharded_16_bit_weights_load(tmp_path):
     reference, folder = (theirs("qwen2", tmp_path / "one"), tmp_path / "parts")
     reference.bfloat16().save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     model = ours(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert_near(model(IDS), rounded(IDS).logits)
+    assert_near(model(IDS), their_logits(folder))
     next(folder.glob("*00002-of-*")).unlink()
     with refused("00002-of", "cannot be read", "Download"):
         ours(folder)
 
 
 def edited(folder, edit):
-    """Save a GPT-2 model and call `edit` on its saved tensors. Return the original model, and our
-    model loaded from the edited folder."""
-    reference = theirs("gpt2", folder)
+    """Save a GPT-2 model and call `edit` on its saved tensors. Return the logits of the original
+    model, and our model loaded from the edited folder."""
+    theirs("gpt2", folder)
+    expected = their_logits(folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return reference, ours(folder)
+    return expected, ours(folder)
 
 
+@pytest.mark.processes
 def test_names_without_the_transformer_prefix_load(tmp_path):
     def strip(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
 
-    reference, model = edited(tmp_path, strip)
-    assert_near(model(IDS), reference(IDS).logits)
+    expected, model = edited(tmp_path, strip)
+    assert_near(model(IDS), expected)
 
 
 FC = "h.1.mlp.c_fc.bias"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [

@@ -1,7 +1,7 @@
 """Train GPT-2 with only PyTorch and Hugging Face, as a reference for the suite's runs. Other parity
-tests compare the suite only with itself. This module therefore does not import the suite. Tokens,
-targets, sample order, AdamW's parameter groups, learning rate, clipping and evaluation are
-implemented independently."""
+tests compare the suite only with itself. This module therefore does not import the suite, and
+runs in the process of references (tests/reference.py). Tokens, targets, sample order, AdamW's
+parameter groups, learning rate, clipping and evaluation are implemented independently."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers import GPT2LMHeadModel, GPT2TokenizerFast, PreTrainedTokenizerBase
 
 Settings = SimpleNamespace  # attributes have the names of CONFIG keys
 
@@ -53,6 +53,27 @@ def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int
         mask = [False] * len(prompt) + [True] * len(answer) + [False] * len(padding)
         targets.append(mask[: max_length + 1])
     return Records(torch.tensor(rows), torch.tensor(targets))
+
+
+def follow(
+    algorithm: Callable[..., dict[str, Any]],
+    folder: Path,
+    tokenizer: Path,
+    settings: Settings,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train the model in a folder on the records beside it. Return the results of the algorithm,
+    and the final weights as `state`."""
+    model = GPT2LMHeadModel.from_pretrained(folder / "model").eval()
+    tokens = GPT2TokenizerFast.from_pretrained(tokenizer)
+    files = [folder / f"{name}.jsonl" for name in ("train", "held-out")]
+    records = [read_records(file, tokens, settings.max_length) for file in files]
+    return algorithm(model, *records, settings, **options) | {"state": model.state_dict()}
+
+
+def sum_in_bf16(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    total: Any = sum(gradient.bfloat16() for gradient in gradients)
+    return total.float()  # type: ignore[no-any-return]
 
 
 def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.e2e.support import metrics
 from tests.parity import reference
-from tests.parity.reference import Settings, read_records
+from tests.parity.reference import Settings
+from tests.reference import call_reference
 
 SETTINGS = Settings(
     max_length=32, global_batch_size=8, max_steps=20, seed=3, learning_rate=5e-3, warmup_steps=5,
@@ -51,12 +52,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def load(folder):
-    """Return the reference's initial model, training records and validation records."""
-    tokenizer = GPT2TokenizerFast.from_pretrained(EMBEDDED_DIR)
-    files = [folder / f"{name}.jsonl" for name in ("train", "held-out")]
-    records = [read_records(file, tokenizer, SETTINGS.max_length) for file in files]
-    return GPT2LMHeadModel.from_pretrained(folder / "model").eval(), *records
+def follow(algorithm, folder, **options):
+    return call_reference(reference.follow, algorithm, folder, EMBEDDED_DIR, SETTINGS, **options)
 
 
 def run(folder, output_dir, num_processes=2, **changes):
@@ -82,9 +79,7 @@ def run(folder, output_dir, num_processes=2, **changes):
 
 @functools.cache
 def one_process(folder):
-    model, *records = load(folder)
-    found = reference.train(model, *records, SETTINGS)
-    return found | {"state": model.state_dict()}
+    return follow(reference.train, folder)
 
 
 def assert_follows(found, expected, *, far=5e-5):
@@ -108,17 +103,13 @@ def test_a_strategy_follows_a_plain_loop(strategy, folder, tmp_path):
 
 
 def test_bf16_gradients_are_rounded_when_sent_and_when_added(folder, tmp_path):
-    model, *records = load(folder)
-
-    def exchange(gradients):
-        return sum(gradient.bfloat16() for gradient in gradients).float()
-
-    expected = reference.train(model, *records, SETTINGS, num_replicas=2, exchange=exchange)
+    options = {"num_replicas": 2, "exchange": reference.sum_in_bf16}
+    expected = follow(reference.train, folder, **options)
     found = run(folder, tmp_path, strategy="dp", gradient_compression="bf16")
     # If a gradient is close to the midpoint of two bf16 values, a different order of summation may
     # round it differently. Without rounding in the reference, weights differ about ten times as
     # much.
-    assert_follows(found, expected | {"state": model.state_dict()}, far=1e-3)
+    assert_follows(found, expected, far=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +118,10 @@ def test_bf16_gradients_are_rounded_when_sent_and_when_added(folder, tmp_path):
 def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
     """Local SGD and DiLoCo match the algorithms in their papers, even if an epoch ends and the
     model is evaluated between two exchanges."""
-    model, *records = load(folder)
     options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
-    expected = reference.train_with_local_steps(
-        model, *records, SETTINGS, num_replicas=2, **options
-    )
+    expected = follow(reference.train_with_local_steps, folder, num_replicas=2, **options)
     found = run(folder, tmp_path, strategy="local_sgd", **options)
-    assert_follows(found, expected | {"state": model.state_dict()})
+    assert_follows(found, expected)
 
 
 ROWS, COLUMNS, STEPS = 12, 10, 30
