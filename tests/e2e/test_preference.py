@@ -82,7 +82,7 @@ def test_a_resumed_run_keeps_its_reference(damage, trained, tmp_path):
     # Another strategy also computes the reference, if it must, with the initial weights.
     changes = {"strategy": "fsdp", "batch_size": 2} if damage == "removed" else {}
     count = 2 if changes else 1
-    result = train({**values, **changes, "resume": "auto"}, num_processes=count)
+    result = train({**values, **changes, "resume": run_dir}, num_processes=count)
     assert_ok(result)
     rows, whole = metrics(run_dir), metrics(trained)
     for key in ("loss", "reward_margin", "logps_chosen"):
@@ -93,7 +93,8 @@ def test_a_resumed_run_keeps_its_reference(damage, trained, tmp_path):
         assert len(arrays["validation"]) > 2
 
 
-def test_eval_needs_text(trained):
+def test_eval_needs_text(trained, tmp_path):
     pool = heavy_pool()
+    (tmp_path / "a.txt").write_text(small_text().read_text()[:2000])
     assert_refused(pool.script(["eval", trained]), "pairs of answers", "--dataset")
-    assert_ok(pool.script(["eval", trained, "--dataset", small_text()]))
+    assert_ok(pool.script(["eval", trained, "--dataset", tmp_path / "a.txt"]))
