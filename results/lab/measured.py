@@ -38,7 +38,7 @@ class Run(NamedTuple):
 def measured_runs(folder: Path) -> Iterator[Run]:
     """Yield the measured runs on GPUs, older ones first. `folder` is for the models' files."""
     for row in validate.gpu_rows():
-        version = row.record.versions["torch"][:4]
+        version = (row.record.model_extra or {})["versions"]["torch"][:4]
         yield Run(version, f"{row.page}/{row.name}.json", row.prediction, row.measured_s)
     for number, entry in enumerate(json.loads(TABLES.read_text(encoding="utf-8"))):
         document = json.loads((validate.RECORDS / entry["record"]).read_text(encoding="utf-8"))

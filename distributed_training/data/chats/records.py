@@ -266,7 +266,7 @@ def read_record(raw: Any, where: str, columns: Mapping[str, str]) -> list[Record
     fields = dict(raw) if isinstance(raw, dict) else {}
     fields |= {name: fields.pop(other, None) for name, other in columns.items()}
     given = [name for name in _PROMPTS if not _is_empty(fields.get(name))]
-    prompt = fields[given[0]] if given else None
+    prompt: Any = fields[given[0]] if given else None
     if given[:2] == ["instruction", "input"]:
         prompt += f"\n{fields['input']}"
     answers: list[Any] = [fields[name] for name in ANSWERS]
