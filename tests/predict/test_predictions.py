@@ -52,7 +52,7 @@ def test_times_are_the_same_in_every_version_of_python(schedule, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(speed, "sum", exact_sum, raising=False)
             new = speed.estimate_step(plan, cluster.rates)
-        assert new == (pytest.approx(old.seconds, rel=1e-9), old.bound_by)
+        assert new[:2] == (pytest.approx(old.seconds, rel=1e-9), old.bound_by)
 
 
 def test_a_cpu_has_no_time_but_its_layouts_are_compared():
