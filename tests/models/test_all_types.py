@@ -220,14 +220,13 @@ def test_stages_equal_the_whole_model_or_the_type_is_refused(model_type):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("model_type", ACCEPTED_TYPES)
-@torch.no_grad()
 def test_only_attention_combines_tokens_or_the_type_is_refused(model_type):
     """If each token attends only to itself, the second half of a sample is as in the whole sample.
     In types that are refused, it is not, or their attention is not replaced."""
     spec, _, model, ids, *_ = train_type(model_type)
     length = ids.shape[1] // 2
     reasons: list[str] = []
-    with attend_to_own_tokens(spec.size.num_heads, reasons):
+    with torch.no_grad(), attend_to_own_tokens(spec.size.num_heads, reasons):
         whole = model(ids)[:, length:]
         try:
             half = model.apply_head(model.run(ids[:, length:], length, Documents(length), None))
