@@ -13,8 +13,10 @@ import torch.distributed as dist
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import broadcast_from_rank_0
+from distributed_training.records.record import write_json
+from distributed_training.settings.files import load_json
 
-REFERENCE_FILE = "reference.npz"
+REFERENCE_FILE = "reference.json"
 
 
 def add_reference(
@@ -28,13 +30,13 @@ def add_reference(
     writes to it those of other pairs. The engine must have its initial weights. All ranks must call
     this function."""
     rank = dist.get_rank()
-    stored = broadcast_from_rank_0(dict(np.load(file)) if rank == 0 and file.is_file() else {})
+    exists = rank == 0 and file.is_file()
+    stored = broadcast_from_rank_0(load_json(file, "reference") if exists else {})
     splits: dict[str, Any] = {"train": data.train, "validation": data.validation}
     for name, samples in splits.items():
         # The fingerprint identifies the tokens, and its first token each pair.
-        key, ids = f"{name} {data.fingerprint}", samples.starts
-        if not np.array_equal(stored.get(key), ids):
-            stored[key] = ids
+        key, ids = f"{name} {data.fingerprint}", samples.starts.tolist()
+        if stored.get(key) != ids:
             # Number the answers from 1, to find them in batches. Padding has the number 0.
             numbers = np.arange(2 * len(ids)).reshape(-1, 2) + 1
             numbered = replace(samples, reference=numbers)
@@ -45,10 +47,8 @@ def add_reference(
                 result = engine.eval_step(*arrays).double().cpu()
                 log_probs[values[..., 0].astype(int)] = result
             dist.all_reduce(log_probs)
-            stored[name] = log_probs[1:].view(-1, 2).float().numpy()
-        splits[name] = replace(samples, reference=stored[name])
+            stored |= {key: ids, name: log_probs[1:].view(-1, 2).float().tolist()}
+        splits[name] = replace(samples, reference=np.array(stored[name]))
     if rank == 0:
-        partial_file = file.with_name(f".writing-{file.name}")
-        np.savez(partial_file, **stored)
-        partial_file.replace(file)
+        write_json(file, stored)
     return replace(data, **splits)

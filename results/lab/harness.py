@@ -202,7 +202,7 @@ def _do_run(
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology)
         if plan.config.has_reference:
-            data = add_reference(data, engine, sampler, group.folder / f"{uuid.uuid4()}.npz")
+            data = add_reference(data, engine, sampler, group.folder / f"{uuid.uuid4()}.json")
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # every rank raises it
         return str(error)
