@@ -48,6 +48,7 @@ CASES = {
         "qwen3_5_text, packed/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
         "nemotron_h/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
         "deepseek_v3/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
+        "qwen3_moe, lora/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
         "phi/pp2-gpipe": {**PP2, **FOUR, "pipeline_schedule": "gpipe", "pipeline_cut": "3,1"},
         "xglm/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
         # Soft caps, windows, sinks, narrow values, chunks, learned positions
