@@ -102,7 +102,8 @@ def run(
     if "strategy" not in request.typed and not request.engine_options:
         request = request.model_copy(update={"strategy": AUTO})
     num_tokens = arguments.tokens and _parse_tokens(arguments.tokens, request)
-    if request.model == request.weights == AUTO and not cluster.is_local and job_file is None:
+    is_open = request.model == request.weights == AUTO and request.preset is None
+    if is_open and not cluster.is_local and job_file is None:
         _print_largest(request, cluster, as_json=arguments.json)
         return 0
     found = answer(
