@@ -19,7 +19,7 @@ from distributed_training.models.hub.experts import STACKS
 from distributed_training.models.private import store_parameter
 from distributed_training.parallel.gradients import all_reduce_sum
 from distributed_training.parallel.mesh import local_part
-from distributed_training.parallel.private import group_of_name
+from distributed_training.parallel.private import foreach_mul_, group_of_name
 
 
 class TokenExchange:
@@ -92,7 +92,7 @@ def find_experts(model: nn.Module) -> Iterator[tuple[Any, str, nn.Parameter]]:
     """Yield each parameter with one row per expert, and its module and name in it: stacks, their
     biases, adapters and quantization scales."""
     for mixture in model.modules():
-        if EXPERT_ENDS in mixture._buffers:
+        if hasattr(mixture, EXPERT_ENDS):
             for path, parameter in list(mixture.named_parameters()):
                 if path.startswith(tuple(STACKS)):
                     owner, _, name = path.rpartition(".")
@@ -105,7 +105,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     group = mesh.get_group(mesh.ndim - 1)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for mixture in model.modules():
-        if EXPERT_ENDS in mixture._buffers:
+        if hasattr(mixture, EXPERT_ENDS):
             mixture.token_exchange = TokenExchange(group, mixture.num_experts)
     sharded = set()
     for module, name, parameter in find_experts(model):
@@ -125,4 +125,4 @@ def average_gradients(experts: Sequence[Any]) -> None:
         gradients = [local_part(parameter.grad) for parameter in experts]
         if mesh.ndim > 1:
             all_reduce_sum(gradients, mesh.get_group(0))
-        torch._foreach_mul_(gradients, 1 / mesh.size())
+        foreach_mul_(gradients, 1 / mesh.size())
