@@ -266,14 +266,15 @@ def _describe_needs(choice: Prediction) -> str:
         needs.append(f"{memory.needed_bytes / GIB:.3g} of {machine.gpu_memory_bytes / GIB:.3g} GiB")
     if not needs or choice.ram_bytes > machine.ram_bytes:
         needs.append(f"{format_bytes(memory.host_bytes)} of RAM per process")
-    speed = "speed unknown"
     if not choice.fits:
-        speed = f"{choice.missing_bytes / GIB:.3g} GiB too much"
+        needs.append(f"{choice.missing_bytes / GIB:.3g} GiB too much")
     elif choice.tokens_per_s is not None:
         rounded = float(f"{choice.tokens_per_s:.3g}")
-        speed = f"{rounded:,.15g} tokens/s"
+        needs.append(f"{rounded:,.15g} tokens/s")
+    elif machine.num_gpus:
+        needs.append("speed unknown")
     texts = [name_with_mode(choice)] if plan.num_processes > 1 else []
-    return ", ".join([*texts, *needs, speed])
+    return ", ".join([*texts, *needs])
 
 
 def build_options(plan: Draft) -> list[str]:

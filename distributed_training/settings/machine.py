@@ -88,7 +88,7 @@ _GAPS = re.compile(
 )
 # Words that distinguish no entries
 _COMMON_WORDS = re.compile(
-    r"NVIDIA|GEFORCE|RTX|TESLA|GPU|CARD|GRAPHICS|SXM\d?|HBM\d?E?|G?DDR\dX?|VRAM|AMPERE|HOPPER|BLACKWELL"
+    r"NVIDIA|GEFORCE|[GR]TX|TESLA|GPU|CARD|GRAPHICS|SXM\d?|HBM\d?E?|G?DDR\dX?|VRAM|AMPERE|HOPPER|BLACKWELL"
     r"|GENERATION|WORKSTATION|SERVER|DESKTOP|EDITION|\d*GI?B?"
 )
 _NAME_WORDS = {word for name in GPUS for word in name.upper().split("-")}
