@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,30 @@ def run_cases(
         {"cases": cases, "steps": steps, "failing": failing},
         num_processes=num_processes,
     )
+
+
+def run_selected(
+    request: pytest.FixtureRequest,
+    table: Mapping[int, Mapping[str, dict[str, Any]]],
+    work: Callable[[str], dict[str, Any]],
+    **options: Any,
+) -> Callable[[int], dict[str, Any]]:
+    """Return a function that returns the results of all selected tests' cases for a given number of
+    processes. The cases are run together on the first call, because processes take seconds to
+    start. `table` contains them by the number of processes and by their names, with which the names
+    of tests end, and `work` returns the values of their reference run."""
+    tests = [item.name for item in request.session.items]
+
+    @functools.cache
+    def run(count: int) -> dict[str, Any]:
+        cases = {
+            name: {**work(name), **values}
+            for name, values in table[count].items()
+            if any(test.endswith((f"[{name}]", f"-{name}]")) for test in tests)
+        }
+        return run_cases(cases, count, **options)
+
+    return run
 
 
 @functools.cache

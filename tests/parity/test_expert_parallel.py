@@ -13,7 +13,7 @@ from tests.parity.support import (
     mesh,
     micro_batches,
     reference,
-    run_cases,
+    run_selected,
 )
 from tests.parity.test_layouts import COMPILED, FULL, SELECTIVE
 from tests.parity.test_packing import PACKED
@@ -78,25 +78,15 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(request, work):
-    """Return a function that returns the results of a case. The selected cases are run on the first
-    call, because processes take seconds to start."""
-    chosen = {item.name for item in request.session.items}
-
-    @functools.cache
-    def run(what, count):
-        cases = {
-            name: {**work(name), **values}
-            for name, values in TABLES[what][count].items()
-            if f"test_experts_that_stay_equal_one_process[{name}]" in chosen
-        }
-        return run_cases(cases, count, function=what, steps=3)
-
-    return run
+    return {
+        what: run_selected(request, table, work, function=what, steps=3)
+        for what, table in TABLES.items()
+    }
 
 
 @pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
 def test_experts_that_stay_equal_one_process(what, count, name, results, work):
-    assert_equal_runs(results(what, count)[name], reference(work(name), steps=3))
+    assert_equal_runs(results[what](count)[name], reference(work(name), steps=3))
 
 
 def test_a_resumed_run_is_bitwise_equal(work):

@@ -1,7 +1,6 @@
 """Test packed records under every strategy. Losses, gradients and weights must equal the results of
 a run with the same records in separate rows."""
 
-import functools
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.parity.support import (
     mesh,
     micro_batches,
     reference,
-    run_cases,
+    run_selected,
 )
 from tests.parity.test_layouts import CHUNKED, COMPILED, FULL, HYBRID, SELECTIVE, TIED, UNTIED, ZB_V
 from tests.support import small_records
@@ -53,20 +52,8 @@ NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return a function that returns the results of all selected cases for a given number of
-    processes. Results are computed on the first call."""
-    chosen = {item.name for item in request.session.items}
-
-    @functools.cache
-    def run(count):
-        cases = {
-            name: {**MODELS[name.split("/")[0]], **values}
-            for name, values in CASES[count].items()
-            if any(f"[{count}-{name}]" in item for item in chosen)
-        }
-        return run_cases(cases, count, function="train_without_inductor", steps=NUM_STEPS)
-
-    return run
+    options = {"function": "train_without_inductor", "steps": NUM_STEPS}
+    return run_selected(request, CASES, lambda name: MODELS[name.split("/")[0]], **options)
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED)

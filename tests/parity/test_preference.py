@@ -1,7 +1,6 @@
 """Test preference tuning under every strategy against one process. Pairs of answers are packed, so
 that a sample has several, or one per sample."""
 
-import functools
 import importlib.util
 import json
 import math
@@ -26,6 +25,7 @@ from tests.parity.support import (
     micro_batches,
     reference,
     run_cases,
+    run_selected,
 )
 from tests.parity.test_layouts import CHUNKED, COMPILED, FULL, HYBRID, SELECTIVE, UNTIED, ZB_V
 from tests.pool import ROOT
@@ -69,20 +69,8 @@ NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return a function that returns the results of all selected cases for a given number of
-    processes. Results are computed on the first call."""
-    chosen = {item.name for item in request.session.items}
-
-    @functools.cache
-    def run(count):
-        cases = {
-            name: {**LOSSES[name.split("/")[0]], **values}
-            for name, values in CASES[count].items()
-            if any(f"[{count}-{name}]" in item for item in chosen)
-        }
-        return run_cases(cases, count, function="train_without_inductor", steps=NUM_STEPS)
-
-    return run
+    options = {"function": "train_without_inductor", "steps": NUM_STEPS}
+    return run_selected(request, CASES, lambda name: LOSSES[name.split("/")[0]], **options)
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED)
