@@ -47,7 +47,8 @@ def fetch_dataset(
 
     If `download` is False, only check that the dataset is available, and return {}. Raises
     UserError if the dataset is neither on the Hub nor in the cache of the datasets library."""
-    name, config, *_ = f"{dataset}:".split(":")
+    name, _, rest = dataset.partition(":")
+    config, _, _ = rest.partition(":")
     connection_error = None
     try:
         import datasets

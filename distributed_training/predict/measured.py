@@ -18,7 +18,7 @@ TABLE = Path(__file__).with_name("measured.json")
 
 
 class Evidence(NamedTuple):
-    """What measured runs say about a prediction."""
+    """Measured runs that are comparable with a prediction."""
 
     nearest: str  # the nearest run, for the user
     # Range of measured / predicted step time that contains 80% of such runs, or None if no

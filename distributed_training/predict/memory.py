@@ -85,7 +85,8 @@ def estimate_memory(plan: Draft) -> MemoryEstimate:
         model_bytes = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / num_shards
     if plan.machine.num_gpus:
         host_bytes += model_bytes
-        host_bytes += plan.machine.shares_memory * (peak + context_bytes)
+        if plan.machine.shares_memory:
+            host_bytes += peak + context_bytes
     else:
         kept_share = 0 if plan.config.compile else fitted_bytes.kept_share
         host_bytes += max((1 + kept_share) * peak, model_bytes)

@@ -192,7 +192,7 @@ class Prediction:
 
     @functools.cached_property
     def evidence(self) -> Evidence:
-        """What measured runs say about the predicted time, which must be known."""
+        """Measured runs that are comparable with the predicted time, which must be known."""
         assert self.step is not None
         return compare(describe_run(self.plan, self.step.bound_by), read_runs())
 

@@ -63,11 +63,11 @@ def gathered_bytes(rank: PipelineRank, point: StepPoint) -> ComponentBytes:
     adapters = rank.adapter_parameters - rank.resting_adapters
     adapters_per_block = rank.dtype_bytes * adapters / rank.num_blocks
     # The largest blocks may be next to each other.
-    rests = rank.config.expert_parallel
-    largest = max(kind.parameters - rests * kind.stack_values for kind in rank.size.kinds)
-    num_resting = rank.resting_parameters
-    mean_parameters = (rank.size.block_parameters - num_resting) / rank.size.num_layers
-    relative_size = largest / mean_parameters
+    counts = [kind.parameters for kind in rank.size.kinds]
+    if rank.config.expert_parallel:
+        counts = [kind.parameters - kind.stack_values for kind in rank.size.kinds]
+    num_gathered = rank.size.block_parameters - rank.resting_parameters
+    relative_size = max(counts) / (num_gathered / rank.size.num_layers)
     gathered_blocks = 2 * relative_size * (base_per_block + adapters_per_block)
     block_parameters = _num_reduced(rank)
     if rank.trained_share:
