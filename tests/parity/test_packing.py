@@ -1,7 +1,6 @@
 """Test packed records under every strategy. Losses, gradients and weights must equal the results of
 a run with the same records in separate rows."""
 
-
 import pytest
 
 from tests.parity.support import (
