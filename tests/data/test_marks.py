@@ -7,13 +7,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from distributed_training.data.chats import prepare
 from distributed_training.data.tokenizer import Tokenizer
 from tests.data.templates import HARMONY, SPECIAL_TOKENS, TEMPLATES
 from tests.data.test_samples import jsonl
 from tests.data.test_tokenizer import save_tokenizer, train_bpe
+from tests.data.theirs import TheirTokenizer
 
 ANSWERS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}ANSWER{% else %}"
@@ -77,7 +77,7 @@ def folder(request, tmp_path_factory):
 def test_marked_answers_have_the_mask_of_transformers_unless_their_weight_is_0(
     name, folder, tmp_path
 ):
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = TheirTokenizer(folder)
     answers = CONVERSATIONS[name]
     messages = []
     for i, answer in enumerate(answers):

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoTokenizer
 
 from distributed_training.data import pieces
 from distributed_training.data.files import read_text
 from distributed_training.data.pieces import cut_lines, cut_text
 from distributed_training.data.tokenizer import Tokenizer
 from tests.data.test_tokenizer import save_tokenizer, train_bpe
+from tests.data.theirs import TheirTokenizer
 from tests.support import refused
 
 AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u3000\u180e\u200b🙂s")
@@ -67,7 +67,7 @@ def kind(request, tmp_path_factory):
     folder = save_tokenizer(tmp_path_factory.mktemp("kind"), built, "<|end|>")
     ours = Tokenizer(folder)
     assert ours.can_cut == can_cut
-    return ours, AutoTokenizer.from_pretrained(folder)
+    return ours, TheirTokenizer(folder)
 
 
 @settings(max_examples=100, deadline=None)

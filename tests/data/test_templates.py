@@ -7,11 +7,11 @@ import random
 import re
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from distributed_training.data.chats.render import Conversation, Renderer
 from tests.data.templates import SPECIAL_TOKENS, TEMPLATES
-from tests.data.test_tokenizer import train_bpe
+from tests.data.test_tokenizer import save_tokenizer, train_bpe
+from tests.data.theirs import TheirTokenizer
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CONTENTS = [
@@ -22,11 +22,13 @@ CONTENTS = [
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def theirs(tmp_path_factory):
     """Return a transformers tokenizer: a byte-level BPE without merges. Each token is a byte or a
     special token."""
     built = train_bpe(["a"], SPECIAL_TOKENS, 300)
-    return PreTrainedTokenizerFast(tokenizer_object=built, **NAMES)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    names = {**NAMES}
+    return TheirTokenizer(save_tokenizer(folder, built, names.pop("eos_token"), **names))
 
 
 def conversations(name):
@@ -51,7 +53,7 @@ def test_answers_are_found_under_published_templates(name, theirs):
     shape = TEMPLATES[name]
     pattern = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     renderer = Renderer([shape.template] * 2, NAMES, pattern)
-    theirs.chat_template = shape.template
+    plain = {"chat_template": shape.template, "tokenize": False}
     for messages in conversations(name):
         samples = renderer.render_samples(Conversation(messages), "here")
         answer_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -59,7 +61,7 @@ def test_answers_are_found_under_published_templates(name, theirs):
         for index in answer_indices:
             content = messages[index]["content"]
             content = content.strip() if shape.strips else content
-            ask = {"add_generation_prompt": True, "tokenize": False}
+            ask = {**plain, "add_generation_prompt": True}
             question = theirs.apply_chat_template(messages[:index], **ask)
             question = question.removesuffix("<think>\n")  # begun by the template
             if name == "deepseek-r1":
@@ -72,7 +74,7 @@ def test_answers_are_found_under_published_templates(name, theirs):
                 assert sample.text[:first] not in learned, "an answer twice"
                 learned[sample.text[:first]] = sample.text[first:end]
         assert learned == expected
-        full_text = theirs.apply_chat_template(messages, tokenize=False)
+        full_text = theirs.apply_chat_template(messages, **plain)
         if messages[-1]["role"] == "assistant":
             full_text += shape.next_turn
         if not shape.differs_in_history:
@@ -105,7 +107,7 @@ SHORTENED = {
 
 @pytest.mark.parametrize("name", SHORTENED)
 def test_reasoning_before_a_call_and_after_it_is_trained_up_to_the_end(name, theirs):
-    theirs.chat_template, expected = SHORTENED[name]
+    template, expected = SHORTENED[name]
     pattern = re.compile(r"<\|\w+\|>")
     call = {"function": {"name": "f", "arguments": {}}}
     messages = [
@@ -114,10 +116,10 @@ def test_reasoning_before_a_call_and_after_it_is_trained_up_to_the_end(name, the
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "4", "thinking": "So."},
     ]
-    renderer = Renderer([theirs.chat_template] * 2, NAMES, pattern)
+    renderer = Renderer([template] * 2, NAMES, pattern)
     samples = renderer.render_samples(Conversation(messages), "here")
     learned = {s.text[:first]: s.text[first:end] for s in samples for first, end in s.spans}
-    ask = {"add_generation_prompt": True, "tokenize": False}
+    ask = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
     prompts = [theirs.apply_chat_template(messages[:index], **ask) for index in (1, 3)]
     assert learned == dict(zip(prompts, expected, strict=True))
     assert renderer.find_omitted(Conversation(messages)) == []

@@ -10,7 +10,6 @@ import unicodedata
 import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Builder
-from transformers import AutoTokenizer
 
 from distributed_training.data.cache import tokenize
 from distributed_training.data.chats.prepare import (
@@ -30,6 +29,7 @@ from distributed_training.settings.request import build_config, read_template
 from tests.data.test_corpus import corpus_of
 from tests.data.test_records import ANSWER, CHAT, USER
 from tests.data.test_samples import jsonl, prepare
+from tests.data.theirs import TheirTokenizer
 from tests.support import edit_json, refused
 
 END_OF_TEXT = "<|endoftext|>"
@@ -88,7 +88,7 @@ def folder(tmp_path_factory):
 
 
 def test_ids_equal_transformers(folder, tmp_path):
-    tokenizer, hf_tokenizer = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer, hf_tokenizer = Tokenizer(folder), TheirTokenizer(folder)
     text = "A list isn't a tuple: 2 + 2\n\n"
     assert tokenizer.encode_prompt(text) == hf_tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokenizer.encode_prompt(text)) == text
@@ -98,7 +98,7 @@ def test_ids_equal_transformers(folder, tmp_path):
         "input_ids"
     ]
     assert tokenizer.encode_chat_prompt(SAID[:3]) == question_ids
-    assert {*tokenizer.answer_end_ids} == {hf_tokenizer.convert_tokens_to_ids("<|end|>")}
+    assert {*tokenizer.answer_end_ids} == {hf_tokenizer.use("convert_tokens_to_ids", "<|end|>")}
 
 
 def test_a_template_renders_the_date_of_the_plan(folder, tmp_path):
@@ -133,17 +133,17 @@ def test_a_system_prompt_and_a_template_are_exported(is_base, template, folder, 
     assert ours.decode_question(ids) == SAID[0]["content"]
     ours.save(tmp_path, chat=True)
     assert Tokenizer(tmp_path).encode_chat_prompt(SAID[:1]) == ids
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = TheirTokenizer(tmp_path)
     text = theirs.apply_chat_template(SAID[:1], add_generation_prompt=True, tokenize=False)
-    assert theirs.encode(text, add_special_tokens=False) == ids
+    assert theirs.use("encode", text, add_special_tokens=False) == ids
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama-3"])
 def test_answers_in_shipped_templates_end_generation(name, tmp_path):
     Tokenizer(EMBEDDED_DIR, template=read_template(name)).save(tmp_path, chat=True)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = TheirTokenizer(tmp_path)
     text = theirs.apply_chat_template([*SAID[:1], ANSWER], tokenize=False)
-    assert text.rstrip().endswith(ANSWER["content"] + theirs.eos_token)
+    assert text.rstrip().endswith(ANSWER["content"] + theirs.read("eos_token"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -191,14 +191,14 @@ SAMPLES = [
 def test_a_saved_folder_gives_the_same_ids_in_transformers(name, tokenizer, folder, tmp_path):
     ours = tokenizer if name == "shipped" else Tokenizer(folder)
     ours.save(tmp_path / "new" / "folder", chat=name == "chat")
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
+    hf_tokenizer = TheirTokenizer(tmp_path / "new" / "folder")
     texts = [*SAMPLES, f"a{END_OF_TEXT}b"]
     rows = ours.encode_texts(texts, add_special_tokens=True)
     for text, ids in zip(texts, rows, strict=True):
         assert ids.tolist() == hf_tokenizer(text)["input_ids"]
-    assert (hf_tokenizer.eos_token_id, len(hf_tokenizer)) == (ours.eos_id, ours.num_tokens)
+    assert (hf_tokenizer.read("eos_token_id"), len(hf_tokenizer)) == (ours.eos_id, ours.num_tokens)
     assert Tokenizer(tmp_path / "new" / "folder").vocabulary == ours.vocabulary
-    assert hf_tokenizer.chat_template == (PLAIN if name == "chat" else None)
+    assert hf_tokenizer.read("chat_template") == (PLAIN if name == "chat" else None)
 
 
 CACHED = """
@@ -331,7 +331,7 @@ def test_a_run_and_its_export_use_one_tokenizer(cls, model_type, kind, folder, t
     tokenizer.save(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": model_type}))
     texts = [*SAMPLES, *read_prose()[:50]]
-    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    exported = TheirTokenizer(tmp_path / "hf")
     rows = tokenizer.encode_texts(texts, add_special_tokens=True)
     assert [ids.tolist() for ids in rows] == exported(texts)["input_ids"]
 
@@ -392,7 +392,7 @@ def test_masks_of_decomposed_text_equal_transformers(normalizer, text, tmp_path)
     save_tokenizer(tmp_path, built, chat_template=template)
     messages = [{**USER, "content": text}, {**ANSWER, "content": f"{text} {text}"}]
     options = {"return_assistant_tokens_mask": True, "return_dict": True}
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, **options)
+    theirs = TheirTokenizer(tmp_path).apply_chat_template(messages, **options)
     source = jsonl(tmp_path / "rows", [{"messages": messages}])["train"][0]
     pieces = read_pieces(source, ours := Tokenizer(tmp_path), by_line=False, counts=Counts())
     ((ids, mask),) = ours.encode_pieces(list(pieces))
