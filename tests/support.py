@@ -252,6 +252,16 @@ def tiny_qwen2(vocab_size: int = 512, **values: Any) -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**shape, **values))
 
 
+def tiny_olmoe(vocab_size: int = 512, **values: Any) -> Any:
+    """Return transformers' OLMoE model with one layer of four experts."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": vocab_size}
+    shape |= {"num_experts": 4, "num_experts_per_tok": 2}
+    return OlmoeForCausalLM(OlmoeConfig(**shape, **values))
+
+
 def save_now(engine: Any, plan: Any, topology: Topology, **kwargs: Any) -> Path:
     """Save a checkpoint, wait until it is complete, and return its folder. All ranks must call this
     function."""

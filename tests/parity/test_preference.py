@@ -29,7 +29,7 @@ from tests.parity.support import (
 )
 from tests.parity.test_layouts import CHUNKED, COMPILED, FULL, HYBRID, SELECTIVE, UNTIED, ZB_V
 from tests.pool import ROOT
-from tests.support import small_pairs, tiny_qwen2
+from tests.support import small_pairs, tiny_olmoe, tiny_qwen2
 
 PAIRS = {"dataset": str(small_pairs()), "num_samples": -1, "max_length": 64, "preference": "dpo"}
 LOSSES = {
@@ -124,6 +124,8 @@ LOGPS = {f"logps_{name}": f"logps/{name}" for name in ("chosen", "rejected")}
             },
         ),
         ({"preference": "ipo"}, {"kind": "dpo", "loss_type": ["ipo"]}),
+        # By default, TRL adds the router's loss of a mixture.
+        ({"preference": "dpo"}, {"kind": "dpo", "router_aux_loss_coef": 0.0}),
         (
             {"preference": "simpo", "preference_beta": 2.0, "preference_margin": 0.5},
             {
@@ -139,7 +141,8 @@ LOGPS = {f"logps_{name}": f"logps/{name}" for name in ("chosen", "rejected")}
 def test_one_process_equals_trl(ours, theirs, tmp_path):
     model = tmp_path / "model"
     torch.manual_seed(0)
-    tiny_qwen2(2048, initializer_range=0.2).save_pretrained(model)
+    build = tiny_olmoe if "router_aux_loss_coef" in theirs else tiny_qwen2
+    build(vocab_size=2048, initializer_range=0.2).save_pretrained(model)
     for file in EMBEDDED_DIR.iterdir():
         shutil.copy(file, model)
     rows = [json.loads(line) for line in small_pairs().read_text().splitlines()]
