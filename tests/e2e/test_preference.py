@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distributed_training.train.reference import REFERENCE_FILE
-from tests.conftest import SMALL, assert_ok, heavy_pool, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
 from tests.e2e.support import assert_refused, metrics, run_folders
 from tests.support import small_pairs, small_text
 
@@ -98,3 +98,11 @@ def test_eval_needs_text(trained, tmp_path):
     (tmp_path / "a.txt").write_text(small_text().read_text()[:2000])
     assert_refused(pool.script(["eval", trained]), "pairs of answers", "--dataset")
     assert_ok(pool.script(["eval", trained, "--dataset", tmp_path / "a.txt"]))
+
+
+def test_parity_compares_layouts_on_pairs(tmp_path):
+    values = {**VALUES, "max_steps": 2, "output_dir": tmp_path}
+    words = ["--num_gpus", 2, "--strategies", "cp,pp", *settings(values)]
+    found = heavy_pool().script(["parity", *words])
+    assert_ok(found)
+    assert "2 of 2 layouts" in found.stdout
