@@ -32,7 +32,7 @@ from distributed_training.models.adapters import base_folder, base_name, is_adap
 from distributed_training.models.decoder import Decoder, KVCache
 from distributed_training.models.size import ModelSize
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan.plan import PLAN_FILE, load_plan
+from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.plan.samples import build_tokenizer, load_data
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
 from distributed_training.records import metrics
@@ -338,13 +338,22 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.run} is not a folder with a checkpoint", fix=fix)
     run_dir = checkpoint.parents[1]
     folder = _new_folder(arguments.to, run_dir / LAST)
-    meta = resume.read_meta(checkpoint)
-    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
-    plan = load_plan(run_dir)
+    plan, trained, step = open_checkpoint(checkpoint)
     if arguments.text:
         plan = replace(plan, config=plan.config.model_copy(update={"export_text": True}))
     tokenizer = build_tokenizer(plan, plan.tokenizer_dir)
     chat = _trained_on_chats(run_dir, tokenizer)
+    export.write_folder(trained, plan, tokenizer, chat, folder)
+    where = f"{short_path(folder)} in Hugging Face format"
+    print(f"Exported the weights after step {step} to {where}.")
+    return 0
+
+
+def open_checkpoint(checkpoint: Path) -> tuple[Plan, TrainedModel, int]:
+    """Return the plan of a checkpoint's run, the weights in the checkpoint, and its step."""
+    meta = resume.read_meta(checkpoint)
+    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
+    plan = load_plan(checkpoint.parents[1])
     prefix = "weight/"
     weight_names = [name for name in files.stored_parts if name.startswith(prefix)]
     trained = trained_model_of_run(
@@ -353,10 +362,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
         lambda name: files.read_whole(f"{prefix}{name}").float(),
         meta.base_fingerprint,
     )
-    export.write_folder(trained, plan, tokenizer, chat, folder)
-    where = f"{short_path(folder)} in Hugging Face format"
-    print(f"Exported the weights after step {meta.step} to {where}.")
-    return 0
+    return plan, trained, meta.step
 
 
 def merge_adapters(

@@ -6,6 +6,10 @@ the rounding error. A layout fails if its results differ from the reference by m
 by more than ROUNDING_FACTOR times the rounding error. Each tensor has a separate rounding error,
 because Adam turns gradients that consist only of rounding errors into large steps.
 
+An error in code that all layouts share changes the reference, too. Therefore, in fp32 the two
+references must agree, and the reference's last evaluation must equal one of the merged weights,
+whose records are not packed.
+
 With an fp8 base, a rounding error can move a value to the next fp8 number. The second reference
 then trains on the base without fp8, so that the difference is the error of fp8."""
 
@@ -13,7 +17,8 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from distributed_training.records.display import fold
 from distributed_training.records.folder import CHECKPOINTS, list_checkpoints
 from distributed_training.records.record import METRICS_FILE, Record
 from distributed_training.records.results import EMPTY_CELL, differing_keys, format_table
-from distributed_training.settings.config import AUTO, Request
+from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.detect import detect_machine
 from distributed_training.settings.errors import UserError, printable
 from distributed_training.settings.files import plural
@@ -32,6 +37,8 @@ from distributed_training.tools import compare
 # Relative differences that another order of summation in fp32 can cause, with a margin
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 ROUNDING_FACTOR = 4
+# Differences that rounding does not cause in fp32, however much training amplifies it
+MAX_ROUNDING = {"loss": 1e-3, "gradient norm": 1e-2}
 add_options = compare.add_options
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors in a checkpoint
 OK, OTHER_WORK, SKIPPED = "ok", "other work", "skipped"
@@ -86,7 +93,7 @@ def run(
     def conclude(trial: compare.Run) -> str:
         judge(trial, *references)
         if trial in references and trial.why:
-            raise UserError("The single-process reference run failed", trial.why)
+            raise UserError("A single-process reference failed or is not consistent", trial.why)
         if trial is not references[0]:  # later trials need the reference's checkpoint
             remove_checkpoint(trial)
         return f"{trial.verdict}. {trial.why}" if trial.why else trial.verdict
@@ -171,30 +178,72 @@ def judge(
         trial.verdict = "failed"
     elif trial is reference:
         trial.verdict = "reference"
+        trial.why = check_evaluation(trial.record)
     else:
         assert reference.record is not None
         trial.differences = compare_records(trial.record, reference.record)
         if trial is rounding:
             trial.verdict = "rounding"
+            if trial.record.config["precision"] == "fp32":
+                trial.why = " ".join(find_excess(trial.differences, {}, MAX_ROUNDING))
             return
         keys = differing_keys([trial.record.work, reference.record.work])
         if keys:
             trial.verdict = OTHER_WORK
             trial.why = f"It uses different values for these keys: {', '.join(keys)}."
             return
-        trial.why = " ".join(find_excess(trial.differences, rounding.differences))
+        reasons = find_excess(trial.differences, rounding.differences)
+        if has_equal_generators(Path(trial.record.run_dir)):
+            reasons.append("Several ranks would draw the same dropout masks.")
+        trial.why = " ".join(reasons)
         trial.verdict = "differs" if trial.why else OK
 
 
+def check_evaluation(record: Record) -> str:
+    """Evaluate a run's last weights with merged adapters and unpacked records, in fp32. Return how
+    the loss differs from the run's last evaluation, or "" if it does not or both are the same
+    computation."""
+    import torch  # slow to import
+
+    from distributed_training.plan.samples import load_data
+    from distributed_training.tools.models import measure, open_checkpoint
+
+    plan, trained, _ = open_checkpoint(list_checkpoints(Path(record.run_dir))[-1])
+    config = plan.config
+    is_other = config.lora_rank or plan.packing
+    if not is_other or config.precision != "fp32" or config.has_pairs or config.has_quantized_base:
+        return ""
+    trained = replace(trained, weights=trained.merged_weights(), adapters=None)
+    data = load_data(replace(plan, config=with_values(config, pack=False)))
+    device = torch.device("cpu")
+    evaluation = measure(trained.load(device), data.validation, data.bytes_per_token, device)
+    difference = relative_difference(evaluation["loss"], record.evaluations[-1]["loss"])
+    name = "loss of the last evaluation with merged adapters and unpacked records"
+    return " ".join(find_excess({"loss": {name: difference}}, {}, {"loss": MAX_ROUNDING["loss"]}))
+
+
 def find_excess(
-    differences: compare.Differences, rounding_differences: compare.Differences
+    differences: compare.Differences,
+    rounding_differences: compare.Differences,
+    limits: Mapping[str, float] = LIMITS,
 ) -> list[str]:
-    """Return one sentence for each quantity that differs by more than rounding explains.
+    """Return one sentence for each quantity that differs by more than rounding explains. The
+    arguments are those of `rank_excess`."""
+    excesses = rank_excess(differences, rounding_differences, limits)
+    return [text for excess, text in excesses if excess > 1]
+
+
+def rank_excess(
+    differences: compare.Differences,
+    rounding_differences: compare.Differences,
+    limits: Mapping[str, float] = LIMITS,
+) -> list[tuple[float, str]]:
+    """Return (difference / tolerance, sentence) for the worst value of each quantity in `limits`.
     `differences` contains the differences between a layout and the reference.
     `rounding_differences` contains the differences between the two reference runs."""
-    reasons = []
-    for quantity, fixed_limit in LIMITS.items():
-        rounding = rounding_differences[quantity]
+    worst = []
+    for quantity, fixed_limit in limits.items():
+        rounding = rounding_differences.get(quantity, {})
         worst_rounding = max(rounding.values(), default=0.0)
         excesses = []
         for name, difference in differences[quantity].items():
@@ -205,10 +254,8 @@ def find_excess(
             text = f"{name[0].upper()}{name[1:]} differs by {difference:.1e}, "
             text += f"but rounding explains at most {limit:.1e}."
             excesses.append((difference / limit, text))
-        excess, text = max(excesses)
-        if excess > 1:
-            reasons.append(text)
-    return reasons
+        worst.append(max(excesses))
+    return worst
 
 
 def compare_records(record: Record, reference: Record) -> compare.Differences:
@@ -236,16 +283,25 @@ def _read_figures(record: Record) -> dict[str, dict[str, float | None]]:
     return {"loss": losses, "gradient norm": norms}
 
 
+def has_equal_generators(run_dir: Path) -> bool:
+    """Return whether two ranks of a run have the same state of their random number generators.
+    Dropout is off in all runs, so it leaves no other trace."""
+    files = _open_checkpoint(run_dir)
+    names = [name for name in files.stored_parts if name.startswith("random/")]
+    return len({files.read_whole(name).numpy().tobytes() for name in names}) < len(names)
+
+
+def _open_checkpoint(run_dir: Path) -> Any:
+    from distributed_training.parallel.tensor_files import TensorFiles  # imports torch
+
+    return TensorFiles(sorted(list_checkpoints(run_dir)[-1].glob("*.safetensors")))
+
+
 def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     """Return the relative difference for each tensor in the last checkpoints. The tensors are
     weights and optimizer state. The optimizer state is included because gradients of the wrong
     magnitude hardly change Adam's steps. Checkpoints of all layouts contain the same tensors."""
-    from distributed_training.parallel.tensor_files import TensorFiles  # imports torch
-
-    checkpoints = [
-        TensorFiles(sorted(list_checkpoints(folder)[-1].glob("*.safetensors")))
-        for folder in (run_dir, reference_dir)
-    ]
+    checkpoints = [_open_checkpoint(folder) for folder in (run_dir, reference_dir)]
     differences = {}
     for name in sorted(checkpoints[0].stored_parts.keys() | checkpoints[1].stored_parts.keys()):
         if name.startswith(STATE):
