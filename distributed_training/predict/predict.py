@@ -18,6 +18,7 @@ from distributed_training.settings.machine import (
     Machine,
     find_gpu,
     parse_gpu,
+    replace_other_names,
     with_power_limit,
 )
 
@@ -59,9 +60,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     be omitted, as in "8xH200" (one node) or "L4" (one GPU). If `gpu` names the kind, the form is
     `nodes x GPUs`, such as "2x8". Raises UserError for text in any other form, or an unknown
     GPU."""
-    counted = _NUMBER.sub(
-        lambda word: str(_NUMBERS[word[0].lower()]), re.sub("[\u00d7*]", "x", text)
-    )
+    counted = replace_other_names(re.sub("[\u00d7*]", "x", text))
+    counted = _NUMBER.sub(lambda word: str(_NUMBERS[word[0].lower()]), counted)
     counted = _NODES.sub("x ", counted).strip().removeprefix("x")
     if last := _COUNT_LAST.fullmatch(counted):
         counted = f"{last[2] or last[3] or last[4]} x {last[1]}"
@@ -76,7 +76,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
             "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu",
         )
     nodes, gpus_per_node = [1] * (2 - len(numbers)) + numbers
-    gpu_spec = parse_gpu(gpu or name)
+    gpu_spec = parse_gpu(replace_other_names(gpu) if gpu else name)
     machine = Machine(
         num_gpus=gpus_per_node,
         gpu_name=gpu_spec.name,

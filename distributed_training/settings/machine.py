@@ -67,6 +67,9 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     shares_memory: bool = False  # whether the GPU has no memory of its own
     disk_gb: Positive = 1000  # local disk space of `host` per GPU
     source: str = ""  # where the values come from
+    # Other names, such as those of machines in clouds, each with the text before `name` that counts
+    # the GPUs
+    also: dict[str, str] = {}
 
     @property
     def flops(self) -> float:
@@ -75,6 +78,11 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
 
 _TABLE = load_json(Path(__file__).with_name("gpus.json"), "the table of GPUs")
 GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
+_OTHER_NAMES = {
+    rf"\b(?:standard_)?{name.replace('.', '[.]').replace(' ', '[ _-]?')}\b": count + gpu.name
+    for gpu in GPUS.values()
+    for name, count in gpu.also.items()
+}
 
 
 # Words that distinguish GPUs whose names are otherwise equal
@@ -88,7 +96,7 @@ _GAPS = re.compile(
 )
 # Words that distinguish no entries
 _COMMON_WORDS = re.compile(
-    r"NVIDIA|GEFORCE|[GR]TX|TESLA|GPU|CARD|GRAPHICS|SXM\d?|HBM\d?E?|G?DDR\dX?|VRAM|AMPERE|HOPPER|BLACKWELL"
+    r"NVIDIA|GEFORCE|[GR]TX|TESLA|HGX|GPU|CARD|GRAPHICS|SXM\d?|HBM\d?E?|G?DDR\dX?|VRAM|AMPERE|HOPPER|BLACKWELL"
     r"|GENERATION|WORKSTATION|SERVER|DESKTOP|EDITION|\d*GI?B?"
 )
 _NAME_WORDS = {word for name in GPUS for word in name.upper().split("-")}
@@ -116,6 +124,13 @@ def _find_gpus(words: set[str]) -> list[Gpu]:
         elif {word for word in entry if not word.endswith("GB")} <= words:
             same_model.append(gpu)
     return complete or same_model
+
+
+def replace_other_names(text: str) -> str:
+    """Replace the other names of GPUs by those in gpus.json, such as p5.48xlarge by 8xH100-80GB."""
+    for pattern, name in _OTHER_NAMES.items():
+        text = re.sub(pattern, name, text, flags=re.IGNORECASE)
+    return text
 
 
 def parse_gpu(name: str) -> Gpu:

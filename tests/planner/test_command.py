@@ -181,6 +181,14 @@ def test_clusters_are_parsed():
         "2\u00d7 RTX 3090": (2, 2, "RTX-3090"),
         "two nodes of 8 H100s": (16, 8, "H100-80GB"),
         "8xH100 x 2 nodes": (16, 8, "H100-80GB"),
+        "NVIDIA GH200 480GB": (1, 1, "GH200"),
+        "dual rtx8000": (2, 2, "Quadro-RTX-8000"),
+        "GB200 NVL72": (72, 4, "GB200"),
+        "DGX H100": (8, 8, "H100-80GB"),
+        "2x p4d.24xlarge": (16, 8, "A100-40GB"),
+        "Standard_NC48ads_A100_v4": (2, 2, "A100-80GB-PCIe"),
+        "a2-highgpu-8g": (8, 8, "A100-40GB"),
+        "HGX H200": (1, 1, "H200"),
     }.items():
         cluster = parse_cluster(text)
         found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)
