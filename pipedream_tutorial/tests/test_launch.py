@@ -14,7 +14,7 @@ from pipedream.runtime.launch import WEIGHTS_DIFFER, this_rank
 from pipedream_runtime import read_config
 from starting import ENVIRONMENT, FAST, FOLDER, SCRIPT, last_line, no_process_is_left, run  # noqa: F401
 
-ENDS_WITHIN_S = 10
+ENDS_WITHIN_S = 25  # less than the 30 s after which torchrun kills a process
 
 # The first case is short and reports its end. The second case takes minutes.
 ENDLESS = [
