@@ -25,7 +25,14 @@ from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
 from distributed_training.parallel.context import apply_cp
-from distributed_training.parallel.experts import average_gradients, find_experts, shard_experts
+from distributed_training.parallel.experts import (
+    average_gradients,
+    enlarge_buffers,
+    find_exchanges,
+    find_experts,
+    needs_larger_buffers,
+    shard_experts,
+)
 from distributed_training.parallel.lora import apply_lora, move_embedding_to_host
 from distributed_training.parallel.mesh import Topology, local_part
 from distributed_training.parallel.private import (
@@ -40,6 +47,7 @@ from distributed_training.parallel.private import (
 from distributed_training.parallel.regions import apply_regions
 from distributed_training.parallel.tensor import apply_tp, shard_loss, tp_partial_names
 from distributed_training.parallel.tensor_files import Part, TensorFiles, build_part, choose_writer
+from distributed_training.plan.layout import expert_row_factor
 from distributed_training.plan.plan import Plan
 
 # fp16's dynamic loss scale, as in DeepSpeed's configuration. An overflow halves the scale.
@@ -93,7 +101,8 @@ def parallelize(
         # needs whole models.
         axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
         if config.expert_parallel:
-            experts = shard_experts(stage, mesh[axes])
+            row_factor = expert_row_factor(config, topology.dp_shard * topology.cp)
+            experts = shard_experts(stage, mesh[axes], row_factor)
         blocks.apply_fsdp(
             stage,
             mesh[axes],
@@ -187,8 +196,9 @@ class NativeEngine(base.Engine):
                     self.named_params.append((name, parameter))
             if stage.size.tied and stage.is_last and not stage.is_first:
                 self.embedding_copies.add(stage.output_weight)
+        self.exchanges = find_exchanges(self.stages)
         self.experts = []  # trained parameters of experts that stay on their ranks
-        if self.config.expert_parallel:
+        if self.exchanges:
             experts = find_experts(self.stages)
             self.experts = [parameter for *_, parameter in experts if parameter.requires_grad]
         self.gradient_names = [name for name, _ in self.named_params]
@@ -277,9 +287,13 @@ class NativeEngine(base.Engine):
             out=self.loss_factor,
         )
         self.stages.train()
-        arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
+        arrays = [*map(np.stack, zip(*batch.micro_batches, strict=True))]
         with overlap_matmuls(self.uses_async_tp):  # has an effect only when the first step compiles
-            loss_sum, grad_norm, param_grad_norms = self.step_graph(*arrays)
+            results = self.step_graph(*arrays)
+        while enlarge_buffers(self.exchanges):
+            self.step_graph.drop_graph()
+            results = self.step_graph(*arrays)
+        loss_sum, grad_norm, param_grad_norms = results
         skipped = grad_norm.isfinite().logical_not() if self.fp16 else False
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
@@ -287,6 +301,8 @@ class NativeEngine(base.Engine):
         """Run one optimizer step. `tensors` [m, B, ...] are the arrays from `Samples.batch`, each
         stacked over m micro-batches. Return this rank's summed loss and the norms from
         `global_norm`."""
+        if self.exchanges:
+            self.exchanges[0].needed_factor.zero_()
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
@@ -321,8 +337,8 @@ class NativeEngine(base.Engine):
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale and clip the gradients, and run the optimizer. Skip the update if fp16 gradients
-        overflowed or, with `on_nonfinite=skip`, if any gradient is non-finite. Return the norms of
-        the unclipped gradients."""
+        overflowed, if any gradient is non-finite with `on_nonfinite=skip`, or if mixtures had too
+        few buffers. Return the norms of the unclipped gradients."""
         for parameter, local in self.local_params.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:
@@ -332,8 +348,12 @@ class NativeEngine(base.Engine):
             self.parameters, self.topology, self.embedding_copies
         )
         overflow = grad_norm.isfinite().logical_not()
-        if self.fp16 or self.config.on_nonfinite == "skip":
-            self.optimizer.found_inf = overflow.float()  # The host need not wait for the norm.
+        reasons = [overflow] if self.fp16 or self.config.on_nonfinite == "skip" else []
+        if self.exchanges:
+            reasons.append(needs_larger_buffers(self.exchanges))
+        if reasons:
+            # The update need not wait for the host.
+            self.optimizer.found_inf = torch.stack(reasons).any().float()
         self._clip(grad_norm)
         if not self.optimizer.state:
             # Return cached memory to the driver, because Adam moments in that memory would fragment

@@ -2,9 +2,14 @@
 
 FSDP shards a stack of E matrices along its first dimension, so that each of n ranks has E / n whole
 experts. Expert parallelism leaves these shards where they are. The ranks gather the tokens of all
-ranks, each computes its own experts, and a reduce-scatter sums the results. All shapes are static,
-and no token is dropped. Checkpoints and the optimizer see the same shards as under FSDP."""
+ranks, each computes its own experts, and a reduce-scatter sums the results. Checkpoints and the
+optimizer see the same shards as under FSDP.
 
+All shapes are static. If the router chooses the experts of one rank so often that its buffers have
+too few rows, the update is skipped on all ranks, and the step is repeated with larger buffers, so
+that no token is dropped."""
+
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,13 +25,25 @@ from distributed_training.models.private import store_parameter
 from distributed_training.parallel.gradients import all_reduce_sum
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import foreach_mul_, group_of_name
+from distributed_training.plan.layout import EXPERT_ROWS
 
 
 class TokenExchange:
     """Exchange of tokens between the ranks that share a mixture's experts. models/hub/experts.py
-    calls this object if it is an attribute of the mixture."""
+    calls this object if it is an attribute of the mixture. `row_factor` is the number of rows for
+    which there are buffers, in multiples of the mean over ranks. `needed_factor`, an fp32 scalar,
+    becomes the largest that a forward pass of training needed."""
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        row_factor: float,
+        needed_factor: torch.Tensor,
+    ) -> None:
+        self.num_ranks = group.size()
+        self.row_factor = row_factor
+        self.needed_factor = needed_factor
         self.group_name = group.group_name
         self.num_experts = num_experts // group.size()  # on each rank
         self.first = group.rank() * self.num_experts  # this rank's first expert
@@ -35,6 +52,14 @@ class TokenExchange:
         """Return the indices of experts among this rank's, or `num_experts` for other ranks'."""
         own = chosen - self.first
         return torch.where((own >= 0) & (own < self.num_experts), own, self.num_experts)
+
+    def limit_rows(self, ends: torch.Tensor, num_rows: int) -> int:
+        """Return for how many of the pairs of tokens and experts there are buffers. `ends` contains
+        the numbers of pairs up to the end of each of this rank's experts."""
+        mean = num_rows / self.num_ranks
+        self.needed_factor.copy_(torch.maximum(self.needed_factor, ends[-1] / mean))
+        # The last row belongs to no expert of this rank, unless there are buffers for all.
+        return min(num_rows, math.ceil(self.row_factor * mean) + 1)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all n ranks, [N, ..] -> [n N, ..]."""
@@ -99,14 +124,16 @@ def find_experts(model: nn.Module) -> Iterator[tuple[Any, str, nn.Parameter]]:
                     yield mixture.get_submodule(owner), name, parameter
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+def shard_experts(model: nn.Module, mesh: DeviceMesh, row_factor: float) -> set[nn.Parameter]:
     """Give each rank along the last axis of `mesh` its own experts of every mixture, in place.
-    Return the sharded parameters, which FSDP must ignore."""
+    `row_factor` is that of every `TokenExchange`. Return the sharded parameters, which FSDP must
+    ignore."""
     group = mesh.get_group(mesh.ndim - 1)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    needed = torch.zeros((), device=mesh.device_type)
     for mixture in model.modules():
         if hasattr(mixture, EXPERT_ENDS):
-            mixture.token_exchange = TokenExchange(group, mixture.num_experts)
+            mixture.token_exchange = TokenExchange(group, mixture.num_experts, row_factor, needed)
     sharded = set()
     for module, name, parameter in find_experts(model):
         rows = parameter.detach().chunk(group.size())[group.rank()].clone()
@@ -115,6 +142,32 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         store_parameter(module, name, shard)
         sharded.add(shard)
     return sharded
+
+
+def find_exchanges(model: nn.Module) -> list[TokenExchange]:
+    """Return the exchanges of all mixtures, which have one `needed_factor`."""
+    return [m.token_exchange for m in model.modules() if hasattr(m, "token_exchange")]
+
+
+def needs_larger_buffers(exchanges: Sequence[TokenExchange]) -> torch.Tensor:
+    """Return whether any rank had too few buffers in a step, a bool on the device that is equal on
+    all ranks."""
+    needed = exchanges[0].needed_factor
+    dist.all_reduce(needed, dist.ReduceOp.MAX)
+    return needed > exchanges[0].row_factor
+
+
+def enlarge_buffers(exchanges: Sequence[TokenExchange]) -> bool:
+    """If the last step needed larger buffers, provide them, with a margin. Return whether it did.
+    The host waits for the step."""
+    if not exchanges or exchanges[0].row_factor >= exchanges[0].num_ranks:
+        return False
+    needed = exchanges[0].needed_factor.item()
+    if needed <= exchanges[0].row_factor:
+        return False
+    for exchange in exchanges:
+        exchange.row_factor = EXPERT_ROWS * needed
+    return True
 
 
 def average_gradients(experts: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import plural
 
 
@@ -38,6 +39,18 @@ class Batch(BaseModel, extra="allow", frozen=True):  # unknown keys are kept
         micro_batches = plural(self.num_microbatches, "micro-batch")
         total = f"global {self.global_batch_size}"
         return f"{total} = {replicas} x {micro_batches} x {self.micro_batch_size}"
+
+
+# With expert parallelism: number of rows in a rank's buffers, in multiples of the mean over ranks
+EXPERT_ROWS = 1.25
+
+
+def expert_row_factor(config: RunConfig, num_ranks: int) -> float:
+    """Return the number of rows in the buffers of each of `num_ranks` ranks that share experts, in
+    multiples of the mean over ranks. A step that cannot be repeated exactly has buffers for all
+    tokens."""
+    is_repeatable = config.precision != "fp16" and not (config.dropout or config.lora_dropout)
+    return min(EXPERT_ROWS, num_ranks) if is_repeatable else num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

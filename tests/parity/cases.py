@@ -26,6 +26,7 @@ from distributed_training.checkpoint.saver import (
     rank_local_parts,
 )
 from distributed_training.data.samples import IGNORE_INDEX, StepBatch
+from distributed_training.engines import native
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec, attention, decoder
 from distributed_training.models.decoder import KVCache
@@ -83,8 +84,9 @@ def train_without_inductor(arguments: dict[str, Any]) -> dict[str, Any]:
     return train(arguments)
 
 
-def _leave_rows_unwritten() -> None:
-    """Let grouped products leave NaN in the rows behind the last group, as memory may contain."""
+def _leave_rows_unwritten() -> list[list[bool]]:
+    """Let grouped products leave NaN in the rows behind the last group, as memory may contain.
+    Return a list that will contain, for each engine and try of a step, whether it is repeated."""
     multiply = torch.nn.functional.grouped_mm
 
     def grouped_mm(left: torch.Tensor, right: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -94,12 +96,29 @@ def _leave_rows_unwritten() -> None:
         return y
 
     torch.nn.functional.grouped_mm = grouped_mm
+    tries: list[list[bool]] = []
+    seen = []
+    enlarge = native.enlarge_buffers
+
+    def record(exchanges: Any) -> bool:
+        if not seen or seen[-1] is not exchanges:
+            seen.append(exchanges)
+            tries.append([])
+        tries[-1].append(enlarge(exchanges))
+        return tries[-1][-1]
+
+    native.enlarge_buffers = record
+    return tries
 
 
 def train_with_unwritten_rows(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train like `train`, but rows that no expert has multiplied contain NaN."""
-    _leave_rows_unwritten()
-    return train(arguments)
+    """Train like `train`, but rows that no expert has multiplied contain NaN. The results
+    contain `num_repeated`, the number of steps that were repeated with larger buffers."""
+    tries = _leave_rows_unwritten()
+    results = train(arguments)
+    for result, tries_of_case in zip(results.values(), tries, strict=True):
+        result["num_repeated"] = sum(tries_of_case)
+    return results
 
 
 def trace_with_unwritten_rows(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ router needs no output of the experts. For the backward pass, only the output of
 is kept: rows are gathered again, and element-wise operations are computed again.
 
 With expert parallelism (parallel/experts.py), E is the number of this rank's experts and N that of
-all ranks' tokens. Pairs with other ranks' experts are sorted behind all others. Their rows are 0 in
-the result and in all gradients."""
+all ranks' tokens. Pairs with other ranks' experts are sorted behind all others, and most of them
+have no row. The rows of others are 0 in the result and in all gradients."""
 
 from typing import Any
 
@@ -44,8 +44,14 @@ def experts(
         num_experts = exchange.num_experts
     ids, order = chosen.flatten().sort(stable=True)
     ends = _row_ends(ids, num_experts)
-    places = torch.empty_like(order)  # rows of each token, [N, k]
-    places[order] = torch.arange(len(order), device=x.device)
+    num_rows = len(order)
+    if exchange is not None and module.training:
+        num_rows = exchange.limit_rows(ends, num_rows)
+        ids, order = ids[:num_rows], order[:num_rows]
+        ends = ends.clamp(max=num_rows)
+    # Rows of each token, [N, k]. A row that was left out is 0, as the last one.
+    places = torch.full_like(chosen.flatten(), num_rows - 1)
+    places[order] = torch.arange(num_rows, device=x.device)
     if module.training and exchange is None:
         module.latest_ends.copy_(ends)
     places = places.view_as(chosen)

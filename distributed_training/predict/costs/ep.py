@@ -1,11 +1,13 @@
 """Estimate the cost of expert parallelism: experts stay on their ranks, and tokens travel over the
 shard group of FSDP. costs/fsdp.py does not gather these experts. This module does not import torch.
 
-Every rank has buffers for the pairs of tokens and experts of all n ranks, although it computes only
-1/n of them, because shapes do not depend on what the router chooses."""
+Shapes do not depend on what the router chooses, so every rank has buffers for more pairs of tokens
+and experts than the mean over ranks (`expert_row_factor`). If a step needs more, it is repeated
+with larger buffers, which is not counted."""
 
 from collections.abc import Sequence
 
+from distributed_training.plan.layout import expert_row_factor
 from distributed_training.predict.mechanism import (
     Cost,
     Mechanism,
@@ -23,6 +25,11 @@ def _row_values(sizes: Sizes) -> tuple[float, float]:
     products = sizes.kind.expert_products
     first = max((rows * count for rows, _, count in products), default=0)
     return first, sum((rows + columns) * count for rows, columns, count in products)
+
+
+def _extra_rows(sizes: Sizes) -> float:
+    """Return the number of rows in buffers beyond the mean over ranks, as a share of the mean."""
+    return expert_row_factor(sizes.config, sizes.shards) - 1
 
 
 def token_traffic(rank: PipelineRank) -> Traffic:
@@ -55,7 +62,7 @@ def exchange_costs(timing: Timing) -> PassCosts:
     gather_s = timing.collective_s("dp_shard", "all_gather", num_bytes, 3)
     sum_s = timing.collective_s("dp_shard", "reduce_scatter", num_bytes, 1)
     _, row_values = _row_values(timing)
-    rows = timing.memory_cost(2 * (timing.shards - 1) * row_values * timing.value_bytes)
+    rows = timing.memory_cost(2 * _extra_rows(timing) * row_values * timing.value_bytes)
     cost = Cost(network_s=gather_s + sum_s) + rows
     return PassCosts(forward=cost, inputs=cost + rows)
 
@@ -76,7 +83,7 @@ def kept_bytes(rank: PipelineRank, recomputed: float) -> float:
     is_selective = rank.config.activation_checkpointing == "selective"
     share = 1 if is_selective else 1 - recomputed
     tokens = (1 - recomputed) * rank.size.hidden_size
-    return (rank.shards - 1) * rank.value_bytes * (share * first + tokens)
+    return _extra_rows(rank) * rank.value_bytes * (share * first + tokens)
 
 
 def gradient_bytes(rank: PipelineRank, recomputed: float) -> float:
@@ -84,7 +91,7 @@ def gradient_bytes(rank: PipelineRank, recomputed: float) -> float:
     backward pass, and of what is computed again before."""
     first, row_values = _row_values(rank)
     values = row_values + (first if recomputed == 1 else 0)
-    return (rank.shards - 1) * rank.value_bytes * values
+    return _extra_rows(rank) * rank.value_bytes * values
 
 
 EP = Mechanism(
