@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from distributed_training.train.reference import REFERENCE_FILE
-from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
-from tests.e2e.support import assert_refused, metrics, run_folders
+from tests.conftest import SMALL, assert_ok, heavy_pool, run_command, settings, train
+from tests.e2e.support import assert_refused, final_weights, launcher_command, metrics, run_folders
 from tests.support import small_pairs, small_text
 
 VALUES = {
@@ -91,6 +91,25 @@ def test_a_resumed_run_keeps_its_reference(damage, trained, tmp_path):
     found = json.loads(file.read_text())
     np.testing.assert_allclose(found["train"], stored["train"], rtol=1e-6)
     assert len(found["validation"]) > 2
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_run_killed_in_the_reference_pass_can_be_repeated(num_steps, tmp_path):
+    values = {**VALUES, "strategy": "fsdp", "batch_size": 2, "checkpoint_every": 3}
+    whole, output_dir = tmp_path / "whole", tmp_path / "runs"
+    assert_ok(train({**values, "output_dir": whole}, num_processes=2))
+    values |= {"output_dir": output_dir, "resume": "auto"}
+    if num_steps:  # then the reference is lost
+        assert_ok(train({**values, "max_steps": num_steps}, num_processes=2))
+        (run_folders(output_dir)[0] / REFERENCE_FILE).unlink()
+    job = {"folder": str(tmp_path), "kind": "killed in the reference pass", "rank": 1, "step": 0}
+    result = run_command(launcher_command("faulty", values), FAULT=json.dumps(job))
+    assert result.returncode == 1
+    assert (tmp_path / "struck").exists()
+    assert not [*output_dir.glob(f"*/{REFERENCE_FILE}")]
+    assert_ok(train(values, num_processes=2))
+    (expected,), found = run_folders(whole), run_folders(output_dir)[-1]
+    assert final_weights(found) == final_weights(expected)
 
 
 def test_eval_needs_text(trained, tmp_path):

@@ -37,6 +37,7 @@ END_SIGNALS = {
     "killed after the export": signal.SIGKILL,
     "frozen after the export": signal.SIGSTOP,
     "killed at the end": signal.SIGKILL,
+    "killed in the reference pass": signal.SIGKILL,
     "frozen at the end": signal.SIGSTOP,
 }
 
@@ -142,6 +143,10 @@ def inject_faults(rank: int) -> None:
 
     if is_target and KIND in END_SIGNALS and KIND.endswith("after the export"):
         strike_at(Trainer, "_export_and_sample")
+    if is_target and KIND.endswith("in the reference pass"):
+        from distributed_training.engines.native import NativeEngine
+
+        strike_at(NativeEngine, "eval_step")
     original_update = Trainer._run_step
     original_begin = saver.Saver.begin
 
