@@ -13,6 +13,7 @@ from distributed_training.models.quantized import Multiply, quantize_matrices
 from distributed_training.settings.config import Config
 from distributed_training.start import launched
 from tests.parity import cases
+from tests.parity import test_preference as preference
 from tests.parity.support import BASE, MODELS, mesh, micro_batches, run_cases
 from tests.planner.helpers import gpu, plan_for
 from tests.support import CPU_MACHINE, refused
@@ -128,18 +129,27 @@ def test_training_follows_the_dequantized_base():
     assert weights < 0.1
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", str(MODELS / "qwen3-two-layers")])
-def test_layouts_equal_one_process(model):
+@pytest.mark.parametrize(
+    ("changes", "loss_limit"),
+    [
+        ({}, 1e-4),
+        ({"model": str(MODELS / "qwen3-two-layers")}, 1e-4),
+        (preference.PAIRS, 1e-3),
+    ],
+    ids=["gpt2", "qwen3", "pairs"],
+)
+def test_layouts_equal_one_process(changes, loss_limit):
     """The first step is equal. Later, a rounding error of another order of summation can move a
-    value to the next e4m3 number, so runs differ by a part of the quantization error."""
-    base = {**FP8, "model": model, "weights": "random"}
+    value to the next e4m3 number, so runs differ by a part of the quantization error. A loss of
+    pairs is a tenth of a loss of text, and its error is about as large."""
+    base = {**FP8, "weights": "random", **changes}
     one = run_cases({"one": {**base, **ONE}}, 1, module=MODULE)["one"]
     layouts = {name: {**base, **values} for name, values in LAYOUTS.items()}
     for name, found in run_cases(layouts, 2, module=MODULE, function="train_traced").items():
         for what in ("losses", "grad_norms"):
             assert found[what][0] == pytest.approx(one[what][0], rel=1e-6), (name, what)
         loss, norm, weights = relative(found, one)
-        assert (loss < 1e-4, norm < 5e-3, weights < 0.05) == (True, True, True), name
+        assert (loss < loss_limit, norm < 5e-3, weights < 0.05) == (True, True, True), name
 
 
 def test_only_gpus_with_fp8_are_accepted(tmp_path):

@@ -39,6 +39,7 @@ LOSSES = {
     "orpo": {"preference": "orpo", "pack": True},
     "deep": {"model": DEEP["model"], "weights": "random", "seed": 7, "pack": True},
     "lora": {**UNTIED, "lora_rank": 4, "learning_rate": 1e-2},
+    "nf4": {"lora_rank": 4, "learning_rate": 1e-2, "base_dtype": "nf4"},
 }
 LOSSES = {name: {**BASE, **values, **PAIRS, **values} for name, values in LOSSES.items()}
 CASES = {
@@ -48,6 +49,7 @@ CASES = {
         "ipo/fsdp": {"strategy": "fsdp", **micro_batches(1), **SELECTIVE},
         "dpo/zero1": {"strategy": "zero1", **micro_batches(2)},
         "orpo/zero2": {"strategy": "zero2", **micro_batches(1)},
+        "dpo/offload": {"strategy": "offload", **micro_batches(1)},
         "dpo/zero3": {"strategy": "zero3", **micro_batches(2), **CHUNKED},
         "dpo/tp2-by-tokens": {**mesh(tp=2), **micro_batches(8)},
         "simpo/tp2": {**mesh(tp=2), **micro_batches(2), **CHUNKED},
@@ -56,6 +58,7 @@ CASES = {
         "deep/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
         "deep/hybrid": {**HYBRID, **micro_batches(4)},
         "lora/fsdp": {"strategy": "fsdp", **micro_batches(1)},
+        "nf4/fsdp": {"strategy": "fsdp", **micro_batches(1)},
     },
     4: {
         "dpo/cp4": {**mesh(cp=4), **micro_batches(2)},
@@ -79,7 +82,7 @@ def test_layout_equals_one_process(count, name, results):
     alone = reference(LOSSES[kind], steps=NUM_STEPS)
     found = results(count)[name]
     assert_equal_runs(found, alone)
-    if kind in ("deep", "lora"):
+    if kind in ("deep", "lora", "nf4"):
         assert found["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
     assert found["losses"][0] == pytest.approx(alone["losses"][0], abs=1e-6)
 

@@ -6,6 +6,7 @@ import pytest
 from distributed_training.planner.checks import has_libaio
 from tests.faults import resharding
 from tests.faults.resharding import EIGHT_LAYERS, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.parity import test_preference as preference
 from tests.parity.support import DEEP, MODELS, assert_resumes, micro_batches, small_infinity
 from tests.parity.test_packing import PACKED
 
@@ -20,6 +21,9 @@ PAIRS = [
     ("local_sgd x 2", "local_sgd x 4"),
 ]
 RECORDS = {**EIGHT_LAYERS, **PACKED}
+# The resumed run computes the reference again, under its own layout and with its initial weights.
+ANSWERS = {**EIGHT_LAYERS, **preference.PAIRS, "pack": True}
+ANSWERS_PAIRS = [("3d-tp-pp x 4", "offload x 2"), ("zero2 x 2", "3d-shard-cp x 4")]
 
 
 def assert_goes_on(pairs, folder, work):
@@ -32,8 +36,8 @@ def assert_goes_on(pairs, folder, work):
 
 @pytest.mark.parametrize(
     ("pairs", "work"),
-    [(PAIRS, EIGHT_LAYERS), (PAIRS[:2], LORA), (PAIRS[:1], RECORDS)],
-    ids=["all", "lora", "records"],
+    [(PAIRS, EIGHT_LAYERS), (PAIRS[:2], LORA), (PAIRS[:1], RECORDS), (ANSWERS_PAIRS, ANSWERS)],
+    ids=["all", "lora", "records", "answers"],
 )
 def test_a_run_resumed_under_another_layout_equals_one_process(pairs, work, tmp_path):
     assert_goes_on(pairs, tmp_path, work)
