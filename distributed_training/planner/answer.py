@@ -22,7 +22,7 @@ from distributed_training.planner.sort import (
     suggest,
 )
 from distributed_training.predict.predict import Cluster, MemoryFit, Prediction
-from distributed_training.records.display import describe_amount, format_bytes, format_duration
+from distributed_training.records.display import describe_amount, format_duration
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.files import JsonObject, plural
 from distributed_training.settings.machine import GIB
@@ -265,7 +265,7 @@ def _describe_needs(choice: Prediction) -> str:
     if machine.num_gpus and (choice.fits or choice.gpu_memory_fit == "no"):
         needs.append(f"{memory.needed_bytes / GIB:.3g} of {machine.gpu_memory_bytes / GIB:.3g} GiB")
     if not needs or choice.ram_bytes > machine.ram_bytes:
-        needs.append(f"{format_bytes(memory.host_bytes)} of RAM per process")
+        needs.append(f"{choice.ram_bytes / GIB:.3g} of {machine.ram_bytes / GIB:.3g} GiB of RAM")
     if not choice.fits:
         needs.append(f"{choice.missing_bytes / GIB:.3g} GiB too much")
     elif choice.tokens_per_s is not None:

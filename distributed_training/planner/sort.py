@@ -519,12 +519,12 @@ def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings,
     """Yield each way to train with, largest first, the three largest models in the table that fit
     without offload. Of models with the same shape, only one is tried."""
     models = {id(entry): name for name, entry in read_table().items()}.values()
-    by_size = sorted(models, key=lambda name: -find_model(name).size.num_parameters)
+    by_size = {find_model(name).size.num_parameters: name for name in models}
     request = as_typed(request, strategy=AUTO)
     for alternative in _alternatives(request):
         firsts = (
             _first_fitting(as_typed(request, model=name, **alternative), cluster, SIMPLE)
-            for name in by_size
+            for _, name in sorted(by_size.items(), reverse=True)
         )
         fitting = (first for first in firsts if first and first.memory_fit != "unlikely")
         yield alternative, list(itertools.islice(fitting, 3))

@@ -240,7 +240,8 @@ def header_rows(r: Record) -> dict[str, str]:
         pipeline += f"blocks per stage {blocks}"
         if entry["ideal_bubble"] is not None:
             pipeline += f"; {entry['ideal_bubble']:.0%} idle if all stages take the same time"
-    layout = [format_axes(r.mesh), device, pipeline, _options(r), _precision(r)]
+    axes = format_axes(r.mesh) if r.world_size > 1 else ""
+    layout = [axes, device, pipeline, _options(r), _precision(r)]
     return {
         "model": model,
         "layout": "; ".join(filter(None, layout)),

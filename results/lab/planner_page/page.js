@@ -160,7 +160,7 @@ function listTicks(max) {
   return Array.from({ length: Math.floor(max / step) + 1 }, (_, index) => index * step);
 }
 
-function drawLayouts(answer) {
+function drawSpeeds(answer) {
   const layouts = answer.layouts.filter(layout => layout.tokens_per_s);
   if (layouts.length < 2) return [];
   const picks = answer.picks.map(pick => pick.name);
@@ -187,14 +187,19 @@ function drawLayouts(answer) {
     circle.append(shape("title", {}, `${layout.name}: ${gib(layout.needed_bytes)} GiB, ${round(layout.tokens_per_s)} tokens/s`));
     svg.append(circle);
   }
-  const rows = layouts.slice(0, 100).map(layout => element("tr", {},
+  return [element("h2", { textContent: "Layouts: tokens/s against memory" }), svg,
+    element("p", { className: "note", textContent: "Blue: the planner's choice. The red line is the GPU's memory." })];
+}
+
+function listLayouts(answer) {
+  const layouts = answer.layouts.slice(0, 100);
+  if (layouts.length < 2) return [];
+  const rows = layouts.map(layout => element("tr", {},
     element("td", { textContent: describeLayout(layout) }),
     element("td", { className: "number", textContent: `${gib(layout.needed_bytes)} GiB` }),
-    element("td", { className: "number", textContent: `${round(layout.tokens_per_s)} tokens/s` })));
+    element("td", { className: "number", textContent: layout.tokens_per_s ? `${round(layout.tokens_per_s)} tokens/s` : "" })));
   const table = element("div", { className: "scroll", tabIndex: 0 }, element("table", {}, ...rows));
-  return [element("h2", { textContent: "Layouts: tokens/s against memory" }), svg,
-    element("p", { className: "note", textContent: "Blue: the planner's choice. The red line is the GPU's memory." }),
-    element("details", {}, element("summary", { textContent: `The ${rows.length} best layouts as a table` }), table)];
+  return [element("details", {}, element("summary", { textContent: `The ${rows.length} best layouts as a table` }), table)];
 }
 
 function describeTime(answer) {
@@ -255,7 +260,7 @@ function showAnswer(text, asked, milliseconds) {
   show(answer.verdict, first.fits ? "yes" : "no", `Computed in ${round(milliseconds / 1000, 2)} s in this browser.`);
   byId("answer").replaceChildren(
     ...describeSuggestions(answer), ...drawMemory(first, answer.gpu_memory_bytes), ...describeTime(answer),
-    ...drawLayouts(answer), ...(first.fits ? describeCommand(answer.command, asked) : []),
+    ...drawSpeeds(answer), ...listLayouts(answer), ...(first.fits ? describeCommand(answer.command, asked) : []),
     element("ul", {}, ...answer.notes.map(note => element("li", { textContent: useFieldNames(note) }))));
 }
 
