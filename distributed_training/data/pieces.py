@@ -18,7 +18,7 @@ _MIN_CHARACTERS = 2**15  # minimum length of a piece, except for the last piece 
 # Maximum number of characters tokenized at once. Tokenizing needs 40 times as much memory as the
 # text.
 _MAX_UNCUT = 2**27
-# Byte-level BPE pre-tokenizers (see Tokenizer.can_cut) split before a space that follows a
+# Byte-level BPE pre-tokenizers (see data/splits.py) split before a space that follows a
 # non-white-space character, and before a line feed that follows a letter or digit.
 _BREAK = re.compile(r"(?<=[^\s\u180e]) |(?<=[A-Za-z0-9\u4e00-\u9fff])\n")
 

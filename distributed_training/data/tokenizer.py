@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data import hub, pieces
+from distributed_training.data import hub, pieces, splits
 from distributed_training.data.chats.render import Conversation, Renderer
-from distributed_training.data.pieces import ASSISTANT, Message, Piece
+from distributed_training.data.offsets import mask_spans
+from distributed_training.data.pieces import ASSISTANT, Message, Piece, Span
 from distributed_training.settings.config import today
 from distributed_training.settings.errors import UserError, describe
 from distributed_training.settings.files import is_outside, load_model_json, shown
@@ -29,25 +30,6 @@ CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"
 _SYSTEM_CODE = (
     "{% if messages and messages[0]['role'] not in ['system', 'developer'] %}"
     "{% set messages = [{'role': 'system', 'content': TEXT}] + messages %}{% endif %}"
-)
-# Pattern by which Llama 3 and Qwen 2 split text before the byte level. DIGITS is a quantifier.
-_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-_LLAMA_3_SPLIT = {
-    **_SPLIT,
-    "pattern": {"Regex": _PATTERN.replace("DIGITS", "{1,3}")},
-}
-_NFC = {"type": "NFC"}
-_QWEN_2_SPLIT = {
-    **_SPLIT,
-    "pattern": {"Regex": _PATTERN.replace("DIGITS", "")},
-}
-_PROBE = (
-    "def f(x_1):\n\treturn x_1 ** 123456 - 0x7F  # don't WE'LL\r\n\n\n    naïve café, Ελλάδα "
-    "Привет 日本語 हिन्दी 1½ 🙂"
 )
 
 
@@ -219,7 +201,7 @@ class Tokenizer:
             return  # For some types of models, transformers ignores the class in their folders.
         from tokenizers import Tokenizer as Backend
 
-        if _split(Backend.from_file(str(file))) != _split(self.backend):
+        if splits.split_probe(Backend.from_file(str(file))) != splits.split_probe(self.backend):
             what = f"tokenizer {self.folder} cannot be used with this model"
             why = f"{self.facts.kind}, the class that transformers uses for "
             why += f"{shown(self._class_keys)}, splits text differently than tokenizer.json"
@@ -274,35 +256,8 @@ class Tokenizer:
 
     @cached_property
     def can_cut(self) -> bool:
-        """True if data/pieces.py may cut documents. Concatenating the ids of the pieces then gives
-        the ids of the whole document.
-
-        Documents may be cut only if all of these conditions hold:
-
-        - the tokenizer uses byte-level BPE;
-        - the pre-tokenizer splits text before a space that follows a non-white-space character, and
-          before a line feed that follows a letter or digit;
-        - no added token contains a space or line feed, or strips white space."""
-        if self.backend is None:
-            return False
-        settings = json.loads(self.backend.to_str())
-        pre_tokenizer = settings["pre_tokenizer"] or {}
-        *splits, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-        if settings["model"]["type"] != "BPE" or settings["normalizer"] not in (None, _NFC):
-            return False
-        if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
-            return False
-        # Without a split before it, the byte level splits text as in GPT-2.
-        has_gpt2_split = splits == [] and last["use_regex"]
-        has_own_split = splits in ([_LLAMA_3_SPLIT], [_QWEN_2_SPLIT]) and not last["use_regex"]
-        return (has_gpt2_split or has_own_split) and not any(
-            token["lstrip"]
-            or token["rstrip"]
-            or token["single_word"]
-            or " " in token["content"]
-            or "\n" in token["content"]
-            for token in settings["added_tokens"]
-        )
+        """Whether data/pieces.py may cut documents."""
+        return self.backend is not None and splits.can_cut(self.backend)
 
     @cached_property
     def added_ids(self) -> tuple[np.ndarray, np.ndarray]:
@@ -339,68 +294,23 @@ class Tokenizer:
                 ids = next(encoded)
                 rows.append((ids, np.ones(len(ids), bool)))
             else:
-                rows.append(self._encode_spans(piece))
+                rows.append(self._encode_spans(piece.text, piece.spans))
         return rows
 
-    def _encode_spans(
-        self,
-        piece: Piece,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, loss mask) for a piece with spans. Only the spans are in the loss.
-
-        As in transformers, a token is in the loss if at least one of its characters is in the loss.
-        However, the first or last token of a span is excluded if it shares only white space with
-        the span but contains other characters. Raises UserError if the tokenizer does not tell
-        which characters a token stands for."""
-        assert piece.spans is not None
+    def _encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, loss mask) for a text of which only `spans` are in the loss. Raises
+        UserError if the tokenizer does not tell which characters a token stands for."""
+        what = f"tokenizer {self.folder} cannot be used for these answers"
         if self.backend is None:
-            what = f"tokenizer {self.folder} cannot be used for data with answers"
             why = f"{self.facts.kind} does not tell which characters a token stands for"
             raise UserError(what, why, "use a fast tokenizer, which has a tokenizer.json")
-        encoding = self.backend.encode(piece.text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        firsts, lasts = self._read_offsets(piece.text, encoding.offsets)
-        mask = np.zeros(len(ids), bool)
-        for first, last in piece.spans:
-            tokens = np.flatnonzero((lasts > first) & (firsts < last)).tolist()
-            for edge in (0, -1):
-                if not tokens:
-                    break
-                start, end = int(firsts[tokens[edge]]), int(lasts[tokens[edge]])
-                shared = piece.text[max(start, first) : min(end, last)]
-                if not shared.strip() and piece.text[start:end].strip():
-                    del tokens[edge]
-            mask[tokens] = True
-        return ids, mask
-
-    def _read_offsets(
-        self, text: str, pairs: Sequence[tuple[int, int]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (index of the first character, index after the last character) for each token,
-        based on the offsets from the `tokenizers` library. Raises UserError if they are wrong.
-
-        If a character has no token, the library shifts the offsets of the following tokens in the
-        same word. No token then covers the end of the word."""
-        offsets = np.array(pairs, np.int64).reshape(-1, 2)
-        lasts = np.maximum.accumulate(offsets[:, 1])
-        previous_ends = np.concatenate([[0], lasts])
-        next_starts = np.concatenate([offsets[:, 0], [len(text)]])
-        normalizer = self.backend.normalizer
-        for index in np.flatnonzero(next_starts > previous_ends):
-            end = previous_ends[index]
-            gap = text[end : next_starts[index]]
-            if normalizer is not None:
-                # The normalizer may remove characters, or join accents to the letter before them.
-                letter = text[:end][-1:]
-                length = len(normalizer.normalize_str(letter))
-                gap = normalizer.normalize_str(letter + gap)[length:]
-            if gap.strip(" \u2581"):
-                what = f"tokenizer {self.folder} cannot be used for these answers"
-                why = f"some characters have no token, so the positions near {shown(gap)} are wrong"
-                raise UserError(what, why, "remove these characters, or use another tokenizer")
-        # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
-        # previous token ends.
-        return np.minimum(offsets[:, 0], previous_ends[:-1]), lasts
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        try:
+            mask = mask_spans(text, spans, encoding.offsets, self.backend.normalizer)
+        except ValueError as error:
+            fix = "remove these characters, or use another tokenizer"
+            raise UserError(what, f"{error}", fix) from None
+        return np.array(encoding.ids, np.int32), mask
 
     def decode(
         self,
@@ -512,13 +422,3 @@ class Tokenizer:
         self._hf_tokenizer.save_pretrained(folder)
         if chat and not self.facts.has_template:
             (folder / CHAT_TEMPLATE.name).write_text(self._templates[0])
-
-
-def _split(backend: Any) -> list[str]:
-    """Return the pieces into which a tokenizer from the `tokenizers` library splits text. The space
-    at the beginning is a setting in tokenizer_config.json, so it is left out."""
-    text = backend.normalizer.normalize_str(_PROBE) if backend.normalizer else _PROBE
-    splits = [(text, (0, 0))]
-    if backend.pre_tokenizer:
-        splits = backend.pre_tokenizer.pre_tokenize_str(text)
-    return [piece.replace("\u2581", " ").lstrip("\u0120 ") for piece, _ in splits]
