@@ -2,8 +2,9 @@
 
 FSDP shards a stack of E matrices along its first dimension, so that each of n ranks has E / n whole
 experts. Expert parallelism leaves these shards where they are. The ranks gather the tokens of all
-ranks, each computes its own experts, and a reduce-scatter sums the results. Checkpoints and the
-optimizer see the same shards as under FSDP.
+ranks, each computes its own experts, and a reduce-scatter sums the results. If tokens choose fewer
+experts than there are ranks, only the chosen rows travel. Checkpoints and the optimizer see the
+same shards as under FSDP.
 
 All shapes are static. If the router chooses the experts of one rank so often that its buffers have
 too few rows, the update is skipped on all ranks, and the step is repeated with larger buffers, so
@@ -20,12 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distributed_training.models.decoder import EXPERT_ENDS
-from distributed_training.models.hub.experts import STACKS
+from distributed_training.models.hub.experts import STACKS, CombineRows, SpreadTokens
 from distributed_training.models.private import store_parameter
 from distributed_training.parallel.gradients import all_reduce_sum
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import foreach_mul_, group_of_name
 from distributed_training.plan.layout import EXPERT_ROWS
+
+# Of rows that travel: the token of each row [S], and the rows of each token [N, k]
+Route = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenExchange:
@@ -48,31 +52,71 @@ class TokenExchange:
         self.num_experts = num_experts // group.size()  # on each rank
         self.first = group.rank() * self.num_experts  # this rank's first expert
 
-    def own_experts(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the indices of experts among this rank's, or `num_experts` for other ranks'."""
+    def send(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *, may_repeat: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Route | None]:
+        """Send the tokens x [N, D], with `weights` and experts `chosen` [N, k], to the ranks of
+        their experts. Return what this rank received, and what `receive` needs: all tokens, or, if
+        the step may be repeated and less travels, rows with one expert each. The indices of experts
+        are among this rank's, or `num_experts` for rows that it need not compute."""
+        if may_repeat and chosen.shape[1] < self.num_ranks > self.row_factor:
+            return self._send_chosen(x, weights, chosen)
+        x, weights, chosen = (_gather(t, self.group_name) for t in (x, weights, chosen))
         own = chosen - self.first
-        return torch.where((own >= 0) & (own < self.num_experts), own, self.num_experts)
+        own = torch.where((own >= 0) & (own < self.num_experts), own, self.num_experts)
+        return x, weights, own, None
+
+    def _send_chosen(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Route]:
+        num_pairs = chosen.numel()
+        room = math.ceil(self.row_factor * num_pairs / self.num_ranks)  # for each rank
+        num_slots = self.num_ranks * room
+        ids, order = chosen.flatten().sort(stable=True)
+        ranks = ids // self.num_experts
+        numbers = torch.arange(self.num_ranks, device=x.device)
+        ends = torch.searchsorted(ranks, numbers, right=True)
+        starts = torch.searchsorted(ranks, numbers)
+        self._note_need((ends - starts).max(), num_pairs)
+        place = torch.arange(num_pairs, device=x.device) - starts[ranks]
+        slots = torch.where(place < room, ranks * room + place, num_slots)
+        # Pair of a token and an expert in each slot. The last slot, for pairs without one, is cut.
+        pairs = order.new_full((num_slots + 1,), num_pairs)
+        pairs[slots] = order
+        pairs = pairs[:-1]
+        is_empty = pairs == num_pairs
+        pairs = pairs.clamp(max=num_pairs - 1)
+        places = torch.empty_like(order)
+        places[order] = slots.clamp(max=num_slots - 1)
+        route = pairs // chosen.shape[1], places.view_as(chosen)
+        own = torch.where(is_empty, self.num_experts, chosen.flatten()[pairs] % self.num_experts)
+        rows = SpreadTokens.apply(x, *route)
+        sent = rows, weights.flatten().gather(0, pairs)[:, None], own[:, None]
+        x, weights, own = (_swap(t, self.group_name) for t in sent)
+        return x, weights, own, route
+
+    def receive(self, y: torch.Tensor, route: Route | None) -> torch.Tensor:
+        """Return the results of this rank's tokens [N, D], for those of what `send` returned."""
+        if route is None:
+            return _scatter_sum(y, self.group_name)
+        return CombineRows.apply(_swap(y, self.group_name), *route)
+
+    def _note_need(self, num_rows: torch.Tensor, num_pairs: int) -> None:
+        needed = num_rows / (num_pairs / self.num_ranks)
+        self.needed_factor.copy_(torch.maximum(self.needed_factor, needed))
 
     def limit_rows(self, ends: torch.Tensor, num_rows: int) -> int:
         """Return for how many of the pairs of tokens and experts there are buffers. `ends` contains
         the numbers of pairs up to the end of each of this rank's experts."""
-        mean = num_rows / self.num_ranks
-        self.needed_factor.copy_(torch.maximum(self.needed_factor, ends[-1] / mean))
+        self._note_need(ends[-1], num_rows)
         # The last row belongs to no expert of this rank, unless there are buffers for all.
-        return min(num_rows, math.ceil(self.row_factor * mean) + 1)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all n ranks, [N, ..] -> [n N, ..]."""
-        return _gather(x, self.group_name)
-
-    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of the rows of this rank's tokens, [n N, ..] -> [N, ..]."""
-        return _scatter_sum(x, self.group_name)
+        return min(num_rows, math.ceil(self.row_factor * num_rows / self.num_ranks) + 1)
 
 
 # As in context.py, full checkpointing recomputes an operation.
 @torch.library.custom_op("distributed_training::gather_tokens", mutates_args=())
 def _gather(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the rows of all n ranks, [N, ..] -> [n N, ..]."""
     ranks = group_of_name(group)
     gathered = x.new_empty(ranks.size() * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=ranks)
@@ -81,10 +125,19 @@ def _gather(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("distributed_training::sum_tokens", mutates_args=())
 def _scatter_sum(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum over ranks of the rows of this rank's tokens, [n N, ..] -> [N, ..]."""
     ranks = group_of_name(group)
     total = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
     dist.reduce_scatter_tensor(total, x.contiguous(), group=ranks)
     return total
+
+
+@torch.library.custom_op("distributed_training::swap_rows", mutates_args=())
+def _swap(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Send n equal parts of the rows to the n ranks, and return the parts from all ranks."""
+    received = x.new_empty(x.shape)
+    dist.all_to_all_single(received, x.contiguous(), group=group_of_name(group))
+    return received
 
 
 @_gather.register_fake
@@ -95,6 +148,11 @@ def _(x, group):  # type: ignore[no-untyped-def]
 @_scatter_sum.register_fake
 def _(x, group):  # type: ignore[no-untyped-def]
     return x.new_empty(len(x) // group_of_name(group).size(), *x.shape[1:])
+
+
+@_swap.register_fake
+def _(x, group):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
 
 
 def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
@@ -109,6 +167,11 @@ def _gather_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, No
     return _gather(gradient, ctx.group), None
 
 
+def _swap_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _swap(gradient, ctx.group), None
+
+
+_swap.register_autograd(_swap_gradient, setup_context=_keep_group)
 _gather.register_autograd(_scatter_gradient, setup_context=_keep_group)
 _scatter_sum.register_autograd(_gather_gradient, setup_context=_keep_group)
 

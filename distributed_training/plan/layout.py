@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import DraftConfig
 from distributed_training.settings.files import plural
 
 
@@ -45,7 +45,7 @@ class Batch(BaseModel, extra="allow", frozen=True):  # unknown keys are kept
 EXPERT_ROWS = 1.25
 
 
-def expert_row_factor(config: RunConfig, num_ranks: int) -> float:
+def expert_row_factor(config: DraftConfig, num_ranks: int) -> float:
     """Return the number of rows in the buffers of each of `num_ranks` ranks that share experts, in
     multiples of the mean over ranks. A step that cannot be repeated exactly has buffers for all
     tokens."""

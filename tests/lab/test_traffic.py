@@ -16,7 +16,7 @@ from distributed_training.settings.strategies import load_strategy
 from tests.models.hub_folders import make_folder
 from tests.parity.support import BASE, micro_batches, run_cases
 from tests.parity.test_fewer_bytes import CASES
-from tests.parity.test_layouts import FULL, LORA, UNTIED
+from tests.parity.test_layouts import FULL, LORA, SELECTIVE, UNTIED
 from tests.support import CPU_MACHINE, cpu_topology
 
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
@@ -74,6 +74,12 @@ def test_counted_bytes_equal_the_formulas(tmp_path):
             **FULL,
             "model": f"hub:{make_folder('qwen3_moe', tmp_path)}",
             "dp_replicate": 2,
+            "expert_parallel": True,
+        },
+        "expert_parallel, chosen rows": {
+            **fsdp,
+            **SELECTIVE,
+            "model": f"hub:{make_folder('qwen3_moe', tmp_path)}",
             "expert_parallel": True,
         },
     }

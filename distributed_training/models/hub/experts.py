@@ -10,7 +10,7 @@ router needs no output of the experts. For the backward pass, only the output of
 is kept: rows are gathered again, and element-wise operations are computed again.
 
 With expert parallelism (parallel/experts.py), E is the number of this rank's experts and N that of
-all ranks' tokens. Pairs with other ranks' experts are sorted behind all others, and most of them
+the rows it received. Pairs with other ranks' experts are sorted behind all others, and most of them
 have no row. The rows of others are 0 in the result and in all gradients."""
 
 from typing import Any
@@ -39,13 +39,12 @@ def experts(
         if module.training:
             own_ids = chosen.flatten().sort().values
             module.latest_ends.copy_(_row_ends(own_ids, num_experts))
-        x, weights = exchange.gather(x), exchange.gather(weights)
-        chosen = exchange.own_experts(exchange.gather(chosen))
+        x, weights, chosen, route = exchange.send(x, weights, chosen, may_repeat=module.training)
         num_experts = exchange.num_experts
     ids, order = chosen.flatten().sort(stable=True)
     ends = _row_ends(ids, num_experts)
     num_rows = len(order)
-    if exchange is not None and module.training:
+    if exchange is not None and module.training and route is None:
         num_rows = exchange.limit_rows(ends, num_rows)
         ids, order = ids[:num_rows], order[:num_rows]
         ends = ends.clamp(max=num_rows)
@@ -73,8 +72,8 @@ def experts(
         y = y + private.shard_for(x, module.down_proj_bias)[ids] * scales
     if module.has_post_expert_norm:
         y = module.post_expert_norm(y) * scales
-    y = _Combine.apply(y, tokens, places).to(x.dtype)
-    return y if exchange is None else exchange.scatter_sum(y)
+    y = CombineRows.apply(y, tokens, places).to(x.dtype)
+    return y if exchange is None else exchange.receive(y, route)
 
 
 def _row_ends(
@@ -136,7 +135,7 @@ def _combine(
 
 
 # Without this function, gradients would be added with slow atomic operations.
-class _Combine(torch.autograd.Function):
+class CombineRows(torch.autograd.Function):
     """Return the sum over the rows of each token, [S, ..] -> [N, ..]."""
 
     @staticmethod
@@ -147,6 +146,20 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         return dy[ctx.saved_tensors[0]], None, None
+
+
+class SpreadTokens(torch.autograd.Function):
+    """Return the rows of `tokens`, [N, ..] -> [S, ..]. Rows that are not in `places` have no
+    gradient."""
+
+    @staticmethod
+    def forward(ctx, x, tokens, places):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(places)
+        return x[tokens]
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return _combine(dy, ctx.saved_tensors[0]), None, None
 
 
 # torch.compile must not see inside these operations: its own rules for grouped products refuse fp32

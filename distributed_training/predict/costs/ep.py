@@ -5,6 +5,7 @@ Shapes do not depend on what the router chooses, so every rank has buffers for m
 and experts than the mean over ranks (`expert_row_factor`). If a step needs more, it is repeated
 with larger buffers, which is not counted."""
 
+import math
 from collections.abc import Sequence
 
 from distributed_training.plan.layout import expert_row_factor
@@ -32,19 +33,37 @@ def _extra_rows(sizes: Sizes) -> float:
     return expert_row_factor(sizes.config, sizes.shards) - 1
 
 
+def _sent_rows(sizes: Sizes) -> float:
+    """Return the number of rows in the buffers in which each rank sends tokens to their experts, or
+    0 if it sends its tokens to all ranks (parallel/experts.py)."""
+    *_, per_token = sizes.kind.expert_products[0]
+    factor = expert_row_factor(sizes.config, sizes.shards)
+    if per_token >= sizes.shards or factor >= sizes.shards:
+        return 0
+    return sizes.shards * math.ceil(factor * sizes.tokens * per_token / sizes.shards)
+
+
 def token_traffic(rank: PipelineRank) -> Traffic:
     """Return the traffic over dp_shard: for each mixture and micro-batch, the tokens of all ranks
-    are gathered, with the numbers and weights of their experts, and their results are summed. The
-    same happens to the gradients, except for the numbers. Recomputation gathers the tokens
-    again."""
-    tokens = chosen = 0.0
+    are gathered, with the numbers and weights of their experts, and their results are summed, or
+    the rows of chosen experts travel to them and back. The same happens to the gradients, except
+    for the numbers. Recomputation sends the tokens again."""
+    tokens = chosen = sent_rows = 0.0
     for share, sizes in rank.by_kind():
         if products := sizes.kind.expert_products:
             *_, per_token = products[0]
+            sent_rows += share * _sent_rows(sizes)
             tokens += share * rank.hidden_bytes
             chosen += share * rank.tokens * per_token
     weights = rank.dtype_bytes * chosen
-    times = rank.num_microbatches * rank.num_blocks * rank.shards
+    times = rank.num_microbatches * rank.num_blocks
+    if sent_rows:
+        row_bytes = rank.size.hidden_size * rank.dtype_bytes
+        # Recomputation ends after the results have come back, for the places of their tokens.
+        sent = (1 + rank.recomputed_share) * (2 * row_bytes + rank.dtype_bytes + 8)
+        sent += 2 * row_bytes + rank.dtype_bytes
+        return {("dp_shard", "all_to_all"): round(times * sent_rows * sent)}
+    times *= rank.shards
     gathered = tokens + (1 + rank.recomputed_share) * (tokens + weights + 8 * chosen)
     return {
         ("dp_shard", "all_gather"): round(times * gathered),
@@ -58,20 +77,25 @@ def exchange_costs(timing: Timing) -> PassCosts:
     and weights."""
     if not timing.kind.expert_products:
         return PassCosts()
-    num_bytes = timing.shards * timing.hidden_bytes
-    gather_s = timing.collective_s("dp_shard", "all_gather", num_bytes, 3)
-    sum_s = timing.collective_s("dp_shard", "reduce_scatter", num_bytes, 1)
+    if rows := _sent_rows(timing):
+        num_bytes = 2 * rows * timing.size.hidden_size * timing.dtype_bytes
+        network_s = timing.collective_s("dp_shard", "all_to_all", num_bytes, 4)
+    else:
+        num_bytes = timing.shards * timing.hidden_bytes
+        network_s = timing.collective_s("dp_shard", "all_gather", num_bytes, 3)
+        network_s += timing.collective_s("dp_shard", "reduce_scatter", num_bytes, 1)
     _, row_values = _row_values(timing)
-    rows = timing.memory_cost(2 * _extra_rows(timing) * row_values * timing.value_bytes)
-    cost = Cost(network_s=gather_s + sum_s) + rows
-    return PassCosts(forward=cost, inputs=cost + rows)
+    moved = timing.memory_cost(2 * _extra_rows(timing) * row_values * timing.value_bytes)
+    cost = Cost(network_s=network_s) + moved
+    return PassCosts(forward=cost, inputs=cost + moved)
 
 
 def recomputed_costs(timing: Timing, forward: Cost) -> Sequence[Cost]:
-    """Return the cost of gathering the tokens again under selective checkpointing."""
-    if timing.config.activation_checkpointing != "selective":
+    """Return the cost of sending the tokens again under selective checkpointing."""
+    is_selective = timing.config.activation_checkpointing == "selective"
+    if not is_selective or not timing.kind.expert_products:
         return ()
-    return (0.5 * exchange_costs(timing).forward,)
+    return ((1 if _sent_rows(timing) else 0.5) * exchange_costs(timing).forward,)
 
 
 def kept_bytes(rank: PipelineRank, recomputed: float) -> float:
