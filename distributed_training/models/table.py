@@ -31,7 +31,7 @@ def match_names(text: str) -> tuple[list[str], bool]:
     """Return the names that differ least from `text`, without its owner, and whether they contain
     all its words. Names of the same family come first, then those of the nearest size, and of these
     those with the fewest other words."""
-    label = text.rpartition("/")[2].lower()
+    label = text.rpartition("/")[2].lower().replace("+", " plus")
     words = set(_WORD.findall(label))
     size = _SIZE.search(label)
     ranks = {}

@@ -99,6 +99,7 @@ def test_models_are_found_by_any_spelling(line):
         ("Qwen3-40B", ("config.json of model='Qwen3-40B' is needed", "35B-A3B", "hf download")),
         ("Qwen3.5-9B-Base", ("Did you mean Qwen/Qwen3.5-9B?",)),
         ("deepseek-ai/DeepSeek-R1-0528", ("no network", "Did you mean deepseek-ai/DeepSeek-R1?")),
+        ("Command R+", ("config.json of model='Command R+' is needed", "c4ai-command-r-v01")),
         ("command r7b", ("Did you mean CohereForAI/c4ai-command-r-v01?",)),
         ("Qwen3-VL-8B", ("Qwen/Qwen3-8B?",)),
         ("qwem3 32b", ("Qwen/Qwen3-32B",)),
