@@ -238,7 +238,10 @@ class Timing(Sizes):
         """Return the cost of multiplying an `m x k` matrix by a `k x n` matrix."""
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops
-        return Cost(arithmetic_s=2 * tiled_multiplications(m, k, n, rates.num_sms) / flops)
+        return Cost(
+            arithmetic_s=2 * tiled_multiplications(m, k, n, rates.num_sms) / flops,
+            memory_s=rates.weight_bytes * m * k * n / self.tokens / rates.memory_bytes_per_s,
+        )
 
     def memory_cost(self, num_bytes: float) -> Cost:
         """Return the cost of element-wise kernels that read and write `num_bytes` bytes in

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -99,12 +100,17 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     )
 
 
-def local_cluster(machine: Machine, num_processes: int, processes_here: int) -> Cluster:
-    """Return the cluster of a local run: this machine and, with several nodes, identical
-    machines."""
+def local_cluster(
+    machine: Machine,
+    num_processes: int,
+    processes_here: int,
+    cores: Mapping[str, float] | None = None,
+) -> Cluster:
+    """Return the cluster of a local run: this machine and, with several nodes, identical machines.
+    `cores` contains the measured rates of a CPU core."""
     rates = None
     if machine.num_gpus == 0:
-        rates = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
+        rates = cpu_rates(machine.num_cpus, processes_here, cores)
     elif (gpu_spec := find_gpu(machine.gpu_name)) is not None:
         rates = gpu_rates(with_power_limit(gpu_spec, machine.power_w))
     return Cluster(
@@ -138,9 +144,9 @@ class Prediction:
 
     @property
     def step(self) -> StepTime | None:
-        """`estimate`, for the user. None on CPUs, because a typical core is assumed there: on other
-        cores, steps took 0.3 to 1.2 times as long."""
-        return None if self.rates is None or self.rates.on_host else self.estimate
+        """`estimate`, for the user. None on CPUs that were not measured, because a typical core is
+        assumed there: on other cores, steps took 0.3 to 1.2 times as long."""
+        return self.estimate if self.rates is not None and self.rates.is_known else None
 
     @property
     def ram_bytes(self) -> int:
@@ -193,7 +199,10 @@ class Prediction:
     @functools.cached_property
     def evidence(self) -> Evidence:
         """Measured runs that are comparable with the predicted time, which must be known."""
+        assert self.rates is not None
         assert self.step is not None
+        if self.rates.on_host:
+            return Evidence("from the measured speed of these cores", None)
         return compare(describe_run(self.plan, self.step.bound_by), read_runs())
 
     @property

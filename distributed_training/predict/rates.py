@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +35,14 @@ class Rates:
     wide_attention: float = 1.0  # the rate with heads of 128 or more, relative to heads of 64
     linear_attention: float = 1.0  # the rate of linear attention, relative to attention_flops
     link_bytes_per_s: float  # bytes/s that a process sends in a collective inside a node
+    # bytes that a matrix multiplication moves per weight while it does not multiply
+    weight_bytes: float = 0.0
     network_bytes_per_s: float = NIC_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1 if matrix multiplications do not run in waves
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # whether Python and the computation share the CPU
+    is_known: bool = True  # whether times are predicted, or only compared
     peak_flops: float | None = None  # FLOP/s according to the datasheet, for MFU
 
 
@@ -71,28 +75,31 @@ def gpu_rates(gpu: Gpu) -> Rates:
 def cpu_rates(
     num_cpus: int,
     num_processes: int,
-    *,
-    has_bf16: bool = False,
+    measured: Mapping[str, float] | None = None,
 ) -> Rates:
-    """Return the rates of a process that runs on an equal share of the CPU cores. `has_bf16` is
-    True if the cores have bf16 instructions. Without these instructions, matrix multiplications are
-    25 times slower in bf16 than in fp32."""
+    """Return the rates of a process on CPUs: those that were `measured` (start/cores.py) or, to
+    rank layouts, those of an equal share of typical cores."""
+    shares = FITTED.cpu_shares
+    core = vars(FITTED.cpu_core)
     cores = num_cpus / num_processes
-    slowdown = max(1.0, 1 / cores)
+    rates = SimpleNamespace(**(measured or {name: rate * cores for name, rate in core.items()}))
+    # Python runs on one core of the process.
+    slowdown = max(1.0, cores) * core["memory_bytes"] / rates.memory_bytes
     launching_s = {name: slowdown * value for name, value in vars(FITTED.cpu_launching_s).items()}
-    core = FITTED.cpu_core
     link = FITTED.cpu_link
     return Rates(
-        gemm_flops=(core.fp32_gemm_flops if has_bf16 else core.gemm_flops) * cores,
-        fp32_gemm_flops=core.fp32_gemm_flops * cores,
-        memory_bytes_per_s=core.memory_bytes * cores,
-        head_memory_bytes_per_s=core.head_memory_bytes * cores,
-        attention_flops=FITTED.gpu_shares.attention * core.fp32_gemm_flops * cores,
+        gemm_flops=rates.gemm_flops,
+        fp32_gemm_flops=rates.fp32_gemm_flops,
+        weight_bytes=shares.weight_bytes,
+        memory_bytes_per_s=shares.memory * rates.memory_bytes,
+        head_memory_bytes_per_s=shares.head_memory * rates.memory_bytes,
+        attention_flops=FITTED.gpu_shares.attention * rates.fp32_gemm_flops,
         link_bytes_per_s=link.bytes_per_s,
         network_bytes_per_s=link.bytes_per_s,
         link_latency_s=link.latency_s,
         host=SimpleNamespace(**launching_s),
         on_host=True,
+        is_known=measured is not None,
     )
 
 

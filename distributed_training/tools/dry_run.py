@@ -38,7 +38,9 @@ def print_plan(
         if process.rank > 0:
             return 0
         launched = local_cluster(detect_machine(), process.world_size, process.local_world_size)
-    cluster = planned_cluster(options) or launched or requested_cluster(request, options.num_gpus)
+    cluster = planned_cluster(options) or launched
+    if cluster is None:
+        cluster = requested_cluster(request, options.num_gpus, times_cores=True)
     plan = make_plan(request, cluster, peek_data, needs_weights=request.strict)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)

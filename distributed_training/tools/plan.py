@@ -94,7 +94,7 @@ def run(
     if cluster is None:
         from distributed_training.start.local import requested_cluster
 
-        cluster = requested_cluster(request, arguments.num_gpus or "all")
+        cluster = requested_cluster(request, arguments.num_gpus or "all", times_cores=True)
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
@@ -302,7 +302,7 @@ def _row(choice: Prediction, label: str) -> dict[str, str]:
 def legend(cluster: Cluster) -> str:
     """Return an explanation of the columns and words in the table."""
     if cluster.machine.num_gpus == 0:
-        source = "On CPUs, times are unknown."
+        source = "Times come from a measurement of the cores, which needs torch."
     elif cluster.rates is None:
         source = "This GPU is not in the planner's table. Describe it with --gpu."
     else:

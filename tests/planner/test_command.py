@@ -127,6 +127,7 @@ def test_steps_for_a_small_text_on_a_cpu_match_the_run(plan, tmp_path):
     printed = heavy_pool().script([*options, "--strategy", "dp", "--dry-run"]).stdout
     work = re.search(r"\n  work: (.+)\n", printed)[1]
     assert f" trains on {work} of " in planned
+    assert re.search(r" tokens/s\. .*\d s per step \(", planned)
 
 
 def test_json_has_the_fields_that_programs_read(plan):

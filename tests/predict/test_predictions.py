@@ -9,6 +9,7 @@ import math
 import pytest
 
 from distributed_training.plan.schedules import divisors
+from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.sort import predict_all, sort_by_speed, sort_layouts
 from distributed_training.predict import speed
 from distributed_training.predict.predict import Prediction, local_cluster, parse_cluster
@@ -63,6 +64,20 @@ def test_a_cpu_has_no_time_but_its_layouts_are_compared():
         None
     }
     assert first.estimate.seconds < 2 * min(other.estimate.seconds for other in others)
+
+
+def test_a_cpus_time_follows_from_its_measured_cores():
+    cores = vars(FITTED.cpu_core)
+    slow = {name: rate / 2 for name, rate in cores.items()}
+    seconds = []
+    for measured in (cores, slow):
+        cluster = local_cluster(CPU_MACHINE, 1, 1, measured)
+        plan = draft_plan(build("dp", model="gpt2-tiny"), cluster)
+        record = Prediction(plan, cluster.rates).as_record()
+        assert "measured" in record["evidence"]
+        assert record["likely_s"] is None
+        seconds.append(record["step_time_s"])
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.05)
 
 
 def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_copies(tmp_path):

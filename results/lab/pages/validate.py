@@ -18,7 +18,7 @@ from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.measured import compare, read_runs
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, local_cluster
-from distributed_training.predict.rates import cpu_rates, gpu_rates
+from distributed_training.predict.rates import gpu_rates
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.settings.files import ROOT
@@ -134,20 +134,16 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRow:
     """A run on CPUs. `measured_bytes` and `predicted_bytes` are the RAM of the process that uses
-    the most RAM. `seconds` are per step."""
+    the most RAM."""
 
     name: str
     measured_bytes: int
     predicted_bytes: int
-    seconds: tuple[float, float] | None  # (measured, predicted), or None if the run was not timed
+    seconds: float | None  # per step, or None if the run was not timed
 
     @property
     def memory_error(self) -> float:
         return self.predicted_bytes / self.measured_bytes - 1
-
-    @property
-    def time_error(self) -> float | None:
-        return None if self.seconds is None else self.seconds[1] / self.seconds[0] - 1
 
 
 @functools.cache
@@ -159,33 +155,54 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
     rows = []
     for run in document["runs"]:
         count = run["processes"]
-        seconds = None
         request = build_config(to_current_keys(run["config"]))
         plan = draft_plan(request, local_cluster(machine, count, count))
-        if run["step_time_s"] is not None:
-            rates = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
-            seconds = run["step_time_s"], estimate_step(plan, rates).seconds
         rows.append(
             CpuRow(
                 name=f"{plan.strategy.name} x {count}",
                 measured_bytes=run["peak_host_bytes"],
                 predicted_bytes=estimate_memory(replace(plan, tokenized=True)).host_bytes,
-                seconds=seconds,
+                seconds=run["step_time_s"],
             )
         )
     return tuple(rows)
 
 
+def cpu_times(file: Path = RECORDS / "cpu" / "cores.json") -> dict[str, list[float]]:
+    """Return for each run that cores.py recorded its measured time per step, and the times that
+    follow from the two measurements of the cores."""
+    times = {}
+    for name, run in json.loads(file.read_text(encoding="utf-8"))["runs"].items():
+        count = run["processes"]
+        machine = Machine(**run["machine"] | {"compute_capability": (0, 0)})
+        times[name] = [run["step_time_s"]["p50"]]
+        for cores in run["cores"]:
+            cluster = local_cluster(machine, count, count, cores)
+            plan = draft_plan(build_config(run["config"]), cluster)
+            assert cluster.rates is not None
+            times[name].append(estimate_step(plan, cluster.rates).seconds)
+    return times
+
+
+def times_on_cpus() -> str:
+    """Return a table of the runs that cores.py recorded."""
+    rows = []
+    for name, times in cpu_times().items():
+        error = statistics.mean(times[1:]) / times[0] - 1
+        rows.append([name, *(f"{1000 * seconds:,.0f} ms" for seconds in times), f"{error:+.0%}"])
+    return _table(rows, ["run", "measured", "predicted before", "after", "error"])
+
+
 def on_cpus() -> str:
     """Return a table of the CPU runs, with one row per strategy and one column per number of
-    processes. Each cell contains the measured RAM and step time, each with the relative error of
-    its prediction."""
+    processes. Each cell contains the measured RAM with the relative error of its prediction, and
+    the measured time per step."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in cpu_rows():
         strategy, _, count = row.name.partition(" x ")
         text = f"{row.measured_bytes / 2**20:,.0f}, {row.memory_error:+.1%}"
-        if row.seconds is not None and row.time_error is not None:
-            text += f"; {1000 * row.seconds[0]:,.0f} ms, {row.time_error:+.0%}"
+        if row.seconds is not None:
+            text += f"; {1000 * row.seconds:,.0f} ms"
         cells[strategy][count] = text
     counts = sorted({count for texts in cells.values() for count in texts}, key=int)
     rows = [[name, *(texts.get(count, "-") for count in counts)] for name, texts in cells.items()]

@@ -1,0 +1,59 @@
+"""Measure how fast a process computes on this machine's CPU cores. Planning does not import torch,
+so it starts `python -m distributed_training.start.cores`."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from distributed_training.settings.detect import threads_per_process
+
+
+def measure_cores(num_processes: int) -> dict[str, float] | None:
+    """Return the mean rates of the processes of a run if all compute at once, or None without
+    torch. The names are those of `cpu_core` in predict/constants.json."""
+    if find_spec("torch") is None:
+        return None
+    environment = {"OMP_NUM_THREADS": str(threads_per_process(num_processes)), **os.environ}
+    command = [sys.executable, "-m", __name__]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+        for _ in range(num_processes)
+    ]
+    measured = [json.loads(process.communicate()[0]) for process in processes]
+    return {name: statistics.mean(rates[name] for rates in measured) for name in measured[0]}
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Return the mean duration of a call over at least 0.2 s, so that it includes the time in which
+    other programs use the core."""
+    act()  # the first call starts threads
+    number, total_s = timeit.Timer(act).autorange()
+    return total_s / number
+
+
+def main() -> None:
+    """Print the FLOP/s of matrix multiplications and the bytes/s of element-wise operations."""
+    import torch
+    from torch.nn.functional import gelu
+
+    inputs, weights = torch.randn(512, 768), torch.randn(768, 3072)
+    rounded = inputs.bfloat16(), weights.bfloat16()
+    hidden = torch.randn(512, 1536, requires_grad=True)
+    flops = 2 * 512 * 768 * 3072
+    rates = {
+        "gemm_flops": flops / seconds(lambda: rounded[0] @ rounded[1]),
+        "fp32_gemm_flops": flops / seconds(lambda: inputs @ weights),
+        # GELU reads or writes two fp32 tensors forward and three backward.
+        "memory_bytes": (20 * 512 * 1536)
+        / seconds(lambda: torch.autograd.grad(gelu(hidden), hidden, hidden)),
+    }
+    print(json.dumps(rates))
+
+
+if __name__ == "__main__":
+    main()

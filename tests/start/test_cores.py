@@ -1,0 +1,14 @@
+import pytest
+
+from distributed_training.predict.rates import FITTED
+from distributed_training.start import cores
+
+
+@pytest.mark.processes
+def test_cores_are_measured_if_torch_is_installed(monkeypatch):
+    rates = cores.measure_cores(2)
+    assert rates.keys() == vars(FITTED.cpu_core).keys()
+    assert 1e8 < rates["fp32_gemm_flops"] < 1e14
+    assert 1e7 < rates["memory_bytes"] < 1e13
+    monkeypatch.setattr(cores, "find_spec", {"torch": None}.get)
+    assert cores.measure_cores(2) is None
