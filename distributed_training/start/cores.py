@@ -3,7 +3,6 @@ so it starts `python -m distributed_training.start.cores`."""
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import timeit
@@ -13,19 +12,20 @@ from importlib.util import find_spec
 from distributed_training.settings.detect import threads_per_process
 
 
-def measure_cores(num_processes: int) -> dict[str, float] | None:
+def measure_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
     """Return the mean rates of the processes of a run if all compute at once, or None without
-    torch. The names are those of `cpu_core` in predict/constants.json."""
+    torch. More processes than cores share what as many as there are cores achieve. The names are
+    those of `cpu_core` in predict/constants.json."""
     if find_spec("torch") is None:
         return None
     environment = {"OMP_NUM_THREADS": str(threads_per_process(num_processes)), **os.environ}
     command = [sys.executable, "-m", __name__]
     processes = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-        for _ in range(num_processes)
+        for _ in range(min(num_processes, num_cpus))
     ]
     measured = [json.loads(process.communicate()[0]) for process in processes]
-    return {name: statistics.mean(rates[name] for rates in measured) for name in measured[0]}
+    return {name: sum(rates[name] for rates in measured) / num_processes for name in measured[0]}
 
 
 def seconds(act: Callable[[], object]) -> float:

@@ -23,7 +23,7 @@ def requested_cluster(
     machine = detect_machine()
     mesh = {} if request.strategy == AUTO else load_strategy(request).mesh
     count = requested_processes(num_gpus, machine, mesh)
-    cores = measure_cores(count) if times_cores and not machine.num_gpus else None
+    cores = measure_cores(count, machine.num_cpus) if times_cores and not machine.num_gpus else None
     return local_cluster(machine, count, count, cores)
 
 

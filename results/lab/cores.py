@@ -5,6 +5,7 @@
 The cores are measured before and after each run, because other programs may share them.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,19 +29,20 @@ RUNS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": "gpt2", **EMBEDDED, **FEW, "max_length": 256, "strategy": "dp"},
     "fsdp": {**SMOL, **EMBEDDED, **FEW, "max_length": 128, "strategy": "fsdp", "num_gpus": 2},
 }
+NUM_CPUS = len(os.sched_getaffinity(0))
 COMMON = {"weights": "random", "checkpoint_every": 0, "export": False, "generate": "none"}
 
 
 def measure_run(values: dict[str, Any]) -> dict[str, Any]:
     """Return the rates of a process and the times of a run's steps."""
     num_processes = values.get("num_gpus", 1)
-    cores = [measure_cores(num_processes)]
+    cores = [measure_cores(num_processes, NUM_CPUS)]
     with tempfile.TemporaryDirectory() as folder:
         options = {**values, **COMMON, "eval_samples": 2, "output_dir": folder}
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
         subprocess.run([sys.executable, str(ROOT / "real_model_example.py"), *words], check=True)
         (record,) = find_records([Path(folder)])
-    cores.append(measure_cores(num_processes))
+    cores.append(measure_cores(num_processes, NUM_CPUS))
     return {
         "processes": num_processes,
         "config": record.config_requested | {"output_dir": "runs"},

@@ -6,9 +6,9 @@ from distributed_training.start import cores
 
 @pytest.mark.processes
 def test_cores_are_measured_if_torch_is_installed(monkeypatch):
-    rates = cores.measure_cores(2)
+    rates = cores.measure_cores(2, 2)
     assert rates.keys() == vars(FITTED.cpu_core).keys()
     assert 1e8 < rates["fp32_gemm_flops"] < 1e14
     assert 1e7 < rates["memory_bytes"] < 1e13
     monkeypatch.setattr(cores, "find_spec", {"torch": None}.get)
-    assert cores.measure_cores(2) is None
+    assert cores.measure_cores(2, 2) is None
