@@ -38,6 +38,8 @@ TOOLS = {
     "parity": "Check that every layout computes the same results as a single process.",
     "data": "Show the first training samples, mark the tokens in the loss, and print counts.",
 }
+# Keys in the documents from which this project started -> current names
+FORMER_KEYS = {"model_name": "model", "num_epochs": "epochs"}
 LAST_HELP = "use the last weights instead of those with the lowest validation loss"
 Act = Callable[[argparse.Namespace], int]
 
@@ -363,6 +365,20 @@ def _prepare_training() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
+def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return CONFIG with current names and values for those of the documents from which this
+    project started, and print a note if it has any."""
+    current = {FORMER_KEYS.get(name, name): value for name, value in config.items()}
+    if current.get("num_samples", -1) is None:
+        current["num_samples"] = -1
+    if current != config and os.environ.get("RANK", "0") == "0":
+        print_stderr(
+            f"note: CONFIG uses former names. Write {', '.join(map(repr, FORMER_KEYS.values()))}, "
+            'and "num_samples": -1 for all samples.'
+        )
+    return current
+
+
 def main(
     config: Mapping[str, Any],
     description: str,
@@ -374,7 +390,7 @@ def main(
     # CONFIG's output_dir is relative to the script. On the command line, output_dir is relative to
     # the current folder.
     output_dir = file.parent / str(config.get("output_dir", "runs"))
-    config = {**config, "output_dir": str(output_dir)}
+    config = {**with_current_names(config), "output_dir": str(output_dir)}
     description = description.splitlines()[0]
     open_closed_streams()
     replace_unencodable()
