@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: stages of the pipeline, one per rank
     "num_microbatches": 8,  # m: microbatches per batch
+    "layers_per_stage": 1,  # layers on a rank, each with the durations below
+    "verbose": None,  # True: draw every schedule; False: none; None: only a schedule that you name
     "schedule": "all",  # or naive, gpipe, 1f1b, pipedream, interleaved, zb-h1, zb-h2, zb-v
-    "forward": 1,  # F: time of one microbatch's forward pass on a rank, in any unit
+    "forward": 1,  # F: time of one microbatch's forward pass through a layer, in any unit
     "input_gradient": 1,  # I: time of the half of the backward pass that other ranks wait for
     "weight_gradient": 1,  # W: time of the half that only the optimizer waits for
     "communication": 0,  # time of a message between two ranks, which keep computing meanwhile
@@ -31,6 +33,12 @@ CONFIG: dict[str, Any] = {
     "columns": None,  # columns of the table, such as time,bubble; None: all
     "steps": 0,  # batches to train on; `python -m pipedream` trains
 }
+# For keys that you remove from CONFIG
+DEFAULTS: dict[str, Any] = {
+    "num_stages": 4, "num_microbatches": 8, "layers_per_stage": 1, "verbose": None,
+    "schedule": "all", "forward": 1, "input_gradient": 1, "weight_gradient": 1, "communication": 0,
+    "chunks": 2, "num_batches": 4, "columns": None, "steps": 0,
+}  # fmt: skip
 DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")
 
 # --- Operations ------------------------------------------------------------------------------
@@ -443,35 +451,42 @@ def title_line(p: int, m: int, config: dict[str, Any]) -> str:
 
 def main(config: dict[str, Any]) -> None:
     """Print the table of all schedules, or one schedule's timeline and table row."""
+    layers = config["layers_per_stage"]
+    config = config | {key: layers * Fraction(config[key]) for key in DURATIONS[:3]}
     print(title_line(config["num_stages"], config["num_microbatches"], config))
     name, shown = config["schedule"], config["columns"]
-    header = table_line("", COLUMNS, shown)
-    if name == "all":
-        print(header)
-        for name, (title, _) in SCHEDULES.items():
-            try:
-                line = table_line(title, measure(name, config)[3:], shown)
-            except ValueError as error:
-                line = f"{title:<24}not possible: {error}"
-            print(line, flush=True)
-    else:
-        row = measure(name, config)
-        text = draw(cells(row), get_terminal_size((100, 24)).columns)
+    lines = [table_line("", COLUMNS, shown)]
+    names = SCHEDULES if name == "all" else [name]
+    draws = config["verbose"] or (config["verbose"] is None and name != "all")
+    if draws:
+        print(LEGEND)
+    for name in names:
         title, _ = SCHEDULES[name]
-        count = f", {config['num_batches']} batches in a row" * (name == "pipedream")
-        print(LEGEND, "", title + count, draw_or_save(name, cells(row), text), "", sep="\n")
-        print(header, table_line(title, row[3:], shown), sep="\n")
+        try:
+            row = measure(name, config)
+        except ValueError as error:
+            lines.append(f"{title:<24}not possible: {error}")
+            continue
+        lines.append(table_line(title, row[3:], shown))
+        if draws:
+            text = draw(cells(row), get_terminal_size((100, 24)).columns)
+            count = f", {config['num_batches']} batches in a row" * (name == "pipedream")
+            print("", title + count, draw_or_save(name, cells(row), text), sep="\n")
+    print("" if draws else lines.pop(0), *lines, sep="\n")
     print(*notes(config), "More schedules, search, training: python -m pipedream", sep="\n")
 
 
+VERBOSE = {"True": True, "False": False, "None": None}
+
+
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return CONFIG after applying each `--set key=value`. If a value is not accepted, print one
-    line and exit."""
+    """Return CONFIG, with defaults for missing keys, after applying each `--set key=value`. If a
+    value is not accepted, print one line and exit."""
     if "--help" in arguments:
         print(__doc__)
         sys.exit()
-    config = dict(CONFIG)
-    for change in arguments:
+    config = dict(DEFAULTS)
+    for change in [*map("{0[0]}={0[1]}".format, CONFIG.items()), *arguments]:
         key, _, text = change.partition("=")
         if change == "--set":
             continue
@@ -480,12 +495,15 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
                 config[key] = text
                 accepted = text in ("all", *SCHEDULES)
             elif key == "columns":
-                config[key] = text.split(",")
-                accepted = set(config[key]) <= COLUMNS.keys()
+                config[key] = None if text == "None" else text.split(",")
+                accepted = set(config[key] or ()) <= COLUMNS.keys()
+            elif key == "verbose":
+                accepted = text in VERBOSE
+                config[key] = VERBOSE.get(text)
             else:
                 config[key] = Fraction(text) if key in DURATIONS else int(text)
                 may_be_0 = key in ("weight_gradient", "communication", "steps")
-                accepted = key in CONFIG and (config[key] > 0 or (config[key] == 0 and may_be_0))
+                accepted = key in DEFAULTS and (config[key] > 0 or (config[key] == 0 and may_be_0))
         except ValueError:
             accepted = False
         if not accepted:

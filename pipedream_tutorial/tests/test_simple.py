@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pipedream_simple as simple
 import pytest
@@ -252,6 +253,27 @@ def test_script_runs_without_the_package(tmp_path):
         fix = "write --set KEY=VALUE with a key of CONFIG"
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == f"error: {wrong} is not accepted; {fix}\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        ('"layers_per_stage": 3, "verbose": True', "F = 3, I = 3, W = 3"),
+        ('"verbose": True', "\nGPipe\ntime  "),
+        ('"columns": "time,bubble"', "  time bubble\n"),
+        ('"num_stage": 4', "error: num_stage=4 is not accepted"),
+        ('"num_microbatches": 0', "error: num_microbatches=0 is not accepted"),
+        ('"verbose": 3', "error: verbose=3 is not accepted"),
+    ],
+)
+def test_an_edited_config_without_some_keys_is_read_or_refused(tmp_path, lines, shown):
+    source = Path(simple.__file__).read_text()
+    config = f'CONFIG = {{"num_stages": 4, {lines}}}'
+    path = tmp_path / "pipedream_simple.py"
+    path.write_text(re.sub(r"CONFIG: dict.*?\n}", config, source, count=1, flags=re.DOTALL))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    assert shown in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_closed_output_pipe_is_no_error():
