@@ -6,8 +6,14 @@
 const AXIS = 18;
 const NUM_VERSION_COLORS = 7;
 
-// Sizes in pixels. `longest`: the shown time. `room`: the largest height, if possible.
-function buildLayout({ run, strips, chosen }, width, longest, room) {
+// Return the pixels per unit of time at which all cells of a run keep their letters.
+function readableRate(run) {
+  return (lettersWidth(run) + 1) / shortestOf(run);
+}
+
+// Sizes in pixels. `longest`: the shown time. `room`: the largest height, if possible. `rate`: the
+// largest readable rate of all shown runs.
+function buildLayout({ run, strips, chosen }, width, longest, room, rate) {
   const { numRanks } = run.timeline.schedule;
   const gutter = width < 500 ? 40 : 58;
   let [row, strip, gap] = [numRanks <= 4 ? 32 : numRanks <= 8 ? 26 : 19, 14, 7];
@@ -19,7 +25,7 @@ function buildLayout({ run, strips, chosen }, width, longest, room) {
   const rank = row + strips.length * strip + gap;
   const visible = (width - gutter) * chosen.zoom;
   // In a narrow window, cells keep their letters if three screens are enough. The timeline scrolls.
-  const readable = (longest / shortestOf(run)) * (lettersWidth(run) + 1) + 10;
+  const readable = longest * rate + 10;
   const whole = readable <= 3 * visible ? Math.max(visible, readable) : visible;
   const perUnit = (whole - 10) / (longest || 1);
   return { gutter, row, rank, strip, whole, perUnit, longest, height: AXIS + numRanks * rank + 2 };
@@ -283,12 +289,12 @@ class Pane {
     return lines.flat().flatMap(({ start, end }) => [start * tick, end * tick]);
   }
 
-  // Draw everything. Both panes share `longest`, so that a unit has the same width in both.
-  place(longest, room) {
+  // Draw everything. Both panes share `longest` and `rate`, so that a unit has the same width in both.
+  place(longest, room, rate) {
     const width = this.scroller.clientWidth; // 0 while the page is not shown
     if (!this.run || !width) return;
     const head = this.title.offsetHeight + this.about.offsetHeight + this.numbers.offsetHeight + 16;
-    this.layout = buildLayout(this, width, longest, room - head);
+    this.layout = buildLayout(this, width, longest, room - head, rate);
     const { gutter, whole, height } = this.layout;
     for (const [svg, wide] of [[this.gutter, gutter], [this.chart, whole]]) {
       svg.setAttribute("width", wide);

@@ -53,9 +53,10 @@ function place() {
   player.setTimes(panes.flatMap((pane) => pane.times));
   // In a wide window, all timelines and the text about an operation are visible together.
   const top = byId("panes").getBoundingClientRect().top + scrollY;
-  const shown = panes.filter((pane) => pane.run).length;
-  const room = (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown) - 16;
-  panes.forEach((pane) => pane.place(player.longest, WIDE.matches ? room : Infinity));
+  const shown = panes.filter((pane) => pane.run);
+  const room = (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown.length) - 16;
+  const rate = Math.max(...shown.map((pane) => readableRate(pane.run)));
+  shown.forEach((pane) => pane.place(player.longest, WIDE.matches ? room : Infinity, rate));
 }
 
 function say(text, verdict) {

@@ -306,6 +306,13 @@ def test_both_timelines_are_in_view_beside_the_controls(browser, width, height):
     assert beside["bottom"] <= detail["top"] < detail["bottom"] <= height
 
 
+@pytest.mark.parametrize("width", [360, 800, 1280, 1920])
+def test_compared_timelines_have_one_scale_at_every_width(browser, width):
+    browser.open(PAGE, "#schedule=1f1b&other=zb-v", width=width, height=800)
+    rates = [browser.js(f"explorer.{pane}.layout.perUnit") for pane in ("main", "beside")]
+    assert rates[0] == rates[1] > 0
+
+
 CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: %s, configurable: true })"
 
 
