@@ -55,11 +55,12 @@ def cut(layers: list[nn.Module], p: int) -> list[nn.Sequential]:
 def check_messages(stages: list[nn.Sequential], x: torch.Tensor) -> None:
     """Exit if a stage would send another message. `x` is one microbatch, [SIZE, ...]."""
     for r, stage in enumerate(stages[:-1]):
-        x = stage(x)
-        if x.shape != MESSAGE or x.dtype != torch.float32:
-            returned = f"{x.dtype} {tuple(x.shape)} from {len(stage)} layers"
-            error = f"error: Stage {r} returns {returned}, but MESSAGE is float32 {MESSAGE}."
-            sys.exit(1 if dist.get_rank() else error)
+        for layer in stage:
+            x = layer(x) if isinstance(x, torch.Tensor) else x  # a tuple stays
+        returned = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else "a tuple"
+        if returned != f"torch.float32 {MESSAGE}":
+            error = f"error: Stage {r} returns {returned} from {len(stage)} layers, but MESSAGE"
+            sys.exit(1 if dist.get_rank() else f"{error} is float32 {MESSAGE}.")
 
 
 class Stage:
@@ -69,8 +70,7 @@ class Stage:
         self.r, self.p = dist.get_rank(), dist.get_world_size()
         self.module = module.to(device)
         self.device = device
-        # One group for activations and one for gradients: NCCL runs the messages of a group in
-        # order, so two neighbors that both send first would wait for each other forever.
+        # NCCL runs a group's messages in order, and two neighbors may both send first.
         self.down, self.up = dist.new_group(), dist.new_group()
         self.most_held = 0
 

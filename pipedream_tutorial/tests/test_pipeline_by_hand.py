@@ -87,3 +87,6 @@ def test_own_layers_need_one_constant_which_is_checked_before_the_first_message(
     done = start(wrong, 2)
     assert done.returncode == 1
     assert done.stderr.count("(32, 16, 64) from 3 layers, but MESSAGE is float32 (32, 256)") == 1
+    wrong.write_text(wrong.read_text().replace("*blocks,", "nn.GRU(64, 64), *blocks,"))
+    done = start(wrong, 2)
+    assert done.stderr.count("error: Stage 0 returns a tuple from 3 layers") == 1
