@@ -15,6 +15,7 @@ from distributed_training.records.record import Record, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import GIB
+from results.lab.pages import validate
 from results.lab.pages.columns import read_extra
 from results.lab.pages.timelines import draw as draw_timelines
 
@@ -143,6 +144,59 @@ def overlap(records: Path) -> Figure:
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, subtitle)
 
 
+def accuracy(records: Path) -> Figure:
+    """Plot predictions against measurements of memory and time: tables as predicted before the
+    runs, other runs as predicted today. Name the worst rows."""
+    figure = Figure(figsize=(8, 3.9), layout="constrained")
+    figure.suptitle("Every published run: predicted against measured", x=0.01, ha="left",
+                    fontsize=11, fontweight="bold")  # fmt: skip
+    panels: Any = figure.subplots(1, 2)
+    for axes, unit, points in zip(
+        panels, ("GiB per GPU", "s per step"), _predictions(records), strict=True
+    ):
+        names, measured, predicted = zip(*points, strict=True)
+        ends = [min(measured + predicted) / 1.3, 1.3 * max(measured + predicted)]
+        axes.plot(ends, ends, color="#999999", linewidth=0.8)
+        axes.plot(measured, predicted, "o", color="#0072b2", markersize=3.5, alpha=0.5)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+        axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+        axes.set_title(f"{len(points)} runs", fontsize=9, loc="left")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        axes.spines[["top", "right"]].set_visible(False)
+        ratios = [high / low for low, high in (sorted(point[1:]) for point in points)]
+        for index in sorted(range(len(points)), key=ratios.__getitem__)[-2:]:
+            is_above = predicted[index] > measured[index]
+            axes.annotate(
+                names[index].partition(",")[0],
+                (measured[index], predicted[index]),
+                xytext=(-6, 4) if is_above else (6, -8),
+                textcoords="offset points",
+                ha="right" if is_above else "left",
+                fontsize=7.5,
+            )
+    return figure
+
+
+def _predictions(records: Path) -> list[list[tuple[str, float, float]]]:
+    """Return (name, measured, predicted) of all runs, for memory in GiB and for time in s."""
+    memory_rows, time_rows = [], []
+    for row in validate.gpu_rows(records):
+        name = f"{row.record.config['model']}, {row.record.layout_name}"
+        time_rows.append((name, row.measured_s, row.measured_s * (1 + row.time_error)))
+        if row.is_memory_comparable:
+            gib = row.record.memory["peak_allocated_bytes"] / GIB
+            memory_rows.append((name, gib, gib * (1 + row.memory_error)))
+    tables = [load_json(path, "record") for path in sorted(records.glob("*/*.json"))]
+    sections = [section for table in tables for section in table.values()]
+    for section in (section for section in sections if isinstance(section, dict)):
+        for name, row in section.items():
+            for key, points in (("GiB", memory_rows), ("step_time_s", time_rows)):
+                if isinstance(row, dict) and row.get(f"predicted {key}") and row.get(key):
+                    points.append((name, row[key], row[f"predicted {key}"]))
+    return [memory_rows, time_rows]
+
+
 def _overlap(folder: Path, name: str = "overlap.json") -> dict[str, Any]:
     record: dict[str, Any] = load_json(folder / name, "record")
     return record
@@ -192,6 +246,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "bubbles.svg": bubbles,
     "memory.svg": memory,
     "overlap.svg": overlap,
+    "accuracy.svg": accuracy,
 }
 
 
