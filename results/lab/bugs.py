@@ -27,7 +27,7 @@ else:
 RECORD = ROOT / "results/records/cpu-bugs/rows.json"
 COMMON = (
     "--num_gpus 2 --model gpt2-tiny --dataset embedded --max_length 32 --batch_size 4 "
-    "--num_samples 32 --max_steps 4 --eval_samples 8 --generate= --learning_rate 1e-3"
+    "--num_samples 64 --max_steps 8 --eval_samples 8 --learning_rate 1e-3"
 )
 # Comparisons of correct code only, under all strategies
 CORRECT = (
@@ -37,6 +37,10 @@ CORRECT = (
     "--num_samples 22 --epochs 2",
     "--model MODERN --weights random --dataset RECORDS",
     "--model MIXTURE --weights random",
+    "--grad_accum_steps 2",
+    "--max_length 64 --lr_schedule constant",
+    "--grad_accum_steps 4 --max_grad_norm 0.05",
+    "--model MODERN --weights random --lora_rank 4 --dataset RECORDS --pack True",
     "--activation_checkpointing full --weight_decay 0.1 --max_grad_norm 0.1",
 )
 DRIVER = """
@@ -47,9 +51,14 @@ judge = parity.judge
 def record(trial, reference, rounding):
     judge(trial, reference, rounding)
     excess = None
-    if trial.differences and trial is not rounding:
-        worst = parity.rank_excess(trial.differences, rounding.differences)
-        excess = max(excess for excess, _ in worst)
+    if trial.differences and trial is not rounding:  # largest difference / tolerance
+        excess = max(
+            difference / max(limit, parity.ROUNDING_FACTOR * (
+                rounding.differences[quantity].get(name, 0.0) if quantity == "weights"
+                else max(rounding.differences[quantity].values())))
+            for quantity, limit in parity.LIMITS.items()
+            for name, difference in trial.differences[quantity].items()
+        )
     print("ROW", json.dumps([trial.name, trial.verdict, excess, trial.why]), flush=True)
 
 parity.judge = record
@@ -70,12 +79,16 @@ def write_inputs(folder: Path) -> dict[str, str]:
         answer = " ".join(words[: draw.choice((1, 2, 4, 9, 20))])
         rows.append(json.dumps({"prompt": f"{words[0]}?", "completion": f" {answer}"}))
     (folder / "records.jsonl").write_text("\n".join(rows))
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "max_position_embeddings": 96, "tie_word_embeddings": True,
     }  # fmt: skip
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
     Qwen3Config(**shape).save_pretrained(folder / "modern")
     Qwen3MoeConfig(**shape, **experts).save_pretrained(folder / "mixture")
     names = {"RECORDS": "records.jsonl", "MODERN": "modern", "MIXTURE": "mixture"}
@@ -101,7 +114,7 @@ def run_parity(copy: Path, options: str, inputs: dict[str, str]) -> dict[str, An
 def main() -> int:
     names = sys.argv[1:]
     bugs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["bug"]
-    document = {"bugs": {}, "correct": {}}
+    document: dict[str, Any] = {"bugs": {}, "correct": {}}
     if names and RECORD.is_file():
         document = load_json(RECORD, "record")
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from distributed_training.records.record import Record, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.settings.machine import GIB
-from results.lab.pages import validate
+from results.lab.pages import bugs, validate
 from results.lab.pages.columns import read_extra
 from results.lab.pages.timelines import draw as draw_timelines
 
@@ -247,6 +247,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "memory.svg": memory,
     "overlap.svg": overlap,
     "accuracy.svg": accuracy,
+    "bugs.svg": bugs.picture,
 }
 
 

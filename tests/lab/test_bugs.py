@@ -1,0 +1,47 @@
+"""Test what the page about published bugs claims, and run some of them again."""
+
+import pytest
+
+from results.lab import bugs as program
+from results.lab.pages import bugs
+from tests.e2e.support import clone
+from tests.pool import ROOT
+
+RECORDS = ROOT / "results/records"
+BUGS = {bug["name"]: (bug, result) for bug, result in bugs.read_bugs(RECORDS)}
+# One error in a layout, and one each that only a reference's comparison with itself shows
+AGAIN = ("equal dropout masks", "LoRA scale after merging", "partial batch dropped")
+
+
+@pytest.mark.parametrize(
+    "bug", [bug for bug, _ in BUGS.values() if "file" in bug], ids=lambda bug: bug["name"]
+)
+def test_bugs_still_apply(bug):
+    assert (ROOT / bug["file"]).read_text().count(bug["old"]) == 1
+
+
+def test_the_record_has_all_bugs_and_no_correct_layout_is_called_wrong():
+    unseen = [name for name, (_, result) in BUGS.items() if not bugs.is_caught(result)]
+    assert unseen == ["fp16 overflow counted"]
+    rows = bugs.correct_rows(RECORDS)
+    assert len(rows) >= 100
+    assert {verdict for _, verdict, *_ in rows} == {"ok"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", AGAIN)
+def test_parity_catches_a_published_bug(tmp_path, name):
+    bug, _ = BUGS[name]
+    copy = clone(tmp_path / "copy")
+    file = copy / bug["file"]
+    file.write_text(file.read_text().replace(bug["old"], bug["new"]))
+    result = program.run_parity(copy, bug["options"], program.write_inputs(tmp_path))
+    assert result["exit_code"]
+    assert bugs.is_caught(result)
+
+
+@pytest.mark.processes
+def test_parity_does_not_call_correct_adapters_wrong(tmp_path):
+    bug, _ = BUGS["LoRA scale after merging"]
+    result = program.run_parity(ROOT, bug["options"], program.write_inputs(tmp_path))
+    assert [row[1] for row in result["rows"]] == ["reference", "rounding", "ok"]
