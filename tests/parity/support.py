@@ -70,6 +70,20 @@ def run_cases(
     )
 
 
+def named_cases(tables: Mapping[str, Mapping[int, Iterable[str]]]) -> pytest.MarkDecorator:
+    """Return the mark that runs a test for each case of `tables`, which contain the cases by the
+    function of cases.py, the number of processes, and their names."""
+    found = [
+        (what, count, name)
+        for what, table in tables.items()
+        for count, cases in table.items()
+        for name in cases
+    ]
+    return pytest.mark.parametrize(
+        ("what", "count", "name"), found, ids=[name for *_, name in found]
+    )
+
+
 def run_selected(
     request: pytest.FixtureRequest,
     table: Mapping[int, Mapping[str, dict[str, Any]]],

@@ -12,6 +12,7 @@ from tests.parity.support import (
     assert_resumes,
     mesh,
     micro_batches,
+    named_cases,
     reference,
     run_selected,
 )
@@ -32,31 +33,22 @@ CASES = {
         "qwen3_moe, packed/full": {**SHARD2, **FULL},
         "qwen3_moe, lora/selective": {**SHARD2, **SELECTIVE},
         "qwen3_moe, nf4/fsdp": SHARD2,
-        "gpt_oss/fsdp": SHARD2,  # biases, transposed stacks
-        "gpt_oss, lora/fsdp": SHARD2,
+        "gpt_oss, lora/fsdp": SHARD2,  # biases, transposed stacks
         "deepseek_v3/fsdp": SHARD2,  # shared experts
         "qwen3_5_moe_text, lora/fsdp": SHARD2,
     },
     4: {
         "qwen3_moe/shard4": {**mesh(dp_shard=4), **FOUR},
-        "qwen3_moe, lora/copies2-shard2": {**mesh(dp_replicate=2, dp_shard=2), **FOUR},
         "gpt_oss/copies2-shard2": {**mesh(dp_replicate=2, dp_shard=2), **FOUR},
         "qwen3_moe, packed/shard2-cp2": {**mesh(dp_shard=2, cp=2), **FOUR},
     },
 }  # fmt: skip
 TRACED = {
     2: {
-        "qwen3_moe/traced": {**SHARD2, **COMPILED},
         "qwen3_moe, lora/traced-full": {**SHARD2, **COMPILED, **FULL},
     }
 }
 TABLES = {"train_with_unwritten_rows": CASES, "trace_with_unwritten_rows": TRACED}
-NAMED = [
-    (what, count, name)
-    for what, table in TABLES.items()
-    for count, cases in table.items()
-    for name in cases
-]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +76,7 @@ def results(request, work):
     }
 
 
-@pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
+@named_cases(TABLES)
 def test_experts_that_stay_equal_one_process(what, count, name, results, work):
     assert_equal_runs(results[what](count)[name], reference(work(name), steps=3))
 

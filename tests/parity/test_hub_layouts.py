@@ -13,24 +13,16 @@ from tests.parity.support import (
     assert_resumes,
     mesh,
     micro_batches,
+    named_cases,
     reference,
     run_cases,
+    run_selected,
 )
-from tests.parity.test_layouts import (
-    CHUNKED,
-    COMPILED,
-    FULL,
-    HYBRID,
-    INTERLEAVED,
-    SELECTIVE,
-    ZB_H1,
-    ZB_V,
-)
+from tests.parity.test_layouts import CHUNKED, COMPILED, FULL, HYBRID, SELECTIVE, ZB_H1, ZB_V
 from tests.parity.test_packing import PACKED
 from tests.parity.test_resharding import assert_goes_on
 
 NUM_BLOCKS = 4
-NUM_GROUPS = 4  # of the cases that one call runs, because a call has a time limit
 PP2, FOUR = mesh(pp=2), micro_batches(4)
 CP2, TWO = mesh(cp=2), micro_batches(2)
 # tp splits samples if there are several in a micro-batch, otherwise tokens.
@@ -42,43 +34,31 @@ CASES = {
         "gemma3_text/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
         "gemma3_text, packed/pp2-1f1b": {**PP2, **FOUR, **SELECTIVE, **CHUNKED},
         "gemma3_text, packed/hybrid": {**HYBRID, **FOUR},
-        "gemma2/pp2-interleaved": {**PP2, **FOUR, **INTERLEAVED, **FULL},
-        "qwen3_moe/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
         "qwen3_moe/hybrid": {**HYBRID, **FOUR},
         "qwen3_5_text, packed/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
         "nemotron_h/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
-        "deepseek_v3/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
         "qwen3_moe, lora/pp2-zb-v": {**PP2, **FOUR, **ZB_V},
         "phi/pp2-gpipe": {**PP2, **FOUR, "pipeline_schedule": "gpipe", "pipeline_cut": "3,1"},
-        "xglm/pp2-zb-h1": {**PP2, **FOUR, **ZB_H1},
         # Soft caps, windows, sinks, narrow values, chunks, learned positions
         "gemma2, packed/cp2": {**CP2, **TWO, **SELECTIVE},
         "gpt_oss/cp2": {**CP2, **TWO, **FULL},
         "deepseek_v3, packed/cp2": {**CP2, **TWO},
         "llama4_text, packed/cp2": {**CP2, **TWO, **CHUNKED},
-        "gemma4_text/dp-cp2": {"strategy": "dp", "cp": 2, **TWO},
         "biogpt/cp2": {"strategy": "cp", **TWO},
         "gemma3_text/tp2-samples": {**TP2, **SAMPLES, **SELECTIVE},
         "gemma3_text, packed/tp2-tokens": {**TP2, **TOKENS, **CHUNKED},
         "olmo2, packed/tp2-samples": {**TP2, **SAMPLES, **FULL},
         "phi/tp2-tokens": {**TP2, **TOKENS},
         "qwen3_moe, packed/tp2-samples": {**TP2, **SAMPLES},
-        "qwen3_5_text/tp2-samples": {**TP2, **SAMPLES},
         "qwen3_5_text, lora/tp2-samples": {**TP2, **SAMPLES},
-        "phi, lora/tp2-samples": {**TP2, **SAMPLES},
     },
     4: {
         "gemma3_text/shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **FOUR, **ZB_V},
-        "olmo2, packed/copies2-pp2": {**mesh(dp_replicate=2, pp=2), **FOUR, **FULL},
-        "gpt_oss/pp4-1f1b": {**mesh(pp=4), **FOUR},
         # The model has fewer key/value heads than there are ranks along cp.
         "gemma3_text, packed/cp4": {**mesh(cp=4), **TWO},
-        "qwen3_moe/shard2-cp2": {**mesh(dp_shard=2, cp=2), **micro_batches(1)},
         "gemma3_text/shard2-tp2": {**mesh(dp_shard=2, tp=2), **micro_batches(1)},
         "gemma3_text, packed/tp2-pp2-zb-h1": {**mesh(tp=2, pp=2), **FOUR, **ZB_H1},
-        "granite_swa/copies2-tp2": {**mesh(dp_replicate=2, tp=2), **SAMPLES},
         "olmo2, lora/shard2-tp2": {**mesh(dp_shard=2, tp=2), **SAMPLES},
-        "qwen3_moe/tp2-pp2-1f1b": {**mesh(tp=2, pp=2), **TOKENS, **SELECTIVE},
     },
 }  # fmt: skip
 # Compiled code is traced, but not generated.
@@ -87,16 +67,9 @@ TRACED = {
         "gemma3_text/pp2-zb-h1-traced": {**PP2, **FOUR, **ZB_H1, **COMPILED},
         "gemma2, packed/cp2-traced": {**CP2, **TWO, **COMPILED, **SELECTIVE},
         "olmo2/tp2-traced": {**TP2, **SAMPLES, **COMPILED, **SELECTIVE},
-        "gemma3_text, lora/tp2-traced": {**TP2, **TOKENS, **COMPILED},
     }
 }
 TABLES = {"train": CASES, "train_without_inductor": TRACED}
-NAMED = [
-    (what, count, name)
-    for what, table in TABLES.items()
-    for count, cases in table.items()
-    for name in cases
-]
 
 
 @functools.cache
@@ -122,28 +95,15 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(request, work):
-    """Return a function that returns the results of a case. The selected cases of a group are run
-    on the first call, because processes take seconds to start."""
-    chosen = {item.name for item in request.session.items}
-
-    @functools.cache
-    def run(what, count, group):
-        cases = {
-            name: {**work(name), **values}
-            for name, values in list(TABLES[what][count].items())[group::NUM_GROUPS]
-            if f"test_layout_equals_one_process[{name}]" in chosen
-        }
-        return run_cases(cases, count, function=what, steps=3)
-
-    def result(what, count, name):
-        return run(what, count, list(TABLES[what][count]).index(name) % NUM_GROUPS)[name]
-
-    return result
+    return {
+        what: run_selected(request, table, work, function=what, steps=3)
+        for what, table in TABLES.items()
+    }
 
 
-@pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
+@named_cases(TABLES)
 def test_layout_equals_one_process(what, count, name, results, work):
-    assert_equal_runs(results(what, count, name), reference(work(name), steps=3))
+    assert_equal_runs(results[what](count)[name], reference(work(name), steps=3))
 
 
 def test_bf16_pipelines_follow_one_process(work):
@@ -167,5 +127,5 @@ def test_a_run_resumed_under_another_layout_equals_one_process(tmp_path):
     """tp pads the vocabulary, whose size is odd."""
     model = make_folder("olmo2", tmp_path / "model", vocab_size=2051)
     work = {**BASE, "model": f"hub:{model}"}
-    pairs = [("tp x 2", "fsdp x 2"), ("3d-shard-tp x 4", "tp x 2"), ("fsdp x 2", "3d-tp-pp x 4")]
+    pairs = [("tp x 2", "fsdp x 2"), ("fsdp x 2", "3d-tp-pp x 4")]
     assert_goes_on(pairs, tmp_path, work)

@@ -1,7 +1,6 @@
 """Compare every strategy with a single process. Cases cover both model families, full training and
 LoRA, tp, pp, their combination with data parallelism, and compiled code."""
 
-import functools
 import itertools
 import shutil
 
@@ -11,14 +10,15 @@ from distributed_training.planner.checks import has_libaio
 from distributed_training.settings.files import ROOT
 from tests.parity.support import (
     DEEP,
-    GLOBAL_BATCH,
     MODELS,
     assert_equal_runs,
     assert_resumes,
     mesh,
     micro_batches,
+    named_cases,
     reference,
     run_cases,
+    run_selected,
     small_infinity,
 )
 
@@ -54,12 +54,10 @@ WHOLE_LAYERS = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
 CASES = {
     2: {
         **{f"packed/{name}": {"strategy": name, **micro_batches(2)} for name in WHOLE_LAYERS},
-        "padded/zero3": {"strategy": "zero3", **micro_batches(2), **CHUNKED},
         "packed/tp2": {**mesh(tp=2), **micro_batches(1)},
         "padded/tp2": {**mesh(tp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
         "packed/tp2-recomputed": {**mesh(tp=2), **micro_batches(2), **FULL},
         "padded/fsdp": {"strategy": "fsdp", **micro_batches(2), **SELECTIVE, **CHUNKED},
-        "packed/pp2-gpipe-1": {**mesh(pp=2), **micro_batches(1), "pipeline_schedule": "gpipe"},
         "padded/pp2-1f1b-2": {**mesh(pp=2), **micro_batches(2), "pipeline_cut": "5,1"},
         "packed/pp2-zb-v-8": {**mesh(pp=2), **micro_batches(8), **ZB_V},
         # These numbers of micro-batches are not multiples of the number of stages.
@@ -67,20 +65,13 @@ CASES = {
             **mesh(pp=2), **micro_batches(3, global_batch=ODD_BATCH), **INTERLEAVED,
         },
         "ten/pp2-zb-h1-5": {**mesh(pp=2), **micro_batches(5, global_batch=10), **ZB_H1, **CHUNKED},
-        "packed/hybrid-auto": {**HYBRID, "global_batch": GLOBAL_BATCH},
         "packed/hybrid-8": {**HYBRID, **micro_batches(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
         "tied/tp2": {**mesh(tp=2), **micro_batches(2)},
         "padded/cp2": {**mesh(cp=2), **micro_batches(2), **SELECTIVE, **CHUNKED},
         "tied/cp2": {"strategy": "cp", **micro_batches(4)},
-        "packed/dp-cp2": {"strategy": "dp", "cp": 2, **micro_batches(2)},
-        "untied/fsdp": {"strategy": "fsdp", **micro_batches(1)},
         "untied/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
-        "untied/hybrid": {**HYBRID, **micro_batches(4)},
-        "lora/fsdp": {"strategy": "fsdp", **micro_batches(2)},
-        "lora/tp2": {**mesh(tp=2), **micro_batches(2)},
         "lora/pp2-zb-v": {**mesh(pp=2), **micro_batches(4), **ZB_V},
         "lora/zero2": {"strategy": "zero2", **micro_batches(2), "loss_chunk_tokens": 16},
-        "lora/zero3": {"strategy": "zero3", **micro_batches(2)},
         "lora/hybrid": {**HYBRID, **micro_batches(4)},
     },
     4: {
@@ -88,28 +79,16 @@ CASES = {
         "packed/copies2-cp2": {**mesh(dp_replicate=2, cp=2), **micro_batches(2), **FULL},
         # The model has two key/value heads, which is fewer than the ranks along cp.
         "lora/cp4": {**mesh(cp=4), **micro_batches(2), **SELECTIVE},
-        "lora/dp-cp2": {"strategy": "dp", "cp": 2, **micro_batches(2)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(2)},
-        "packed/pp4-zb-h1": {**mesh(pp=4), **micro_batches(8), **ZB_H1},
         "eight/pp4-zb-v": {**mesh(pp=4), **micro_batches(8), **ZB_V},
         "padded/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V},
         "packed/shard2-pp2-interleaved": {
             **mesh(dp_shard=2, pp=2), **micro_batches(4), **INTERLEAVED,
         },
-        "padded/copies2-pp2-zb-h1": {
-            **mesh(dp_replicate=2, pp=2), **micro_batches(4), **ZB_H1, "pipeline_cut": "2,4",
-        },
-        # The first case has two stages of two processes each, the second has four stages.
         "twelve/hybrid-3": {**HYBRID, **micro_batches(3, global_batch=12)},
-        "padded/hybrid-8-pp4": {**HYBRID, **micro_batches(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
-        "untied/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(4)},
-        "lora/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(4)},
     },
     8: {
         "packed/shard2-tp2-pp2": {**mesh(dp_shard=2, tp=2, pp=2), **micro_batches(2)},
-        "padded/copies2-tp2-pp2-zb-v": {
-            **mesh(dp_replicate=2, tp=2, pp=2), **micro_batches(2), **ZB_V,
-        },
     },
 }  # fmt: skip
 if has_libaio():  # test_shipped_config.py runs infinity with the shipped buffers
@@ -123,59 +102,38 @@ TRACED = {
     1: {"packed/dp-traced": {"strategy": "dp", **micro_batches(1), **COMPILED, **CHUNKED}},
     2: {
         "packed/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
-        "packed/pp2-recomputed": {**mesh(pp=2), **micro_batches(4), **SELECTIVE, **COMPILED},
         "packed/pp2-zb-h1": {**mesh(pp=2), **micro_batches(4), **ZB_H1, **COMPILED},
-        "lora/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED, **SELECTIVE},
         "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
         "tied/dp-cp2-traced": {"strategy": "dp", "cp": 2, **micro_batches(2), **COMPILED, **FULL},
         "lora/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
-        "untied/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         # Only in this family do the blocks receive the embeddings unchanged.
         "tied/tp2-traced": {**mesh(tp=2), **micro_batches(1), **COMPILED},
     },
-    4: {"packed/tp2-pp2-zb-v": {**mesh(tp=2, pp=2), **micro_batches(4), **ZB_V, **COMPILED}},
 }
 TABLES = {"train": CASES, "train_without_inductor": TRACED}
-NAMED = [
-    (what, count, name)
-    for what, table in TABLES.items()
-    for count, cases in table.items()
-    for name in cases
-]
 
 
-def work(name, values):
-    """Return the CONFIG values for a case's reference run. The model has two blocks, or more if the
+def work(name):
+    """Return the CONFIG values for a case's reference run. The model has two blocks, or six if the
     case has pipeline stages."""
-    stages = values.get("pp", 1) > 1 or values["strategy"] == "hybrid"
-    model = {} if stages else {"model": "gpt2-tiny"}
+    has_stages = "pp" in name or "hybrid" in name
+    model = {} if has_stages else {"model": "gpt2-tiny"}
     return {**DEEP, **model, **REFERENCES[name.split("/")[0]]}
 
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return a function that returns the results of all selected cases for a given number of
-    processes. Results are computed on the first call."""
-    chosen = {item.name for item in request.session.items}
-
-    @functools.cache
-    def run(what, count):
-        cases = {
-            name: {**work(name, values), **values}
-            for name, values in TABLES[what][count].items()
-            if f"test_layout_equals_one_process[{name}]" in chosen
-        }
-        return run_cases(cases, count, function=what)
-
-    return run
+    return {
+        what: run_selected(request, table, work, function=what, steps=3)
+        for what, table in TABLES.items()
+    }
 
 
-@pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
+@named_cases(TABLES)
 def test_layout_equals_one_process(what, count, name, results):
-    expected = reference(work(name, TABLES[what][count][name]))
-    assert_equal_runs(results(what, count)[name], expected)
+    assert_equal_runs(results[what](count)[name], reference(work(name), steps=3))
 
 
 def test_lora_dropout_agrees_between_layouts_with_the_same_samples():
@@ -195,17 +153,13 @@ BF16_WEIGHTS = {"precision": "bf16", "optimizer": "adamw-bf16-weights"}
 # the two processes save different parameters, so their weights must be equal.
 TO_RESUME = {
     2: {
-        "zb-v": {**mesh(pp=2), **micro_batches(2), **ZB_V},
         "1f1b in bf16": {**mesh(pp=2), **micro_batches(2), "precision": "bf16"},
         **{f"bf16 weights under {name}": {"strategy": name, **BF16_WEIGHTS, **micro_batches(2)}
            for name in ("dp", "fsdp", "tp")},
     },
     4: {
-        "tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
         "shard2-pp2-zb-v": {**mesh(dp_shard=2, pp=2), **micro_batches(2), **ZB_V},
         "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **micro_batches(1)},
-        "shard2-cp2": {**mesh(dp_shard=2, cp=2), **micro_batches(2)},
-        "hybrid2x2": {"strategy": "hybrid", **micro_batches(2)},
     },
 }  # fmt: skip
 

@@ -94,12 +94,14 @@ RATES = {"gemma4_text": 1e-3, "qwen3_5_text": 1e-3}
 LIMITS = {"gemma4_text": 1e-4, "qwen3_5_text": 1e-4}
 # Kind of model -> targets of adapters. GPT-2 has one fused matrix for q, k and v.
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-SEPARATE = {"all": ALL, "qv": "q_proj,v_proj", "gate": "gate_proj"}
 TARGETS = {
-    "gpt2": {"all": "c_attn,attn.c_proj,c_fc,mlp.c_proj", "qv": "c_attn", "gate": "c_fc"},
-    "llama": SEPARATE, "qwen2": SEPARATE, "qwen3": SEPARATE, "gemma2": SEPARATE,
-    "qwen3_5_text": {"all": f"{ALL},in_proj_qkv,in_proj_z,out_proj"}, "gemma4_text": {"all": ALL},
-}  # fmt: skip
+    "gpt2": {"all": "c_attn,attn.c_proj,c_fc,mlp.c_proj"},
+    "llama": {"all": ALL, "qv": "q_proj,v_proj", "gate": "gate_proj"},
+    "qwen3": {"all": ALL},
+    "gemma2": {"all": ALL},
+    "qwen3_5_text": {"all": f"{ALL},in_proj_qkv,in_proj_z,out_proj"},
+    "gemma4_text": {"all": ALL},
+}
 LAYOUTS = {
     "dp": {"strategy": "dp", **micro_batches(2)},
     "fsdp": {"strategy": "fsdp", **micro_batches(1)},
