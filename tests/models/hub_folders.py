@@ -1,4 +1,4 @@
-"""Create model folders in transformers' format for tiny random decoders of more than twenty
+"""Create model folders in transformers' format for tiny random decoders of more than thirty
 kinds."""
 
 from pathlib import Path
@@ -35,7 +35,6 @@ KINDS: dict[str, tuple[str, dict]] = {
     "phi3": ("Phi3", _SHAPE),
     "phi": ("Phi", {**_SHAPE, "partial_rotary_factor": 0.5}),
     "olmo2": ("Olmo2", _SHAPE),
-    "smollm3": ("SmolLM3", {**_SHAPE, "no_rope_layers": [1, 0]}),
     "granite": ("Granite", {
         **_SHAPE, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
@@ -52,10 +51,6 @@ KINDS: dict[str, tuple[str, dict]] = {
         "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0,
     }),
     "mistral-window": ("Mistral", {**_SHAPE, "sliding_window": 16}),
-    "gptj": ("GPTJ", {
-        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
-        "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
-    }),
     "nemotron": ("Nemotron", {**_SHAPE, **_HEADS}),
     "xglm": ("XGLM", {
         "vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2,
@@ -78,7 +73,6 @@ KINDS: dict[str, tuple[str, dict]] = {
         "num_kv_shared_layers": 2, "global_head_dim": 16,
     }),
     "apertus": ("Apertus", {**_SHAPE, "hidden_act": "xielu"}),
-    "hunyuan": ("HunYuanDenseV1", {**_SHAPE, **_HEADS}),
     "falcon_h1": ("FalconH1", {
         **_SHAPE, **_HEADS, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
         "mamba_d_state": 16, "mamba_chunk_size": 16,

@@ -28,7 +28,7 @@ from distributed_training.parallel import blocks
 from distributed_training.planner.choose import choose_model
 from distributed_training.settings.cache import CACHE_VARIABLE
 from distributed_training.settings.request import build_config
-from tests.models.hub_folders import KINDS, VOCABULARY, make_folder
+from tests.models.hub_folders import VOCABULARY, make_folder
 from tests.models.theirs import generate, logits, train_step
 from tests.planner.helpers import plan_for
 from tests.reference import call_reference
@@ -51,8 +51,16 @@ def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
     return spec, read_model(spec, folder)
 
 
+# What configs of test_all_types.py leave out: caps, factors, partial rotation, ALiBi, windows
+# shorter than a sample, and several kinds of blocks and mixtures in a model.
+EXACT = (
+    "gemma2", "granite", "phi", "falcon-alibi", "opt", "mistral-window", "qwen3_5_text",
+    "gemma4_text", "lfm2", "nemotron_h", "qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss",
+)  # fmt: skip
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
     folder = make_folder(kind, tmp_path / "theirs")
     spec, model = build(folder)
@@ -90,27 +98,20 @@ def test_step_export_and_kv_cache_equal_transformers(kind, tmp_path):
 
 
 PACKED = (
-    "gemma2", "gemma3_text", "phi", "opt", "gpt_neox", "mistral-window", "smollm3", "granite_swa",
-    "qwen3_5_text", "gemma4_text", "lfm2",
+    "gemma2", "gemma3_text", "phi", "opt", "mistral-window", "granite_swa", "qwen3_5_text",
+    "gemma4_text", "lfm2",
 )  # fmt: skip
 
 
 MANY_LAYERS = {  # changes of a config -> number of kinds of blocks
-    "llama4_text": ({"layer_types": 5 * ["chunked_attention", "full_attention"],
-                     "no_rope_layers": 5 * [1, 0]}, 2),
     "gemma4_text": ({"layer_types": 5 * ["sliding_attention", "full_attention"]}, 6),
-    "qwen3_5_text": ({"layer_types": 5 * ["linear_attention", "full_attention"]}, 2),
     "gpt_oss": ({"layer_types": 5 * ["sliding_attention", "full_attention"]}, 2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        ("llama4_text", "none"), ("gemma4_text", "full"), ("qwen3_5_text", "full"),
-        ("gpt_oss", "offload-attention"),
-    ],
-)  # fmt: skip
+    ("kind", "mode"), [("gemma4_text", "full"), ("gpt_oss", "offload-attention")]
+)
 def test_blocks_of_a_kind_share_a_compiled_graph(kind, mode, tmp_path):
     """After too many graphs, torch runs blocks without compilation, and says so in a warning."""
     changes, num_kinds = MANY_LAYERS[kind]
