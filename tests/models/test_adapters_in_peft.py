@@ -20,12 +20,14 @@ MIXTURES = {
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
 }
 CASES = [*ACCEPTED_TYPES, *(f"{name}-mixture" for name in MIXTURES)]
+pytestmark = [
+    pytest.mark.usefixtures("run_if_changed"), pytest.mark.filterwarnings("ignore"),
+]  # fmt: skip
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.processes  # of references
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore")
 def test_peft_reads_all_adapters(case, tmp_path):
     model_type, is_mixture, _ = case.partition("-mixture")
     config = small_config(model_type)

@@ -37,14 +37,15 @@ from tests.support import edit_json, read_model
 RESULTS = Path(__file__).parents[2] / "results" / "model-types.json"
 RECORDED = json.loads(RESULTS.read_text())
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-pytestmark = pytest.mark.usefixtures("run_if_changed")
 ACCEPTED = "accepted"
 ACCEPTED_TYPES = [name for name, result in RECORDED["types"].items() if result == ACCEPTED]
 UNTRIED = "not tried"
 SPLIT = "split"
 LENGTH = 20
 _FOLDERS = tempfile.TemporaryDirectory(prefix="types-")  # until this process ends
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.usefixtures("run_if_changed"), pytest.mark.filterwarnings("ignore"),
+]  # fmt: skip
 
 
 class Trained(NamedTuple):

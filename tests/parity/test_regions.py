@@ -23,6 +23,7 @@ from tests.models.hub_folders import random_model
 from tests.models.test_all_types import ACCEPTED_TYPES, RECORDED, SPLIT
 from tests.models.theirs import small_config
 
+pytestmark = pytest.mark.usefixtures("run_if_changed")
 CPU = torch.device("cpu")
 LIMIT = 2e-6
 GROUP = 12  # types that one job compares
