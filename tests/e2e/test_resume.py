@@ -14,7 +14,7 @@ from distributed_training.plan.plan import load_plan
 from distributed_training.predict.mechanism import pipeline_ranks
 from distributed_training.predict.memory import checkpoint_copy_bytes
 from distributed_training.records.folder import list_checkpoints
-from tests.conftest import SMALL, assert_ok, heavy_pool, run_command, script, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, script, train
 from tests.e2e.support import (
     assert_refused,
     final_weights,
@@ -201,12 +201,8 @@ def test_a_finished_run_ends_at_once_and_a_resumed_run_keeps_its_settings_and_be
     weights, best = final_weights(run_dir), load_record(run_dir)["best"]
     assert best["step"] > 10
     again = {**values, "resume": "auto"}
-    halved = launcher_command("torchrun", {**again, "batch_size": 1})
-    for result in (
-        train(again),
-        script({**again, "batch_size": 1}, "--num_gpus", "2"),
-        run_command(halved),
-    ):
+    halved = {**again, "batch_size": 1}
+    for result in (train(again), script(halved, "--num_gpus", "2"), train(halved, num_processes=2)):
         assert_ok(result)
         assert f"{run_dir.name} has finished this work after 30 steps" in result.stderr
         assert "--resume None" in result.stderr

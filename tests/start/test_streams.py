@@ -4,8 +4,6 @@ import os
 import shlex
 import sys
 
-import pytest
-
 from distributed_training.start.streams import open_lasting
 from tests.conftest import SMALL, assert_ok, only_record, run_command, settings
 from tests.pool import SCRIPT
@@ -22,11 +20,10 @@ def test_a_closed_reader_does_not_end_the_run():
             print("nobody reads this", file=lasting, flush=True)
 
 
-@pytest.mark.parametrize("streams", [">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
-def test_closed_and_full_streams_do_not_end_a_run(streams, tmp_path):
+def test_closed_and_full_streams_do_not_end_a_run(tmp_path):
     options = settings({**SMALL, "strategy": "dp", "max_steps": 1, "output_dir": tmp_path})
     words = shlex.join(map(str, [sys.executable, SCRIPT, "--num_gpus", "2", *options]))
-    assert run_command(["bash", "-c", f"{words} {streams}"]).returncode == 0
+    assert run_command(["bash", "-c", f"{words} >&- 2>/dev/full <&-"]).returncode == 0
     assert only_record(tmp_path)["status"] == "ok"
 
 
