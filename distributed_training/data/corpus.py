@@ -37,7 +37,7 @@ from distributed_training.settings.files import ROOT, shown
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
-SHIPPED_CHATS = ("ellmoor", "general-chats")  # folders in CHATS_DIR
+SHIPPED_CHATS = ("ellmoor", "general-chats", "short-answers")  # folders in CHATS_DIR
 CHATS_DIR = ROOT / "configs" / "chats"
 BUILT_IN = (
     AUTO,

@@ -71,8 +71,8 @@ class Config(KeyModel):
     a GPU, gpt2 on a GPU with less than 12 GiB, otherwise gpt2-medium."""
     dataset: PathText = data_key(AUTO)
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
-    user/name[:config[:split]] on the Hub, wikitext-2, embedded, embedded-prose, ellmoor or
-    general-chats.
+    user/name[:config[:split]] on the Hub, wikitext-2, embedded, embedded-prose, ellmoor,
+    general-chats or short-answers (pairs).
     Several, with weights: a.jsonl:2 b.jsonl:0.5. auto: wikitext-2 if it is available, otherwise
     embedded."""
     validation_dataset: PathText | None = data_key(None)

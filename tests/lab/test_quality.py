@@ -1,9 +1,10 @@
-"""Test the questions for models that the preset laptop trains."""
+"""Test the data and the questions for models that the presets for laptops train."""
 
 import json
 
 from distributed_training.data.corpus import CHATS_DIR
 from results.lab.quality import QUESTIONS
+from results.lab.short_answers import build_pair, list_questions
 
 
 def test_no_question_is_trained_on_and_each_fact_is_held_out():
@@ -14,3 +15,22 @@ def test_no_question_is_trained_on_and_each_fact_is_held_out():
     assert asked["ellmoor/validation"] == set(QUESTIONS["facts"])
     trained_on = asked["ellmoor/train"] | asked["general-chats/train"]
     assert not trained_on & {*QUESTIONS["facts"], *QUESTIONS["general"]}
+
+
+def test_pairs_are_a_first_sentence_and_what_follows_it():
+    questions = list_questions()
+    first = "Steel, e.g. that of the U.S. Navy, is iron with carbon."
+    text = f"{first} It is harder than iron, but it can rust. It is used for bridges and tools."
+    pair = build_pair("What is steel?", f"{text} And it")
+    assert pair == {
+        "prompt": "What is steel?",
+        "chosen": first,
+        "rejected": text,
+    }
+    assert build_pair("What is steel?", f"{first} It is harder than iron.") is None
+    for split, asked in questions.items():
+        lines = (CHATS_DIR / "short-answers" / f"{split}.jsonl").read_text().splitlines()
+        pairs = [json.loads(line) for line in lines]
+        assert {pair["prompt"] for pair in pairs} <= {*asked} - {*QUESTIONS["general"]}
+        assert all(pair == build_pair(pair["prompt"], pair["rejected"]) for pair in pairs)
+    assert not {*questions["train"]} & {*questions["validation"]}
