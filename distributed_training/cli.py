@@ -109,19 +109,11 @@ def add_keys(parser: Parser) -> None:
         group = parser.add_argument_group(title)
         for key in members:
             text = format_key_help(key, f"default {key.default!r}").replace("%", "%%")
-            group.add_argument(
-                f"--{key.name}",
-                default=argparse.SUPPRESS,
-                metavar="",
-                help=text,
-            )
+            group.add_argument(f"--{key.name}", default=argparse.SUPPRESS, metavar="", help=text)
     parser.keys = keys.keys()
 
 
-def read_options(
-    parser: Parser,
-    argv: Sequence[str],
-) -> argparse.Namespace:
+def read_options(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. `overrides` in the result maps the names of the given keys to their
     text. Raises UserError for an unknown option."""
     names = [name.removeprefix("--") for name in parser._option_string_actions]
@@ -154,9 +146,7 @@ def _advise_on_file(word: str) -> str:
 
 
 def configure(
-    arguments: argparse.Namespace,
-    program: Program,
-    overrides: Mapping[str, Any],
+    arguments: argparse.Namespace, program: Program, overrides: Mapping[str, Any]
 ) -> Request:
     """Merge CONFIG, the preset and the values of `overrides` into a Request. Raises UserError if a
     value is not accepted."""
@@ -208,11 +198,7 @@ def train(parser: Parser, program: Program) -> Act:
     return act
 
 
-def tool_command(
-    name: str,
-    parser: Parser,
-    program: Program,
-) -> Act:
+def tool_command(name: str, parser: Parser, program: Program) -> Act:
     """Add the options of the command `name` in tools/, which accepts CONFIG's keys in addition to
     its own options."""
     tool = _load(f"tools.{name}")
@@ -223,11 +209,7 @@ def tool_command(
     def act(arguments: argparse.Namespace) -> int:
         if name != "plan":
             refuse_planned_machines(arguments)
-        return tool.run(
-            arguments,
-            partial(configure, arguments, program),
-            program.script,
-        )
+        return tool.run(arguments, partial(configure, arguments, program), program.script)
 
     return act
 
@@ -379,11 +361,7 @@ def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def main(
-    config: Mapping[str, Any],
-    description: str,
-    script: str,
-) -> int:
+def main(config: Mapping[str, Any], description: str, script: str) -> int:
     """Run the command given on the command line and return the exit code. `description` is
     the docstring of the user's script, and `script` is the path of the script."""
     file = Path(script).resolve()

@@ -69,10 +69,7 @@ def find_imported_packages(*patterns: str) -> set[str]:
             ("distributed_training/**/*.py", "real_model_example.py"),
             [*EXTRAS["train"], *EXTRAS["tracking"], *EXTRAS["low-bit"]],
         ),
-        (
-            ("tests/**/*.py", "pipedream_tutorial/tests/*.py"),
-            [*EXTRAS["train"], *EXTRAS["dev"]],
-        ),
+        (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), [*EXTRAS["train"], *EXTRAS["dev"]]),
     ],
 )
 def test_imported_packages_are_declared(patterns, declared):

@@ -58,13 +58,7 @@ def generate_ids(
             fix = "check the model's loss with the eval command"
             raise UserError("The model's logits are not finite", why, fix)
         scaled = (top_logits - top_logits[0]) / max(temperature, 1e-6)
-        choice = candidates[
-            torch.multinomial(
-                scaled.softmax(0),
-                1,
-                generator=generator,
-            )
-        ]
+        choice = candidates[torch.multinomial(scaled.softmax(0), 1, generator=generator)]
         broadcast_choice(choice)
         if int(choice) in eos_ids:
             return
@@ -148,11 +142,7 @@ def write_generation_config(
     (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def find_stop_ids(
-    tokenizer: Tokenizer,
-    chat: bool,
-    base: Path | None,
-) -> list[int]:
+def find_stop_ids(tokenizer: Tokenizer, chat: bool, base: Path | None) -> list[int]:
     """Return the ids of the tokens that stop generation: the tokenizer's end tokens, then the end
     tokens in the generation config of the model in `base`."""
     ids = [tokenizer.eos_id]

@@ -87,12 +87,7 @@ def rank_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def files_to_read(
-    folder: Path,
-    meta: Meta,
-    plan: Plan | None,
-    rank: int,
-) -> list[str]:
+def files_to_read(folder: Path, meta: Meta, plan: Plan | None, rank: int) -> list[str]:
     """Return the names of the files that `rank` needs to load a checkpoint. Raises UserError if a
     needed file is missing, or FilesOnOtherNodesError if the file is on another node.
 
@@ -119,12 +114,7 @@ def files_to_read(
     return names
 
 
-def check_files(
-    folder: Path,
-    meta: Meta,
-    plan: Plan | None = None,
-    rank: int = 0,
-) -> list[str]:
+def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
     """Check the files that `files_to_read` returns for `rank`, and return their names. Raises
     UserError if a file is missing or damaged."""
     names = files_to_read(folder, meta, plan, rank)
@@ -276,10 +266,7 @@ def _check_unfinished(run_dir: Path, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _skip_damaged(
-    checkpoint: Path,
-    problems: list[str],
-) -> Iterator[None]:
+def _skip_damaged(checkpoint: Path, problems: list[str]) -> Iterator[None]:
     """Within the `with` block, append a note to `problems` instead of raising an error if the
     checkpoint cannot be used. Raises FilesOnOtherNodesError if some of its files are on other
     nodes."""
@@ -303,10 +290,7 @@ def load_run_record(checkpoint: Path, meta: Meta) -> Record | None:
 
 
 def _differences(
-    old: JsonObject,
-    data_fingerprint: str,
-    plan: Plan,
-    allowed: Collection[str] = (),
+    old: JsonObject, data_fingerprint: str, plan: Plan, allowed: Collection[str] = ()
 ) -> str:
     """Describe the keys of the work, except those in `allowed`, that differ from the work `old` of
     a run with this data. The text may have moved, if its tokens are the same."""

@@ -70,13 +70,7 @@ class Saver:
         self.pending_write: Future[Path] | None = None  # the current save; None between saves
         self._save_row: dict[str, Any] = {}
 
-    def begin(
-        self,
-        engine: Engine,
-        *,
-        step: int,
-        data_fingerprint: str,
-    ) -> None:
+    def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
         """Start writing the state to disk. The previous save must have finished. If all hosts have
         enough free memory, a copy is written while training continues. Otherwise, the state itself
         is written, and training must wait for `finish`. All ranks must call this method."""
@@ -148,12 +142,7 @@ class Saver:
         self._save_row["stall_s"] += time.monotonic() - start
         return folder, self._save_row
 
-    def _write(
-        self,
-        partial_folder: Path,
-        parts: list[Part],
-        meta: resume.Meta,
-    ) -> Path:
+    def _write(self, partial_folder: Path, parts: list[Part], meta: resume.Meta) -> Path:
         """Write this rank's file. When the files of all ranks are on disk, publish them with one
         rename per disk, and delete old checkpoints. Return the new checkpoint's folder. The writing
         threads of all ranks must call this method."""
@@ -189,10 +178,7 @@ class Saver:
                 # A process that dies meanwhile leaves no half of a checkpoint under this name.
                 unfinished = checkpoint.with_name(f".writing-{checkpoint.name}")
                 shutil.rmtree(checkpoint.rename(unfinished))
-        self._save_row |= {
-            "write_s": time.monotonic() - start,
-            "bytes": sum(meta.files.values()),
-        }
+        self._save_row |= {"write_s": time.monotonic() - start, "bytes": sum(meta.files.values())}
         return final_folder
 
 
@@ -234,12 +220,7 @@ def rank_local_parts(engine: Engine, topology: Topology) -> list[Part]:
     if topology.device_type == "cuda":
         tensors[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
     return [
-        build_part(
-            name,
-            tensor,
-            tensor.shape,
-            (0,) * tensor.dim(),
-        )
+        build_part(name, tensor, tensor.shape, (0,) * tensor.dim())
         for name, tensor in tensors.items()
     ]
 

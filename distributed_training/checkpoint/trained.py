@@ -31,11 +31,7 @@ class TrainedModel:
     adapters: peft.Adapters | None = None
     base: Path | None = None  # folder of the base weights, if the model was read from a folder
 
-    def load(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-    ) -> Decoder:
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device` without merging adapters. If `dtype` is set, weights and
         computation use this dtype. The exception is a base model in NF4, which stays quantized and
         keeps its compute dtype. A base model in fp8 is dequantized, and computation is not in fp8.
@@ -80,10 +76,7 @@ class TrainedModel:
 
 
 def trained_model_of_run(
-    plan: Plan,
-    names: Iterable[str],
-    read: Callable[[str], torch.Tensor],
-    base_fingerprint: int,
+    plan: Plan, names: Iterable[str], read: Callable[[str], torch.Tensor], base_fingerprint: int
 ) -> TrainedModel:
     """Return the trained weights of a run. `names` are the names of the trained parameters, and
     `read` returns the tensor of a name."""
@@ -121,9 +114,4 @@ def open_trained_folder(spec: ModelSpec, folder: Path, base: Path) -> TrainedMod
     """Return the weights in `folder`. If `base` is another folder, `folder` contains adapters for
     the model in `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
-    return TrainedModel(
-        spec=spec,
-        weights=spec.weights_source(base),
-        adapters=adapters,
-        base=base,
-    )
+    return TrainedModel(spec=spec, weights=spec.weights_source(base), adapters=adapters, base=base)

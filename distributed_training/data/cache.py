@@ -62,12 +62,7 @@ def tokenize(
     return folder
 
 
-def cache_folder(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    config: Config,
-    cache_dir: Path,
-) -> Path:
+def cache_folder(corpus: Corpus, tokenizer: Tokenizer, config: Config, cache_dir: Path) -> Path:
     """Return the folder in `cache_dir` for the ids of `corpus`, whether or not it exists. This
     function reads all text."""
     by_line = config.pack is False
@@ -133,12 +128,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     return meta["form"], splits
 
 
-def _fill(
-    folder: Path,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    config: Config,
-) -> None:
+def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: Config) -> None:
     """Tokenize a corpus into an empty cache folder. Raises UserError if there is no text to train
     on."""
     tokenizer.check_splits()
@@ -153,12 +143,7 @@ def _fill(
     ) as bar:
         for split, sources in corpus.items():
             splits[split], firsts[split] = _write_split(
-                folder / split,
-                sources,
-                tokenizer,
-                counts[split],
-                bar,
-                by_line=config.pack is False,
+                folder / split, sources, tokenizer, counts[split], bar, by_line=config.pack is False
             )
     train = counts["train"]
     if firsts["train"][-1] == 0:
@@ -188,10 +173,7 @@ def _write_split(
 ) -> tuple[dict[str, str], list[int]]:
     """Tokenize the sources of a split into files whose names begin with `prefix`. Return (dtype of
     each array, index of the first id of each source, followed by the number of ids)."""
-    dtypes = {
-        "ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32",
-        "starts": "int64",
-    }
+    dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
     if sources[0].columns is not None:
         dtypes["loss_mask"] = "bool"
     Path(f"{prefix}-starts.bin").write_bytes(bytes(8))

@@ -74,12 +74,7 @@ class Source:
         file_sizes = [file.stat().st_size for file in self.files]
         return sum(file_sizes) + sum(map(len, self.texts))
 
-    def read_texts(
-        self,
-        *,
-        by_line: bool,
-        can_cut: bool,
-    ) -> Iterator[Piece]:
+    def read_texts(self, *, by_line: bool, can_cut: bool) -> Iterator[Piece]:
         """Yield the running text in pieces, in order. If `by_line` is set, yield one piece per
         line."""
         documents: list[Iterable[str]] = [read_text(file, by_line=by_line) for file in self.files]
@@ -93,10 +88,7 @@ class Source:
     def read_records(self) -> Iterator[tuple[str, Any]]:
         """Yield (location of the record for error messages, record), in order."""
         assert self.columns is not None
-        return read_records(
-            *self.files,
-            columns={*COLUMNS, *self.columns.values()},
-        )
+        return read_records(*self.files, columns={*COLUMNS, *self.columns.values()})
 
     def digest(self) -> str:
         """Return the SHA-256 of the column names and the contents. This method reads all files.
@@ -212,11 +204,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return names
 
 
-def _find_sources(
-    dataset: str,
-    key: str,
-    columns: Mapping[str, str],
-) -> dict[str, Source]:
+def _find_sources(dataset: str, key: str, columns: Mapping[str, str]) -> dict[str, Source]:
     """Find the source of each split of a dataset. `key` is the setting that names the dataset.
     Raises UserError if the dataset is not available, cannot be read or has nothing to train on."""
     what = f"{key}={dataset!r}"
@@ -273,11 +261,7 @@ def is_hub_name(dataset: str) -> bool:
     return is_hub_form and path.suffix not in SUFFIXES and not path.exists()
 
 
-def _build_source(
-    files: Sequence[Path],
-    what: str,
-    columns: Mapping[str, str],
-) -> Source:
+def _build_source(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
     """Return the running text or records in `files` as a source. Raises UserError if record files
     contain no records, or if the first record has no known form."""
     if files[0].suffix in TEXT_SUFFIXES:

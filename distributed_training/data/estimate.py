@@ -18,10 +18,7 @@ MIN_ERROR = 0.05  # smallest uncertainty that is stated
 SUFFIXES = (".txt", ".md", ".jsonl")  # files that can be read from any line
 
 
-def sample_corpus(
-    corpus: Corpus,
-    folder: Path,
-) -> tuple[Corpus, float, float] | None:
+def sample_corpus(corpus: Corpus, folder: Path) -> tuple[Corpus, float, float] | None:
     """Write evenly spaced chunks of the training text to `folder`. Return (corpus of the chunks,
     size of the text relative to the chunks, relative uncertainty of the number of samples). A
     validation split consists of the same chunks. Return None if the files cannot be read from the
@@ -51,10 +48,7 @@ def sample_corpus(
     return dict.fromkeys(corpus, sources), sizes[0] / sizes[1], error
 
 
-def _write_chunks(
-    files: Sequence[Path],
-    folder: Path,
-) -> list[tuple[Path, Path]]:
+def _write_chunks(files: Sequence[Path], folder: Path) -> list[tuple[Path, Path]]:
     """Write whole lines from NUM_CHUNKS evenly spaced positions in the concatenated files to
     `folder`. Return (file, file of the chunk) for each chunk."""
     ends = np.cumsum([file.stat().st_size for file in files])

@@ -33,11 +33,7 @@ def sha256_of(stream: IO[bytes]) -> bytes:
     return digest.digest()
 
 
-def read_text(
-    path: Path,
-    *,
-    by_line: bool = False,
-) -> Iterator[str]:
+def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
     """Yield the text of a file in blocks, or line by line if `by_line` is set. The file must be
     encoded in UTF-8. Line ends are read as by Python's `open`: CRLF and CR become LF. Raises
     UserError if the file has another encoding or cannot be read."""
@@ -64,10 +60,7 @@ def read_text(
             raise _not_utf8(path, why, encoding) from None
 
 
-def read_records(
-    *paths: Path,
-    columns: Collection[str],
-) -> Iterator[tuple[str, Any]]:
+def read_records(*paths: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield (location of the record for error messages, record) for each line or row of the files.
     Of Parquet and Arrow files, only `columns` are read, and the values of other columns are
     `...`. Raises UserError if a file cannot be parsed."""
@@ -125,10 +118,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{where} is not CSV", str(error)) from None
 
 
-def _read_table(
-    path: Path,
-    columns: Collection[str],
-) -> Iterator[tuple[str, Any]]:
+def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -154,11 +144,7 @@ def _read_table(
                 for row in batch.to_pylist():
                     number += 1
                     for field in batch.schema:
-                        row[field.name] = _decode(
-                            row[field.name],
-                            field.type,
-                            field.name,
-                        )
+                        row[field.name] = _decode(row[field.name], field.type, field.name)
                     yield f"{path} row {number}", unread | row
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         why = first_line(error)

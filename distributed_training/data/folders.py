@@ -39,11 +39,7 @@ def check_dataset_exists(path: Path, what: str) -> None:
     raise UserError(f"{what} {why}", fix=fix)
 
 
-def find_splits(
-    path: Path,
-    what: str,
-    columns: Mapping[str, str],
-) -> Splits:
+def find_splits(path: Path, what: str, columns: Mapping[str, str]) -> Splits:
     """Return the files of each split of a dataset on disk. `path` may be a file, a folder of files,
     a clone of a dataset from the Hub, or the output of `save_to_disk`. `what` names the dataset in
     error messages, and `columns` renames columns (`Record`). If a folder has records, its text
@@ -147,11 +143,7 @@ def read_card(card: Path, what: str) -> Any:
     return configs
 
 
-def _find_splits_by_convention(
-    folder: Path,
-    files: Sequence[Path],
-    what: str,
-) -> Splits:
+def _find_splits_by_convention(folder: Path, files: Sequence[Path], what: str) -> Splits:
     """Return which of the `files` in a folder belong to each split, according to the datasets
     library. Raises UserError if the search fails."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns

@@ -36,12 +36,7 @@ def fetch_wikitext() -> dict[str, Path]:
     return {split: folder / Path(name).name for split, name in WIKITEXT_FILES.items()}
 
 
-def fetch_dataset(
-    key: str,
-    dataset: str,
-    *,
-    download: bool,
-) -> dict[str, list[Path]]:
+def fetch_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
     """Return the Arrow files of each split of a dataset on the Hub. `dataset` is `name`,
     `name:config` or `name:config:split`.
 
@@ -119,12 +114,7 @@ def is_tokenizer_file(name: str) -> bool:
     return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
-def fetch_error(
-    missing: str,
-    error: OSError,
-    command: str,
-    alternative: str = "",
-) -> UserError:
+def fetch_error(missing: str, error: OSError, command: str, alternative: str = "") -> UserError:
     """Return the error for files that are neither cached nor downloadable. `missing` names the
     files and ends with "is" or "are". `command` is a command that downloads the files.
     `alternative` tells the user what to do instead of downloading."""
@@ -133,12 +123,7 @@ def fetch_error(
     return UserError(what, str(error), f"{fix}: {command}")
 
 
-def fetch_folder(
-    repo_id: str,
-    filenames: tuple[str, ...],
-    *,
-    repo_type: str = "model",
-) -> Path:
+def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
     """Return the folder in the local Hub cache that contains the given files of a repository.
     Download the files if any are missing. Raises OSError if a file is not available."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url

@@ -34,11 +34,7 @@ class Piece(NamedTuple):
     templated: bool = False
 
 
-def cut_text(
-    blocks: Iterable[str],
-    *,
-    can_cut: bool = True,
-) -> Iterator[Piece]:
+def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
     """Cut a document, given as `blocks` of text, into pieces. A blank document yields no pieces.
 
     Concatenating the ids of the pieces gives the ids of the whole document. Raises UserError if the

@@ -17,12 +17,7 @@ TOO_LONG = "both answers with their prompts do not fit in max_length, so set a l
 FILLED = "prompt fills max_length, so set a larger max_length"
 
 
-def summarize(
-    folder: Path,
-    config: Config,
-    *,
-    can_pack: bool,
-) -> dict[str, Any]:
+def summarize(folder: Path, config: Config, *, can_pack: bool) -> dict[str, Any]:
     """Return the statistics of the training split in a cache folder, as a dictionary:
 
     - `form`: form of the text (data/pieces.py);
@@ -93,10 +88,7 @@ def summarize(
     }
 
 
-def describe(
-    counts: dict[str, Any],
-    max_length: int,
-) -> list[str]:
+def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     """Return one line per note, preceded by lines about records that are left out, samples that are
     truncated, and files that are not read."""
     lines = [

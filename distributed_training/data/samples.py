@@ -91,10 +91,7 @@ class Samples:
         arrays = {name: array[parts] for name, array in arrays.items() if array is not None}
         return replace(self, **arrays)
 
-    def parts_of(
-        self,
-        indices: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (part indices, rows) for the samples in `indices`. The row of a part is the
         position of the part's sample in `indices`. The index NO_SAMPLE contributes no parts."""
         rows = np.flatnonzero(indices != NO_SAMPLE)
@@ -127,11 +124,7 @@ class Samples:
             mask[0] = False  # The first token is never a target.
             yield ids, mask
 
-    def batch(
-        self,
-        indices: np.ndarray,
-        likelihood_scale: float = 0.0,
-    ) -> tuple[np.ndarray, ...]:
+    def batch(self, indices: np.ndarray, likelihood_scale: float = 0.0) -> tuple[np.ndarray, ...]:
         """Return (inputs, targets), each int64 [len(indices), seq_len]. Targets outside the loss
         are IGNORE_INDEX.
 
@@ -159,18 +152,10 @@ class Samples:
         targets.flat[destination] = next_tokens
         if self.firsts is None:
             return inputs, targets
-        sizes = np.bincount(
-            rows,
-            weights=lengths,
-            minlength=len(indices),
-        ).astype(np.int64)
+        sizes = np.bincount(rows, weights=lengths, minlength=len(indices)).astype(np.int64)
         positions = np.arange(self.seq_len) - sizes[:, None]  # positions within the padding
         positions.flat[destination] = offsets
-        document_ends = np.full(
-            (len(indices), self.max_documents),
-            self.seq_len,
-            dtype=np.int64,
-        )
+        document_ends = np.full((len(indices), self.max_documents), self.seq_len, dtype=np.int64)
         columns = _running_sum(np.ones_like(rows), rows) - 1
         document_ends[rows, columns] = ends
         if self.answer_lengths is None:
@@ -284,10 +269,7 @@ def cut_samples(
     )
 
 
-def divide(
-    splits: list[Samples],
-    config: Config,
-) -> tuple[Samples, Samples]:
+def divide(splits: list[Samples], config: Config) -> tuple[Samples, Samples]:
     """Return the training samples of an epoch and the validation samples. If there is only one
     split, its last samples are kept for validation. Answers are chosen at random instead, because
     neighboring records are often about one topic. The choice is the same for every `seed`."""
@@ -305,12 +287,7 @@ def divide(
     return train, validation
 
 
-def will_pack(
-    form: str,
-    config: Config,
-    *,
-    can_pack: bool,
-) -> bool:
+def will_pack(form: str, config: Config, *, can_pack: bool) -> bool:
     """Return whether a sample may contain text from several documents. If so, running text is cut
     into full blocks, and records are packed. By default, a sample has only one pair, so that
     batch_size counts pairs. `can_pack` has the same meaning as in `cut_samples`.
@@ -374,15 +351,7 @@ def read_samples(
             targets = np.ones_like(starts)
         owners = np.searchsorted(split["firsts"], starts, "right") - 1
         samples = Samples(
-            split["ids"],
-            starts,
-            lengths,
-            seq_len,
-            padding_id,
-            targets,
-            owners,
-            loss_mask,
-            **pairs,
+            split["ids"], starts, lengths, seq_len, padding_id, targets, owners, loss_mask, **pairs
         ).select(is_used)
         sizes = np.bincount(samples.owners)
         positions = _concatenate_ranges(sizes) / sizes[samples.owners]
@@ -406,11 +375,7 @@ def _find_records(
     return starts[is_nonempty], lengths[is_nonempty]
 
 
-def count_targets(
-    mask: np.ndarray,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-) -> np.ndarray:
+def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return, for each part, the number of targets that are in the loss, int64 [num_parts].
 
     The targets of part i are the tokens `starts[i] + 1` to `starts[i] + lengths[i]`, and `mask` is
@@ -427,10 +392,7 @@ def _concatenate_ranges(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _running_sum(
-    values: np.ndarray,
-    rows: np.ndarray,
-) -> np.ndarray:
+def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the cumulative sum of `values` within each row. `rows` must be in ascending order."""
     sums = np.cumsum(values)
     row_starts = np.searchsorted(rows, rows)  # first index with the same row
@@ -501,21 +463,10 @@ class Sampler:
 
 
 @functools.lru_cache(maxsize=1)  # With millions of samples, a permutation takes longer than a step.
-def _order(
-    seed: int,
-    epoch: int,
-    num_samples: int,
-) -> np.ndarray:
+def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
-def _pad_to_shape(
-    indices: np.ndarray,
-    shape: tuple[int, ...],
-) -> np.ndarray:
+def _pad_to_shape(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     num_missing = math.prod(shape) - len(indices)
-    return np.pad(
-        indices,
-        (0, num_missing),
-        constant_values=NO_SAMPLE,
-    ).reshape(shape)
+    return np.pad(indices, (0, num_missing), constant_values=NO_SAMPLE).reshape(shape)

@@ -281,10 +281,7 @@ class Tokenizer:
             rows = (encoding.ids for encoding in encodings)
         return [np.array(ids, np.int32) for ids in rows]
 
-    def encode_pieces(
-        self,
-        batch: Sequence[Piece],
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_pieces(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, loss mask) for each piece, without the special tokens of `added_ids`.
         Concatenating the ids of the pieces of a document gives the ids of the whole document."""
         encoded = iter(self.encode_texts([piece.text for piece in batch if piece.spans is None]))
@@ -312,12 +309,7 @@ class Tokenizer:
             raise UserError(what, f"{error}", fix) from None
         return np.array(encoding.ids, np.int32), mask
 
-    def decode(
-        self,
-        ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
-    ) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `ids` to a string. If `skip_special_tokens` is set, special tokens are
         omitted."""
         options = {
@@ -355,10 +347,7 @@ class Tokenizer:
         """Ids of the tokens that end an answer and a tool call: the first special token after an
         answer and the last one of a call, or end-of-text if there is none. Under some templates,
         the mark of the next turn ends both, such as GLM-4.5's <|user|> and <|observation|>."""
-        call = {
-            "type": "function",
-            "function": {"name": "f", "arguments": {}},
-        }
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
         answer = {"role": ASSISTANT, "content": "answered"}
         end_ids = self._find_marks(answer)[:1]
         end_ids += self._find_marks({**answer, "tool_calls": [call]})[-1:]
@@ -409,12 +398,7 @@ class Tokenizer:
             text = text.rpartition(before)[2]
         return text.removesuffix(after)
 
-    def save(
-        self,
-        folder: Path,
-        *,
-        chat: bool = False,
-    ) -> None:
+    def save(self, folder: Path, *, chat: bool = False) -> None:
         """Write the tokenizer to `folder` so that `AutoTokenizer.from_pretrained` can load it. If
         `chat` is set and the tokenizer has no chat template of its own, include the built-in
         template."""

@@ -18,10 +18,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 
 # AdamW settings that all engines share. The learning rate and weight decay come from CONFIG.
-ADAM: dict[str, Any] = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the Adam moments in torch and DeepSpeed
 
 
@@ -62,11 +59,7 @@ class Engine(abc.ABC):
         without a result returns 0. Gradients are not computed."""
 
     @abc.abstractmethod
-    def logits(
-        self,
-        input_ids: torch.Tensor,
-        past: KVCache | None = None,
-    ) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         """Return the logits [1, T, vocab] for token ids [1, T], without gradients. All ranks pass
         the same ids and receive the same logits. tp, cp and pp must not split the model."""
 
@@ -88,11 +81,7 @@ class Engine(abc.ABC):
         "loss_scale" and "good_steps" matter only for fp16."""
 
     @abc.abstractmethod
-    def load(
-        self,
-        tensor_files: TensorFiles,
-        counters: dict[str, float],
-    ) -> None:
+    def load(self, tensor_files: TensorFiles, counters: dict[str, float]) -> None:
         """Restore the state described by `state_parts` and `counters` from a checkpoint. Any engine
         and layout may have written the checkpoint."""
 

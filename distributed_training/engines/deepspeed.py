@@ -72,11 +72,7 @@ class DeepSpeedEngine(base.Engine):
         if strategy.steps_on_host:
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
-            optimizer = torch.optim.AdamW(
-                groups,
-                fused=True,
-                **settings,
-            )
+            optimizer = torch.optim.AdamW(groups, fused=True, **settings)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its arguments
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=module,
@@ -118,16 +114,9 @@ class DeepSpeedEngine(base.Engine):
         with base.evaluation_mode(self.engine, compiles=self.plan.config.has_pairs):
             return self.engine(*to_device(self.topology.device, *arrays))
 
-    def logits(
-        self,
-        input_ids: torch.Tensor,
-        past: KVCache | None = None,
-    ) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         with base.evaluation_mode(self.engine):
-            return self.engine(
-                input_ids.to(self.topology.device),
-                past=past,
-            )
+            return self.engine(input_ids.to(self.topology.device), past=past)
 
     def state_parts(self) -> Iterator[Part]:
         cache: dict[int, dict[str, Any]] = {}
@@ -146,10 +135,7 @@ class DeepSpeedEngine(base.Engine):
             yield from self._parts(group, tensor_names, read)
 
     def _parts(
-        self,
-        group: int,
-        tensor_names: Iterable[str],
-        read: Callable[[int], dict[str, Any]],
+        self, group: int, tensor_names: Iterable[str], read: Callable[[int], dict[str, Any]]
     ) -> Iterator[Part]:
         """Yield this rank's shards of the weights and Adam moments in one optimizer group, without
         padding. `read` returns the flat tensors of a group by name."""
@@ -192,11 +178,7 @@ class DeepSpeedEngine(base.Engine):
         }
 
     @torch.no_grad()
-    def load(
-        self,
-        tensor_files: TensorFiles,
-        counters: dict[str, float],
-    ) -> None:
+    def load(self, tensor_files: TensorFiles, counters: dict[str, float]) -> None:
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
         steps = int(counters["adam_steps"])
@@ -214,11 +196,7 @@ class DeepSpeedEngine(base.Engine):
                     state[moment] = torch.zeros_like(flat)
                 if steps:
                     tensors[moment] = state[moment].zero_()
-            for part in self._parts(
-                group,
-                tensors,
-                lambda _, tensors=tensors: tensors,
-            ):
+            for part in self._parts(group, tensors, lambda _, tensors=tensors: tensors):
                 part.get().copy_(tensor_files.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]

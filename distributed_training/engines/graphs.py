@@ -19,10 +19,7 @@ POOL_BYTES_PER_TENSOR_BYTE = 1.25
 FALLBACK_WARNING = "Each step runs eagerly instead of as one CUDA graph"
 
 
-def to_device(
-    device: torch.device,
-    *arrays: np.ndarray,
-) -> tuple[torch.Tensor, ...]:
+def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Return the arrays as tensors on `device`. Copies to a GPU do not block the host."""
     tensors = tuple(map(torch.from_numpy, arrays))
     if device.type == "cpu":
@@ -39,11 +36,7 @@ class StepGraph:
     `step` must not wait for the GPU, and its control flow must not depend on values on the GPU."""
 
     def __init__(
-        self,
-        step: Callable[..., tuple[torch.Tensor, ...]],
-        device: torch.device,
-        *,
-        captures: bool,
+        self, step: Callable[..., tuple[torch.Tensor, ...]], device: torch.device, *, captures: bool
     ) -> None:
         self.step = step
         self.device = device
@@ -89,10 +82,7 @@ class StepGraph:
             self.graph = None
             self.num_steps = 0
 
-    def _upload(
-        self,
-        arrays: tuple[np.ndarray, ...],
-    ) -> tuple[torch.Tensor, ...]:
+    def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
         """Copy arrays to the device while the previous step runs."""
         with torch.cuda.stream(self.copy_stream):
             tensors = to_device(self.device, *arrays)

@@ -56,11 +56,7 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
 def parallelize(
-    stage: Decoder,
-    weights: InitialWeights,
-    plan: Plan,
-    topology: Topology,
-    mesh: DeviceMesh | None,
+    stage: Decoder, weights: InitialWeights, plan: Plan, topology: Topology, mesh: DeviceMesh | None
 ) -> list[nn.Parameter]:
     """Parallelize a model or a pipeline stage over `mesh` in place, except for DDP, and fill it
     with its initial `weights`. Return the parameters whose gradients must be summed over tp. All
@@ -71,13 +67,7 @@ def parallelize(
         apply = apply_regions if isinstance(stage, HubDecoder) else apply_tp
         apply(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
-        apply_lora(
-            stage,
-            plan.model,
-            config,
-            topology.device,
-            weights.adapters,
-        )
+        apply_lora(stage, plan.model, config, topology.device, weights.adapters)
         if tp_mesh is None and topology.device.type == "cuda":
             # Imports Triton, which only GPUs have
             from distributed_training.parallel.lora_mlp import apply_fused_mlp
@@ -171,13 +161,7 @@ class NativeEngine(base.Engine):
                 self.stages[str(index)] = model.stage(stage_blocks)
         self.tp_partial_params = []  # parameters whose gradients must be summed over tp
         for stage in self.stages.values():
-            self.tp_partial_params += parallelize(
-                stage,
-                weights,
-                self.plan,
-                self.topology,
-                mesh,
-            )
+            self.tp_partial_params += parallelize(stage, weights, self.plan, self.topology, mesh)
         self.model = self.stages
         # The whole model if there is no pipeline
         self.module: nn.Module = next(iter(self.stages.values()))
@@ -258,11 +242,7 @@ class NativeEngine(base.Engine):
         These buckets do not raise the peak memory of training, because optimizer state does not
         exist yet."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
-        ids = torch.zeros(
-            shape,
-            dtype=torch.int64,
-            device=self.topology.device,
-        )
+        ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
         if self.plan.packing:  # one document per sample
             ends = torch.full_like(ids[:, :1], shape[1])
@@ -281,11 +261,7 @@ class NativeEngine(base.Engine):
         # The backward pass averages gradients over dp and cp ranks, but the loss is divided by the
         # number of targets in the global batch.
         num_averaged = self.topology.dp_size * self.topology.cp
-        torch.mul(
-            self.loss_scale,
-            num_averaged / batch.num_targets,
-            out=self.loss_factor,
-        )
+        torch.mul(self.loss_scale, num_averaged / batch.num_targets, out=self.loss_factor)
         self.stages.train()
         arrays = [*map(np.stack, zip(*batch.micro_batches, strict=True))]
         with overlap_matmuls(self.uses_async_tp):  # has an effect only when the first step compiles
@@ -397,21 +373,13 @@ class NativeEngine(base.Engine):
                 return total
             return total + loss
 
-    def logits(
-        self,
-        input_ids: torch.Tensor,
-        past: KVCache | None = None,
-    ) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         with base.evaluation_mode(self.stages):
             logits = self._forward(input_ids.to(self.topology.device), past=past)
         assert logits is not None, "there is no pipeline"
         return logits
 
-    def _forward(
-        self,
-        *tensors: torch.Tensor,
-        **options: KVCache | None,
-    ) -> torch.Tensor | None:
+    def _forward(self, *tensors: torch.Tensor, **options: KVCache | None) -> torch.Tensor | None:
         """Run the forward pass and return its output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.forward
         output = run(*tensors, **options)
@@ -449,19 +417,12 @@ class NativeEngine(base.Engine):
             "good_steps": int(self.good_steps),
         }
 
-    def _adam_state(
-        self,
-        parameter: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
+    def _adam_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the Adam moments and step counter of a parameter, or {} before the first step."""
         return self.optimizer.state.get(self.local_params[parameter], {})
 
     @torch.no_grad()
-    def load(
-        self,
-        tensor_files: TensorFiles,
-        counters: dict[str, float],
-    ) -> None:
+    def load(self, tensor_files: TensorFiles, counters: dict[str, float]) -> None:
         self.optimizer.state.clear()  # a checkpoint before the first step has no Adam state
         if counters["adam_steps"]:
             self.init_optimizer_state(counters["adam_steps"])

@@ -38,9 +38,7 @@ def parameter_groups(
 
 
 def build_optimizer(
-    config: RunConfig,
-    lr: torch.Tensor,
-    origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]],
+    config: RunConfig, lr: torch.Tensor, origins: Mapping[torch.Tensor, tuple[str, torch.Tensor]]
 ) -> torch.optim.Optimizer:
     """Return the AdamW variant that `config` selects. A CUDA graph can capture the optimizer's
     step, which reads the learning rate from the tensor `lr`. If they are set, the step divides
@@ -94,15 +92,7 @@ class AdamWBf16(torch.optim.Optimizer):
         for local, (name, parameter) in origins.items():
             _, start = locate_local(parameter)
             keys.append(zlib.crc32(f"{seed} {name}".encode()))
-            firsts.append(
-                sum(
-                    map(
-                        operator.mul,
-                        start,
-                        parameter.stride(),
-                    )
-                )
-            )
+            firsts.append(sum(map(operator.mul, start, parameter.stride())))
             gap = parameter.stride(0) - local.stride(0)
             self.rows[local] = (local.stride(0), gap) if gap else None
         # Hash keys of the parameters and flat indices of the shards' first values
@@ -142,10 +132,7 @@ class AdamWBf16(torch.optim.Optimizer):
                         **scalars,
                     )
 
-    def _chunks(
-        self,
-        parameter: torch.Tensor,
-    ) -> Iterator[tuple[Any, ...]]:
+    def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         """Yield the index of the first value and the pieces of the flattened parameter, gradient
         and Adam moments. Each piece has at most `chunk_size` values."""
         if parameter.grad is None or parameter.numel() == 0:
@@ -191,11 +178,7 @@ def _update(
     )
     # In Triton, an index is int64 even if it is int32 here (torch 2.11). Only values that depend on
     # loaded tensors are converted.
-    index = torch.arange(
-        offset,
-        offset + len(parameter),
-        device=parameter.device,
-    )
+    index = torch.arange(offset, offset + len(parameter), device=parameter.device)
     if rows is not None:
         row_size, gap = rows
         index = index + index // row_size * gap
@@ -221,10 +204,7 @@ def _hash_int32(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def _round_to_bf16(
-    values: torch.Tensor,
-    bits: torch.Tensor,
-) -> torch.Tensor:
+def _round_to_bf16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Round fp32 values stochastically to bf16, which consists of the upper 16 bits of fp32. The
     probability of rounding up is proportional to the distance from the lower neighbor."""
     raised = values.view(torch.int32) + (bits & 0xFFFF)

@@ -136,12 +136,7 @@ class ModelSpec:
                     return values[selected]  # type: ignore[no-any-return] # mapped, not copied
             dtypes = {values.dtype for _, _, values in found}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            result = torch.zeros(
-                stop - first,
-                *shape[1:],
-                dtype=dtype,
-                device="cpu",
-            )
+            result = torch.zeros(stop - first, *shape[1:], dtype=dtype, device="cpu")
             for rows, is_inside, values in found:
                 result[rows[is_inside] - first] = values[is_inside].to(dtype)
             return result[selected]
@@ -155,11 +150,7 @@ class ModelSpec:
         model = self.build_meta_model()
         return {**dict(model.named_parameters()), **stored_buffers(model)}
 
-    def _hf_rows(
-        self,
-        our_name: str,
-        num_rows: int,
-    ) -> dict[str, torch.Tensor]:
+    def _hf_rows(self, our_name: str, num_rows: int) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face tensor: the row of this package's tensor `our_name` from
         which each of its rows comes}."""
         import torch
@@ -278,10 +269,7 @@ class ModelSpec:
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     def _stored_tensors(
-        self,
-        our_name: str,
-        values: torch.Tensor,
-        whole_names: Mapping[str, str] | None,
+        self, our_name: str, values: torch.Tensor, whole_names: Mapping[str, str] | None
     ) -> dict[str, torch.Tensor]:
         """Return {stored name: tensor} for each Hugging Face tensor that this package's tensor
         `our_name` contains. For a whole multimodal model, `whole_names` are the names in its files
@@ -298,11 +286,7 @@ class ModelSpec:
                 stored[name] = rows.t() if self._is_transposed(our_name) else rows
         return stored
 
-    def hf_rows(
-        self,
-        matrix: str,
-        targets: str | None,
-    ) -> dict[str, torch.Tensor]:
+    def hf_rows(self, matrix: str, targets: str | None) -> dict[str, torch.Tensor]:
         """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
         those parts of the matrix named `matrix` that `targets` selects (see
         `BlockKind.adapted_parts`)."""

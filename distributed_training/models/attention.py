@@ -80,22 +80,12 @@ def drop_empty(ends: torch.Tensor, num_kept: int) -> torch.Tensor:
     empty document has the same end as the document before it. If fewer than `num_kept` documents
     remain, the last end is repeated. If more than `num_kept` documents remain, torch raises an
     error on the CPU, and a device-side assertion fails on a GPU."""
-    is_new = (
-        F.pad(
-            ends.diff(),
-            (1, 0),
-            value=1,
-        )
-        > 0
-    )
+    is_new = F.pad(ends.diff(), (1, 0), value=1) > 0
     index = is_new.cumsum(0) - 1
     return ends[-1].repeat(num_kept).scatter(0, index, ends)
 
 
-def mask_documents(
-    positions: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the document mask, [B, 1, T, T] in `dtype`, from each token's position in its
     document, int64 [B, T]."""
     indices = torch.arange(positions.shape[1], device=positions.device)
@@ -129,14 +119,7 @@ def attend(
     ends, mask = (None, None) if documents is None else documents[1:]
     if sinks is not None:
         y = SinkAttention.apply(
-            q,
-            k,
-            _as_wide(v, q),
-            sinks.float()[:, None],
-            ends,
-            mask,
-            scale,
-            window,
+            q, k, _as_wide(v, q), sinks.float()[:, None], ends, mask, scale, window
         )
         return y[..., : v.shape[-1]].transpose(1, 2)
     if ends is not None and has_kernel(q.shape[-1]):

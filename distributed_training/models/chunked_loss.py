@@ -143,10 +143,7 @@ def loss_and_gradient(
     logits with their gradient. With a `shard`, all-gather two fp32 numbers per token over the
     group."""
     first = 0 if shard is None else shard.first
-    columns = first + torch.arange(
-        logits.shape[1],
-        device=logits.device,
-    )
+    columns = first + torch.arange(logits.shape[1], device=logits.device)
     z = softcap(logits.float(), cap)
     cap_gradient = 1 - (z / cap) ** 2 if cap else 1.0
     if first + logits.shape[1] > vocab_size:
@@ -162,10 +159,6 @@ def loss_and_gradient(
         normalizer = torch.logsumexp(normalizers, 0)
         target_logit = target_logits.sum(0)
     loss_mask = (targets != IGNORE_INDEX)[:, None]
-    gradient = torch.where(
-        loss_mask,
-        torch.exp(z - normalizer) - one_hot.float(),
-        0.0,
-    )
+    gradient = torch.where(loss_mask, torch.exp(z - normalizer) - one_hot.float(), 0.0)
     logits.copy_(gradient * cap_gradient)
     return torch.where(loss_mask, normalizer - target_logit, 0.0)[:, 0]

@@ -102,10 +102,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return {"eos_token_id": load_model_json(folder / CONFIG_FILE).get("eos_token_id")}
 
 
-def cached_json(
-    key: str,
-    compute: Callable[[], str],
-) -> str:
+def cached_json(key: str, compute: Callable[[], str]) -> str:
     """Return a value as JSON, from the user's cache or from `compute`.
 
     The value must depend only on `key`. Importing transformers takes seconds, so the value is

@@ -80,11 +80,7 @@ class Linear(nn.Linear):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x W^T`, plus the bias if this layer adds it."""
-        return F.linear(
-            x,
-            shard_for(x, self.weight).to(x.dtype),
-            self.cast_bias(x),
-        )
+        return F.linear(x, shard_for(x, self.weight).to(x.dtype), self.cast_bias(x))
 
     def cast_bias(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the bias that this layer adds for an input, in its dtype. Return None if the layer
@@ -104,11 +100,7 @@ class KVCache:
         self.cache: Any = None  # transformers' cache, for models that use its code
         self._by_block: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
-    def add(
-        self,
-        block: nn.Module,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def add(self, block: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Append a block's new keys and values to the cache. Return the block's keys and values of
         all tokens so far, concatenated along dimension 2."""
         if block in self._by_block:
@@ -137,10 +129,7 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self,
-        x: torch.Tensor,
-        past: KVCache | None = None,
-        documents: Documents | None = None,
+        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
         """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
@@ -159,14 +148,7 @@ class Block(nn.Module):
         if past is not None:
             k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
-        y = self.attend(
-            q,
-            k,
-            v,
-            documents,
-            is_causal=start == 0,
-            dropout=rate,
-        )
+        y = self.attend(q, k, v, documents, is_causal=start == 0, dropout=rate)
         return self.attention_out(y.flatten(2))
 
 
@@ -263,19 +245,11 @@ class Decoder(nn.Module):
             max_documents=self.max_documents if self.training else None,
         )
 
-    def embed(
-        self,
-        ids: torch.Tensor,
-        positions: Positions = 0,
-    ) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Return the embeddings of token ids at `positions`, [B, T] -> [B, T, D]."""
         return self.place(self.token_embedding(ids), positions)
 
-    def apply_head(
-        self,
-        x: torch.Tensor,
-        targets: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def apply_head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the final norm and the output layer, [B, T, D] -> logits [B, T, V]. With targets
         [B, T], return the summed loss instead."""
         x = self.norm_out(x)
@@ -284,18 +258,10 @@ class Decoder(nn.Module):
             return project_to_vocabulary(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
 
-    def place(
-        self,
-        x: torch.Tensor,
-        positions: Positions = 0,
-    ) -> torch.Tensor:
+    def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Cast token embeddings to the compute dtype and apply dropout, [B, T, D] -> [B, T, D].
         Families with learned position embeddings add them here."""
-        return F.dropout(
-            x.to(self.compute_dtype or x.dtype),
-            self.dropout,
-            self.training,
-        )
+        return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -338,13 +304,7 @@ class Decoder(nn.Module):
             if fnmatch.fnmatchcase(name, pattern)
         }
 
-    def random_source(
-        self,
-        seed: int,
-        device: torch.device,
-        *,
-        hashed: bool,
-    ) -> WeightSource:
+    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
         """Return a source of random weights that depend only on `seed` and `hashed`.
 
         Values of matrices are normally distributed with a standard deviation of 0.02. The standard
@@ -370,11 +330,7 @@ class Decoder(nn.Module):
                 values = hashed_normal(shape, slices, key, device).mul_(deviation)
             else:
                 values = torch.empty(shape, device="cpu")
-                values.normal_(
-                    0.0,
-                    deviation,
-                    generator=torch.Generator().manual_seed(key),
-                )
+                values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(key))
                 values = values[slices]
             if name in padded:
                 first = slices[0].start if slices else 0
@@ -392,10 +348,7 @@ class Decoder(nn.Module):
 
 
 def project_to_vocabulary(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    vocab_size: int,
-    cap: float = 0.0,
+    x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
     """Return logits [B, T, V] from hidden states [B, T, D] and the output layer's weight [P, D]. A
     nonzero `cap` limits the logits to between -cap and cap."""
@@ -410,11 +363,7 @@ def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def summed_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    cap: float = 0.0,
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, for hidden states [B, T, D], the output layer's
     weight [P, D] and targets [B, T]."""
@@ -424,12 +373,7 @@ def summed_cross_entropy(
         # Slicing off the padding would be slower, because the rows would no longer be aligned.
         columns = torch.arange(logits.shape[1], device=logits.device)
         logits.masked_fill_(columns >= vocab_size, -torch.inf)
-    return F.cross_entropy(
-        logits,
-        targets.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:

@@ -20,25 +20,13 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
 
 
-def product(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> torch.Tensor:
+def product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `x W^T`, [.., columns] -> [.., rows]."""
-    y = fp8_matmul(
-        *quantize(x.flatten(0, -2)),
-        codes,
-        scales,
-    )
+    y = fp8_matmul(*quantize(x.flatten(0, -2)), codes, scales)
     return y.view(*x.shape[:-1], -1)
 
 
-def input_gradient(
-    dy: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> torch.Tensor:
+def input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `dy W`, [.., rows] -> [.., columns]."""
     scaled = dy.flatten(0, -2).float() * scales.float()
     dx = fp8_matmul(*quantize(scaled), codes)
@@ -107,9 +95,6 @@ def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(values.dtype), scales[:, 0]
 
 
-def dequantize_matrix(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> torch.Tensor:
+def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the matrix that codes and scales represent, in fp32."""
     return codes.view(E4M3).float() * scales.float()[:, None]

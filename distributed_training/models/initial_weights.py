@@ -90,10 +90,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def hashed_normal(
-    shape: Sequence[int],
-    slices: Slices,
-    key: int,
-    device: torch.device,
+    shape: Sequence[int], slices: Slices, key: int, device: torch.device
 ) -> torch.Tensor:
     """Return the part of a random matrix, or of a stack of matrices, that `slices` selects. The
     numbers are identical on every device.
@@ -113,11 +110,7 @@ def hashed_normal(
     offset = (key * _KEY_FACTOR + 2**63) % 2**64 - 2**63  # as int64
     step = max(1, 2**22 // len(column_indices))  # number of rows processed at a time
     for begin in range(first, stop, step):
-        rows = torch.arange(
-            begin,
-            min(stop, begin + step),
-            device=device,
-        )
+        rows = torch.arange(begin, min(stop, begin + step), device=device)
         bits = rows[:, None] * shape[1] + column_indices
         bits.mul_(_STEP).add_(offset)
         for shift, factor in _ROUNDS:

@@ -20,11 +20,7 @@ BLOCK_SIZE = 64
 # matrix between the forward and backward passes, and thus keep all dequantized matrices in memory
 # until the backward pass.
 @torch.library.custom_op("distributed_training::nf4_matmul", mutates_args=())
-def product(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> torch.Tensor:
+def product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `x W^T`, [.., columns] -> [.., rows]."""
     return F.linear(x, dequantize_matrix(codes, scales))
 
@@ -37,30 +33,19 @@ def input_gradient(dy: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
 
 @product.register_fake
 def _(x, codes, _scales):  # type: ignore[no-untyped-def]
-    return x.new_empty(
-        *x.shape[:-1],
-        len(codes),
-    )
+    return x.new_empty(*x.shape[:-1], len(codes))
 
 
 @input_gradient.register_fake
 def _(dy, codes, _scales):  # type: ignore[no-untyped-def]
-    return dy.new_empty(
-        *dy.shape[:-1],
-        _num_columns(codes),
-    )
+    return dy.new_empty(*dy.shape[:-1], _num_columns(codes))
 
 
 def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of a matrix [rows, columns], both viewed as tensors of the
     matrix's dtype."""
     operations: Any = torch.ops.bitsandbytes
-    codes, scales = operations.quantize_4bit(
-        values.contiguous(),
-        BLOCK_SIZE,
-        "nf4",
-        torch.uint8,
-    )
+    codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK_SIZE, "nf4", torch.uint8)
     rows = len(values)
     roots = scales.view(rows, -1).sqrt()
     steps = roots.amax(1, keepdim=True) / 255
@@ -70,10 +55,7 @@ def quantize_matrix(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(rows, -1).view(values.dtype), packed.view(values.dtype)
 
 
-def dequantize_matrix(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> torch.Tensor:
+def dequantize_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the matrix that `quantize_matrix` rounded, in its dtype."""
     operations: Any = torch.ops.bitsandbytes
     columns = _num_columns(codes)

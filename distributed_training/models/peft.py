@@ -134,13 +134,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     )
 
 
-def save_adapters(
-    adapters: Adapters,
-    folder: Path,
-    base: str,
-    *,
-    text: bool = False,
-) -> None:
+def save_adapters(adapters: Adapters, folder: Path, base: str, *, text: bool = False) -> None:
     """Write adapters to a folder that PEFT can load. `base` is the folder of the base model or its
     name on the Hub. If it is multimodal, the adapters fit the whole model or, with `text`, only its
     text decoder. Raises RunError if a value is not finite."""
@@ -200,9 +194,7 @@ def save_adapters(
 
 
 def to_peft(
-    state: Mapping[str, torch.Tensor],
-    spec: ModelSpec,
-    config: Config,
+    state: Mapping[str, torch.Tensor], spec: ModelSpec, config: Config
 ) -> dict[str, torch.Tensor]:
     """Convert a run's adapters from this package's parameter names to PEFT's. The tensors of each
     Hugging Face matrix are separate."""
@@ -221,17 +213,13 @@ def to_peft(
 
 
 def _rename(
-    tensors: Mapping[str, torch.Tensor],
-    function: Callable[[str], str],
+    tensors: Mapping[str, torch.Tensor], function: Callable[[str], str]
 ) -> dict[str, torch.Tensor]:
     """Apply `function` to the names of tensors without PREFIX."""
     return {PREFIX + function(name.removeprefix(PREFIX)): x for name, x in tensors.items()}
 
 
-def _stack_parts(
-    spec: ModelSpec,
-    stack: str,
-) -> list[tuple[str, int, torch.Tensor]]:
+def _stack_parts(spec: ModelSpec, stack: str) -> list[tuple[str, int, torch.Tensor]]:
     """Return (Hugging Face matrix, its expert, its rows in the expert's matrix) for each matrix in
     a `stack` such as "blocks.0.mlp.experts.down_proj"."""
     _, layer, name = stack.split(".", 2)
@@ -283,9 +271,7 @@ def _split(
 
 
 def keys_to_continue(
-    request: Request,
-    model: ModelSpec,
-    folder: Path,
+    request: Request, model: ModelSpec, folder: Path
 ) -> tuple[dict[str, Any], str]:
     """Return (LoRA keys of CONFIG with their values, note for the user) for a run that continues
     training the adapters in `folder`. Raises UserError if CONFIG sets a different rank, alpha or

@@ -62,10 +62,7 @@ class MovedModule(nn.Module):
         return self
 
 
-def replace_parameters(
-    module: nn.Module,
-    function: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+def replace_parameters(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace each parameter of a module with the result of `function`. Parameters that are shared
     stay shared."""
     replaced: dict[int, nn.Parameter] = {}
@@ -134,12 +131,7 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **options)
 
 
-def build_hub_model(
-    model_class: Any,
-    config: Any,
-    dtype: torch.dtype,
-    name: str,
-) -> Any:
+def build_hub_model(model_class: Any, config: Any, dtype: torch.dtype, name: str) -> Any:
     """Build a transformers model. It uses the functions for attention and experts that are
     registered under `name`, if its code calls registered functions."""
     options: dict[str, Any] = {"attn_implementation": None}

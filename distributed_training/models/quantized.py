@@ -51,10 +51,7 @@ def load_format(base_dtype: str) -> Any:
 
 
 def quantize_matrices(
-    model: Decoder,
-    source: WeightSource,
-    device: torch.device,
-    base_dtype: str,
+    model: Decoder, source: WeightSource, device: torch.device, base_dtype: str
 ) -> WeightSource:
     """Convert the matrices in the blocks of a model on the meta device to `base_dtype`, in place.
     Given a `source` of the original parameters, return a source of the converted parameters, which
@@ -96,10 +93,7 @@ def _transposes(name: str, size: ModelSize) -> bool:
 
 
 def _quantize(
-    name: str,
-    values: torch.Tensor,
-    size: ModelSize,
-    base_dtype: str,
+    name: str, values: torch.Tensor, size: ModelSize, base_dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and scales of the parameter `name` with matrices [out, in]: [.., out, ..]
     for a parameter with the shape [.., out, in]."""
@@ -111,10 +105,7 @@ def _quantize(
 
 
 def dequantized_source(
-    source: WeightSource,
-    size: ModelSize,
-    base_dtype: str,
-    dtype: torch.dtype,
+    source: WeightSource, size: ModelSize, base_dtype: str, dtype: torch.dtype
 ) -> WeightSource:
     """Return a source of the weights that training uses if the base model is quantized to
     `base_dtype` and the compute dtype is `dtype`."""
@@ -131,16 +122,11 @@ def dequantized_source(
     return read
 
 
-def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    base_dtype: str,
-) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, base_dtype: str) -> torch.Tensor:
     """Return the matrices [.., out, in] that codes and scales [.., out, ..] represent."""
     rows = codes.shape[:-1]
     last = len(rows) - 1
     matrix = load_format(base_dtype).dequantize_matrix(
-        codes.flatten(0, last),
-        scales.flatten(0, last),
+        codes.flatten(0, last), scales.flatten(0, last)
     )
     return matrix.unflatten(0, rows)  # type: ignore[no-any-return]

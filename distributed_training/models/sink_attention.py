@@ -20,26 +20,12 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        q,
-        k,
-        v,
-        sinks,
-        ends,
-        mask,
-        scale,
-        window,
+        ctx, q, k, v, sinks, ends, mask, scale, window
     ):
         batch, _, length, _ = q.shape
         if ends is None:
             ctx.options = {"is_causal": mask is None, "scale": scale}
-            y, log_sum = private.cpu_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                **ctx.options,
-            )
+            y, log_sum = private.cpu_attention(q, k, v, attn_mask=mask, **ctx.options)
         else:
             ctx.options = {
                 "max_q": length,
@@ -49,11 +35,7 @@ class SinkAttention(torch.autograd.Function):
                 "window_size": window_size(window),
             }
             y, log_sum, _ = private.varlen_attention()(
-                *map(to_rows, (q, k, v)),
-                ends,
-                ends,
-                enable_gqa=True,
-                **ctx.options,
+                *map(to_rows, (q, k, v)), ends, ends, enable_gqa=True, **ctx.options
             )
             y = _from_rows(y, batch)
             log_sum = log_sum.unflatten(1, (batch, length))
@@ -61,16 +43,7 @@ class SinkAttention(torch.autograd.Function):
         total = torch.logaddexp(log_sum, sinks)
         shares = (log_sum - total).exp()
         y = (y * shares[..., None]).to(q.dtype)
-        ctx.save_for_backward(
-            q,
-            k,
-            v,
-            sinks,
-            ends,
-            mask,
-            y,
-            total,
-        )
+        ctx.save_for_backward(q, k, v, sinks, ends, mask, y, total)
         return y
 
     @staticmethod
@@ -79,11 +52,7 @@ class SinkAttention(torch.autograd.Function):
         tensors = (dy, q, k, v, y)
         if ends is None:
             gradients = private.cpu_attention_backward(
-                *tensors,
-                total,
-                dropout_p=0.0,
-                attn_mask=mask,
-                **ctx.options,
+                *tensors, total, dropout_p=0.0, attn_mask=mask, **ctx.options
             )
         else:
             random_state = total.new_zeros(2, dtype=torch.uint64)  # unused

@@ -99,10 +99,7 @@ class BlockKind:
             return outputs + self.attention_width
         return outputs + inputs + self.kept_values
 
-    def adapted_parts(
-        self,
-        targets: str | None,
-    ) -> dict[str, dict[str, int]]:
+    def adapted_parts(self, targets: str | None) -> dict[str, dict[str, int]]:
         """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
         `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
         matrices. As in PEFT, a target selects the matrices whose names end with it."""
@@ -116,10 +113,7 @@ class BlockKind:
                 selected[our_name] = selected_parts
         return selected
 
-    def adapted_stacks(
-        self,
-        targets: str | None,
-    ) -> dict[str, tuple[int, int, int]]:
+    def adapted_stacks(self, targets: str | None) -> dict[str, tuple[int, int, int]]:
         """Return those `stacks` whose names end with one of `targets`. None selects no stack,
         because adapters of all experts may be larger than the rest of training."""
         suffixes = () if targets is None else _suffixes(targets)
@@ -133,9 +127,7 @@ class BlockKind:
         return [shape for parts, shape in matrices if parts]
 
     def adapter_shapes(
-        self,
-        rank: int,
-        targets: str | None,
+        self, rank: int, targets: str | None
     ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return the shapes of A and B of each adapter in a block, by the adapter's name."""
         shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -148,12 +140,7 @@ class BlockKind:
             shapes[f"{name}_adapter"] = (experts, rank, inputs), (experts, outputs, rank)
         return shapes
 
-    def count_adapters(
-        self,
-        rank: int,
-        targets: str | None,
-        tp: int = 1,
-    ) -> tuple[int, int]:
+    def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
         """Return (number of adapter parameters per block on each tp rank, number of these
         parameters that are equal on all tp ranks)."""
         per_rank = 0
@@ -291,23 +278,14 @@ class ModelSize:
         is_complete = any(name.endswith("down_proj") for name in self.adapted_stack_names(targets))
         return bool(is_complete and self.config["separate_experts"])
 
-    def num_trained_parameters(
-        self,
-        rank: int,
-        targets: str | None,
-    ) -> int:
+    def num_trained_parameters(self, rank: int, targets: str | None) -> int:
         """Return the number of trained parameters. If `rank` is 0, all parameters are trained.
         Otherwise, only LoRA adapters of this rank are trained."""
         if rank == 0:
             return self.num_parameters
         return sum(len(kind.layers) * kind.count_adapters(rank, targets)[0] for kind in self.kinds)
 
-    def flops_per_token(
-        self,
-        seq_len: int,
-        *,
-        frozen: bool = False,
-    ) -> int:
+    def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
         """Return the FLOPs per token of the forward and backward passes together, for samples of
         `seq_len` tokens.
 

@@ -22,12 +22,5 @@ def _kernel(x, y, rows, columns, TILE: tl.constexpr):  # type: ignore[no-untyped
     j = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x_at = i[:, None].to(tl.int64) * columns + j[None, :]
     y_at = j[:, None].to(tl.int64) * rows + i[None, :]
-    tile = tl.load(
-        x + x_at,
-        mask=(i < rows)[:, None] & (j < columns)[None, :],
-    )
-    tl.store(
-        y + y_at,
-        tl.trans(tile),
-        mask=(j < columns)[:, None] & (i < rows)[None, :],
-    )
+    tile = tl.load(x + x_at, mask=(i < rows)[:, None] & (j < columns)[None, :])
+    tl.store(y + y_at, tl.trans(tile), mask=(j < columns)[:, None] & (i < rows)[None, :])

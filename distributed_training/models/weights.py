@@ -90,12 +90,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return []
     fix = "download it again, or save the model again with transformers"
-    parsed = parse_as(
-        _Index,
-        load_object(index, "weights"),
-        str(index),
-        fix,
-    )
+    parsed = parse_as(_Index, load_object(index, "weights"), str(index), fix)
     return [folder / name for name in sorted(set(parsed.weight_map.values()))]
 
 
@@ -151,11 +146,7 @@ def open_file(file: Path, fix: str) -> tuple[dict[str, StoredTensor], dict[str, 
             for name in header.keys():  # noqa: SIM118, it is not a dict
                 tensor = header.get_slice(name)
                 read = partial(read_stored, file, name)
-                stored[name] = StoredTensor(
-                    tensor.get_dtype(),
-                    tensor.get_shape(),
-                    read,
-                )
+                stored[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), read)
             return stored, header.metadata() or {}
     except (SafetensorError, OSError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -218,16 +209,8 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     for (name, part), offsets in zip(meta_tensors.items(), pairwise(ends), strict=True):
         code = DTYPE_CODES[dtype_name(part.dtype)]
-        header[name] = {
-            "dtype": code,
-            "shape": list(part.shape),
-            "data_offsets": offsets,
-        }
-    text = json.dumps(
-        header,
-        ensure_ascii=False,
-        separators=(",", ":"),
-    ).encode()
+        header[name] = {"dtype": code, "shape": list(part.shape), "data_offsets": offsets}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     checksum = 0

@@ -15,10 +15,7 @@ _CHUNK = 1024  # queries whose scores are in memory
 
 
 def _weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield (queries, keys up to the last query, attention weights [B, G, R, queries, keys]) for
     q [B, G, R, T, K] and k [B, G, 1, T, K]. `mask` is that of attention.Documents."""
@@ -39,11 +36,7 @@ def _weights(
 
 @torch.library.custom_op("distributed_training::wide_attention", mutates_args=())
 def wide_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """Return the attention of q [B, H, T, K] to k and v [B, G, T, K], with the shape of q."""
     grouped_q, k, v = _group(q, k, v)
@@ -85,9 +78,7 @@ def _wide_attention_backward(
 
 
 def _group(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return contiguous q [B, G, R, T, K] and k, v [B, G, 1, T, K]."""
     grouped = q.unflatten(1, (k.shape[1], -1)).contiguous()
@@ -104,19 +95,12 @@ def _(dy, q, k, v, *_):  # type: ignore[no-untyped-def]
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _save(
-    ctx: Any,
-    inputs: Any,
-    output: torch.Tensor,
-) -> None:
+def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     q, k, v, mask, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, output, mask)
 
 
-def _backward(
-    ctx: Any,
-    dy: torch.Tensor,
-) -> Any:
+def _backward(ctx: Any, dy: torch.Tensor) -> Any:
     q, k, v, y, mask = ctx.saved_tensors
     return *_wide_attention_backward(dy, q, k, v, y, mask, ctx.scale), None, None
 

@@ -125,11 +125,7 @@ class _HostStore:
             self.buffers[buffer.shape, buffer.stride(), buffer.dtype].append(buffer)
             saved.on_host = None
 
-    def _copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)

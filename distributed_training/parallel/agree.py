@@ -24,20 +24,14 @@ DAY_S = 86400.0
 logger = logging.getLogger(__name__)
 
 
-def gather(
-    value: Any,
-    group: dist.ProcessGroup | None = None,
-) -> list[Any]:
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks in rank order. Values must be JSON-serializable, and tuples
     become lists. If given, `group` must contain all ranks and is used instead of the default group.
     All ranks must call this function."""
     text = json.dumps(value).encode()
     max_length = torch.tensor(len(text))
     dist.all_reduce(max_length, dist.ReduceOp.MAX, group)
-    padded = torch.frombuffer(
-        bytearray(text.ljust(int(max_length))),
-        dtype=torch.uint8,
-    )
+    padded = torch.frombuffer(bytearray(text.ljust(int(max_length))), dtype=torch.uint8)
     buffers = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(buffers, padded, group)
     return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
@@ -49,11 +43,7 @@ def broadcast_from_rank_0(value: Any) -> Any:
     return gather(value)[0]
 
 
-def build_store_gather(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-) -> Gather:
+def build_store_gather(store: dist.Store, rank: int, world_size: int) -> Gather:
     """Return a function like `gather` that exchanges values through a store. The function can wait
     longer than a process group's timeout, for example for a rank that is still tokenizing. Waiting
     ranks handle signals, and their launcher ends them if another rank fails. They have no time
@@ -115,10 +105,7 @@ def raise_on_all_ranks(gather_values: Gather = gather) -> Iterator[None]:
         raise _ERROR_CLASSES.get(name, UserError)(*arguments) from cause
 
 
-def succeeds_on_all_ranks(
-    attempt: Callable[[], Any],
-    consequence: str,
-) -> bool:
+def succeeds_on_all_ranks(attempt: Callable[[], Any], consequence: str) -> bool:
     """Run `attempt`, and return whether it succeeded on all ranks. If `attempt` raised a
     RuntimeError on any rank, log `consequence` and the error as a warning. All ranks must call this
     function."""

@@ -44,11 +44,7 @@ FROZEN_MATMULS = {
 
 
 def apply_checkpointing(
-    model: Decoder,
-    mode: str,
-    num_blocks: int | None = None,
-    *,
-    compiled: bool = False,
+    model: Decoder, mode: str, num_blocks: int | None = None, *, compiled: bool = False
 ) -> None:
     """Apply activation checkpointing to the first `num_blocks` blocks, by default all, in place.
     Call this function after apply_lora and before apply_compile. `compiled` indicates whether the
@@ -95,13 +91,7 @@ class _SelectivePolicy:
     saved. The matrix that follows is then also applied again, so that cp needs no more memory than
     tp although FSDP gathers whole blocks. This takes 1% to 2% of a step."""
 
-    def __init__(
-        self,
-        adapter_ranks: frozenset[int],
-        *,
-        saves_mlp: bool,
-        compiled: bool,
-    ) -> None:
+    def __init__(self, adapter_ranks: frozenset[int], *, saves_mlp: bool, compiled: bool) -> None:
         # PyTorch passes neither modules nor parameters to the policy, but only tensors, and in
         # compiled code these have only shapes. A and B of adapters are told apart by their sizes,
         # and the MLP begins after the product that follows attention.
@@ -113,21 +103,11 @@ class _SelectivePolicy:
         self.follows_attention = False  # until a product has followed attention
         self.in_mlp = False
 
-    def __call__(
-        self,
-        context: Any,
-        op: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> CheckpointPolicy:
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         must_save = self._must_save(op, args)
         return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _must_save(
-        self,
-        op: Any,
-        args: tuple[Any, ...],
-    ) -> bool:
+    def _must_save(self, op: Any, args: tuple[Any, ...]) -> bool:
         name = str(op)
         if name == WAIT_OPERATION:
             return self.compiled and self.latest_is_sum
@@ -190,12 +170,7 @@ def _compile(function: Any, backend: Any = "inductor") -> Any:
     return compile_whole(compiled)
 
 
-def apply_compile(
-    model: Decoder,
-    config: RunConfig,
-    *,
-    compile_outer_layers: bool,
-) -> None:
+def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bool) -> None:
     """Compile a model in place if `config.compile` is set.
 
     Each block's forward is compiled, and all blocks share one graph. The loss is also compiled. If

@@ -53,12 +53,7 @@ def _forward_own_tokens(
     if positions is not None and ends is not None:
         own_positions = own(positions)
         documents = model.describe_documents(positions, ends)
-    x = model.run(
-        own(ids),
-        own_positions,
-        documents,
-        past=None,
-    )
+    x = model.run(own(ids), own_positions, documents, past=None)
     result = model.apply_head(x, own(targets))
     if model.pair_loss is None:
         return result
@@ -138,18 +133,11 @@ def _(x, _group):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
-def _keep_group(
-    ctx: Any,
-    inputs: tuple[torch.Tensor, str],
-    output: torch.Tensor,
-) -> None:
+def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
     ctx.group = inputs[1]
 
 
-def _send_gradient_back(
-    ctx: Any,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, None]:
+def _send_gradient_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return _all_to_all(gradient, ctx.group), None
 
 

@@ -26,10 +26,7 @@ def match_placements(parameters: list[Any]) -> None:
 
 
 @torch.no_grad()
-def all_reduce_sum(
-    tensors: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def all_reduce_sum(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Sum each tensor over `group`, in place with one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
@@ -40,9 +37,7 @@ def all_reduce_sum(
 
 @torch.no_grad()
 def global_norm(
-    parameters: list[nn.Parameter],
-    topology: Topology,
-    duplicate_params: Collection[torch.Tensor],
+    parameters: list[nn.Parameter], topology: Topology, duplicate_params: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (2-norm of all gradients of the model, 2-norm of this rank's shard of each gradient).
     The former is an fp32 scalar that is equal on all ranks. The latter has one value per parameter.
@@ -74,10 +69,7 @@ def _num_shards(gradient: Any) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def bf16_hook(
-    state: None,
-    bucket: dist.GradBucket,
-) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Call torch's bf16_compress_hook under another name, because DDP on CPUs rejects a hook with
     the original name."""
     return bf16_compress_hook(state, bucket)

@@ -70,11 +70,7 @@ def apply_lora(
 
 
 def _add_adapter(
-    linear: Any,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    rows: list[torch.Tensor],
-    config: Config,
+    linear: Any, a: torch.Tensor, b: torch.Tensor, rows: list[torch.Tensor], config: Config
 ) -> None:
     """Add an adapter with the matrices `a` and `b` to a layer. `rows` are the rows of each Hugging
     Face matrix."""
@@ -102,12 +98,7 @@ def _add_adapter(
         linear.adapter.num_blocks = num_rows * num_parts
 
 
-def _draw(
-    adapter: str,
-    shape: tuple[int, ...],
-    spec: ModelSpec,
-    config: Config,
-) -> torch.Tensor:
+def _draw(adapter: str, shape: tuple[int, ...], spec: ModelSpec, config: Config) -> torch.Tensor:
     """Return the initial A of an adapter: Kaiming uniform, as in PEFT. The values depend only on
     the seed and on the names of the Hugging Face matrices, or on the name of the stack."""
     names = [adapter.removesuffix("_adapter")]
@@ -130,12 +121,7 @@ class Adapter(nn.Module):
     positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
     num_blocks = 0  # out times k
 
-    def __init__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        config: Config,
-    ) -> None:
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: Config) -> None:
         """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
         [rows with adapters, lora_rank]."""
         super().__init__()
@@ -145,22 +131,14 @@ class Adapter(nn.Module):
         self.dropout = config.lora_dropout
         self.register_buffer("positions", None, persistent=False)
 
-    def forward(
-        self,
-        linear: Linear,
-        x: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Return the output of `linear` with these adapters, [.., in] -> [.., out]."""
         a, b = self.matrices(x.dtype)
         drops = self.dropout > 0 and self.training
         is_plain = type(linear) is Linear and linear.matmul_override is None
         if is_plain and not drops and not isinstance(x, DTensor):
             return adapted_linear(
-                x,
-                shard_for(x, linear.weight).to(x.dtype),
-                linear.cast_bias(x),
-                a,
-                b,
+                x, shard_for(x, linear.weight).to(x.dtype), linear.cast_bias(x), a, b
             )[0]
         y = linear.product(x)
         inputs = x
@@ -173,18 +151,10 @@ class Adapter(nn.Module):
         dropped = F.dropout(inputs, self.dropout, self.training)
         delta = F.linear(F.linear(dropped, a), b)
         if isinstance(y, DTensor):
-            delta = DTensor.from_local(
-                delta,
-                y.device_mesh,
-                y.placements,
-                run_check=False,
-            )
+            delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
         return y + delta
 
-    def matrices(
-        self,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A times the adapters' scale, [k lora_rank, in], and the expanded B,
         [out, k lora_rank], in `dtype`."""
         a = local_part(self.a).to(dtype) * self.scale
@@ -238,38 +208,21 @@ def _(x, weight, _bias, a, _b):  # type: ignore[no-untyped-def]
     return x.new_empty(*batch, len(weight)), x.new_empty(*batch, len(a))
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, _, a, b = inputs
     ctx.save_for_backward(x, weight, a, b, output[1])
 
 
-def _backward(
-    ctx: Any,
-    d_y: torch.Tensor,
-    _: Any,
-) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, d_y: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     x, weight, a, b, hidden = ctx.saved_tensors
     d_hidden = d_y @ b
     d_x = None
     if ctx.needs_input_grad[0]:
-        d_x = sum_of_linears(
-            d_y,
-            weight.t(),
-            d_hidden,
-            a.t(),
-            None,
-        )
+        d_x = sum_of_linears(d_y, weight.t(), d_hidden, a.t(), None)
     return d_x, None, None, matrix_gradient(d_hidden, x), matrix_gradient(d_y, hidden)
 
 
-def matrix_gradient(
-    d_y: torch.Tensor,
-    x: torch.Tensor,
-) -> torch.Tensor:
+def matrix_gradient(d_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a matrix W from the gradient of `x W^T`."""
     rows = d_y.flatten(0, -2)
     return rows.t() @ x.flatten(0, -2)
@@ -282,12 +235,7 @@ adapted_linear.register_autograd(_backward, setup_context=_save)
 @register_flop_formula(  # type: ignore[untyped-decorator]
     [torch.ops.distributed_training.sum_of_linears, torch.ops.distributed_training.adapted_linear]
 )
-def _(
-    x_shape: Any,
-    weight_shape: Any,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]  # type: ignore[no-any-return]
 
 
@@ -298,11 +246,7 @@ def move_embedding_to_host(layer: nn.Embedding) -> None:
     In Qwen3-8B, the table takes 1.2 GiB, of which 4,096 tokens need 32 MiB."""
     weight = layer.weight.detach()
     pinned = torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)
-    array = {
-        "shape": (pinned.nbytes,),
-        "typestr": "|u1",
-        "data": (pinned.data_ptr(), False),
-    }
+    array = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": (pinned.data_ptr(), False)}
     # The new tensor has the same address on the GPU, and keeps this object, so also `pinned`.
     memory = SimpleNamespace(__cuda_array_interface__=array, pinned=pinned)
     values = torch.as_tensor(memory, device=weight.device)

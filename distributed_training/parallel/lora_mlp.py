@@ -83,15 +83,7 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        y,
-        hidden,
-        b,
-        a,
-        last_b,
-        unit_size,
-        base,
-        *stored,
+        ctx, y, hidden, b, a, last_b, unit_size, base, *stored
     ):
         act = activate(y, hidden, b, unit_size)
         last_hidden = F.linear(act, a)
@@ -111,25 +103,14 @@ class _GatedMLP(torch.autograd.Function):
             d_act = d_out @ stored[0]
         else:
             d_act = ctx.base.input_gradient(d_out, *stored)
-        d_y, d_b, d_a = activate_backward(
-            d_act,
-            d_last_hidden,
-            a,
-            y,
-            hidden,
-            b,
-            ctx.unit_size,
-        )
+        d_y, d_b, d_a = activate_backward(d_act, d_last_hidden, a, y, hidden, b, ctx.unit_size)
         return d_y, d_y @ b, d_b, d_a, d_last_b, None, None, *[None] * len(stored)
 
 
 # These are not `triton_op`s, because torch.compile would see inside them, and copy y (torch 2.11).
 @torch.library.custom_op("distributed_training::lora_activate", mutates_args=())
 def activate(
-    y: torch.Tensor,
-    hidden: torch.Tensor,
-    b: torch.Tensor,
-    unit_size: int,
+    y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor, unit_size: int
 ) -> torch.Tensor:
     """Return silu(gate) * up, [.., F], where gate and up are the rows of `y + hidden b^T`.
 
@@ -158,16 +139,8 @@ def activate_backward(
     `a` [R, F]."""
     grid, sizes = _launch(y, hidden, unit_size, *BACKWARD)
     d_y = torch.empty_like(y)
-    d_b = b.new_empty(
-        grid[1],
-        *b.shape,
-        dtype=torch.float32,
-    )
-    d_a = b.new_empty(
-        grid[1],
-        *a.shape,
-        dtype=torch.float32,
-    )
+    d_b = b.new_empty(grid[1], *b.shape, dtype=torch.float32)
+    d_a = b.new_empty(grid[1], *a.shape, dtype=torch.float32)
     _backward_kernel[grid](
         d_act, d_last_hidden.contiguous(), a, y, hidden, b, d_y, d_b, d_a, **sizes
     )
@@ -185,12 +158,7 @@ def _(_d_act, _d_last_hidden, a, y, _hidden, b, _unit_size):  # type: ignore[no-
 
 
 def _launch(
-    y: torch.Tensor,
-    hidden: torch.Tensor,
-    unit_size: int,
-    rows: int,
-    tile: int,
-    warps: int,
+    y: torch.Tensor, hidden: torch.Tensor, unit_size: int, rows: int, tile: int, warps: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the numbers of programs and the kernels' sizes."""
     units = y.shape[-1] // 2
@@ -217,21 +185,10 @@ def _launch(
 
 @triton.jit
 def _gate_and_up(  # type: ignore[no-untyped-def]
-    y,
-    hidden_tile,
-    b_tile,
-    at,
-    is_token,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    y, hidden_tile, b_tile, at, is_token, UNIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
     """Compute a tile of gate and up in fp32."""
-    both = tl.load(
-        y + at,
-        mask=is_token,
-        other=0.0,
-    ).to(tl.float32)
+    both = tl.load(y + at, mask=is_token, other=0.0).to(tl.float32)
     both = tl.dot(hidden_tile, b_tile, both).reshape(ROWS, TILE // UNIT, 2, UNIT)
     gate, up = both.permute(0, 1, 3, 2).split()
     return gate.reshape(ROWS, TILE), up.reshape(ROWS, TILE)
@@ -239,22 +196,14 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_factor(  # type: ignore[no-untyped-def]
-    factor,
-    rows,
-    N,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
+    factor, rows, N, R: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Load rows of a matrix [N, R], padded with zeros to [rows, WIDTH]."""
     r = tl.arange(0, WIDTH)[None, :]
     is_loaded = (rows < N)[:, None]
     if R < WIDTH:  # A mask that depends on r makes loads slow.
         is_loaded = is_loaded & (r < R)
-    return tl.load(
-        factor + rows[:, None] * R + r,
-        mask=is_loaded,
-        other=0.0,
-    )
+    return tl.load(factor + rows[:, None] * R + r, mask=is_loaded, other=0.0)
 
 
 @triton.jit
@@ -274,40 +223,16 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 ):
     units = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
-    b_tile = _load_factor(
-        b,
-        columns,
-        2 * F,
-        2 * R,
-        2 * WIDTH,
-    ).trans()
+    b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
     step = tl.num_programs(1) * ROWS
-    for start in tl.range(
-        tl.program_id(1) * ROWS,
-        N,
-        step,
-        num_stages=STAGES,
-    ):
+    for start in tl.range(tl.program_id(1) * ROWS, N, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         is_token = (rows < N)[:, None]
         at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
         hidden_tile = _load_factor(hidden, rows, N, 2 * R, 2 * WIDTH)
-        gate, up = _gate_and_up(
-            y,
-            hidden_tile,
-            b_tile,
-            at,
-            is_token,
-            UNIT,
-            ROWS,
-            TILE,
-        )
+        gate, up = _gate_and_up(y, hidden_tile, b_tile, at, is_token, UNIT, ROWS, TILE)
         values = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
-        tl.store(
-            act + rows[:, None].to(tl.int64) * F + units[None, :],
-            values,
-            mask=is_token,
-        )
+        tl.store(act + rows[:, None].to(tl.int64) * F + units[None, :], values, mask=is_token)
 
 
 @triton.jit
@@ -332,51 +257,23 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 ):
     units = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(0) * 2 * TILE + tl.arange(0, 2 * TILE)  # their gate and up in y
-    b_tile = _load_factor(
-        b,
-        columns,
-        2 * F,
-        2 * R,
-        2 * WIDTH,
-    ).trans()
+    b_tile = _load_factor(b, columns, 2 * F, 2 * R, 2 * WIDTH).trans()
     r = tl.arange(0, WIDTH)[:, None]
     a_at = r * F + units[None, :]
-    a_tile = tl.load(
-        a + a_at,
-        mask=r < R,
-        other=0.0,
-    )
+    a_tile = tl.load(a + a_at, mask=r < R, other=0.0)
     sum_a = tl.zeros((WIDTH, TILE), tl.float32)
     sum_b = tl.zeros((2 * TILE, 2 * WIDTH), tl.float32)
     dtype = d_y.dtype.element_ty
     step = tl.num_programs(1) * ROWS
-    for start in tl.range(
-        tl.program_id(1) * ROWS,
-        N,
-        step,
-        num_stages=STAGES,
-    ):
+    for start in tl.range(tl.program_id(1) * ROWS, N, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         is_token = (rows < N)[:, None]
         at = rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
         hidden_tile = _load_factor(hidden, rows, N, 2 * R, 2 * WIDTH)
-        gate, up = _gate_and_up(
-            y,
-            hidden_tile,
-            b_tile,
-            at,
-            is_token,
-            UNIT,
-            ROWS,
-            TILE,
-        )
+        gate, up = _gate_and_up(y, hidden_tile, b_tile, at, is_token, UNIT, ROWS, TILE)
         d_hidden_tile = _load_factor(d_last_hidden, rows, N, R, WIDTH)
         d_at = rows[:, None].to(tl.int64) * F + units[None, :]
-        d = tl.load(
-            d_act + d_at,
-            mask=is_token,
-            other=0.0,
-        ).to(tl.float32)
+        d = tl.load(d_act + d_at, mask=is_token, other=0.0).to(tl.float32)
         d = tl.dot(d_hidden_tile, a_tile, d)
         gate_sigmoid = tl.sigmoid(gate)
         silu = gate * gate_sigmoid
@@ -385,17 +282,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         both = both.reshape(ROWS, TILE // UNIT, UNIT, 2).permute(0, 1, 3, 2)
         both = both.reshape(ROWS, 2 * TILE)
         tl.store(d_y + at, both, mask=is_token)
-        sum_a = tl.dot(
-            d_hidden_tile.trans(),
-            (silu * up).to(dtype),
-            sum_a,
-        )
+        sum_a = tl.dot(d_hidden_tile.trans(), (silu * up).to(dtype), sum_a)
         sum_b = tl.dot(both.trans(), hidden_tile, sum_b)
-    tl.store(
-        d_a + tl.program_id(1) * (R * F) + a_at,
-        sum_a,
-        mask=r < R,
-    )
+    tl.store(d_a + tl.program_id(1) * (R * F) + a_at, sum_a, mask=r < R)
     r = tl.arange(0, 2 * WIDTH)[None, :]
     b_at = tl.program_id(1) * (4 * F * R) + columns[:, None] * (2 * R) + r
     tl.store(d_b + b_at, sum_b, mask=r < 2 * R)

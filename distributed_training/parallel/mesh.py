@@ -120,10 +120,7 @@ def process_group(
     and NCCL for CUDA tensors, and has a timeout of `timeout_s` seconds. Groups created later have
     torch's default timeouts. The caller must delete the engine and the model before the block
     ends."""
-    options: dict[str, Any] = {
-        "timeout": timedelta(seconds=timeout_s),
-        "store": store,
-    }
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
     store.set_timeout(options["timeout"])  # torch sets this only for stores that it creates
     if device.type == "cuda":

@@ -34,11 +34,7 @@ class Pipeline:
     `group`."""
 
     def __init__(
-        self,
-        stages: dict[int, Decoder],
-        plan: Plan,
-        topology: Topology,
-        group: dist.ProcessGroup,
+        self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
         """Build the schedule. `stages` maps stage indices to this rank's stages. `group` contains
         the ranks of this pipeline. All ranks of the run must build their pipelines together."""
@@ -133,10 +129,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self,
-        ids: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        *documents: torch.Tensor,
+        self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
         """Run the forward pass of one batch [B, T] through all stages. Return the output of the
         last stage on the rank with that stage, and None on other ranks."""
@@ -144,18 +137,10 @@ class Pipeline:
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
                 out = self._empty_hidden(ids.shape, self.device)
-                dist.recv(
-                    out,
-                    group=self.group,
-                    group_src=self.stage_ranks[index - 1],
-                )
+                dist.recv(out, group=self.group, group_src=self.stage_ranks[index - 1])
             out = stage(out, targets, *documents)
             if not stage.is_last and index + 1 not in self.stages:
-                dist.send(
-                    out.contiguous(),
-                    group=self.group,
-                    group_dst=self.stage_ranks[index + 1],
-                )
+                dist.send(out.contiguous(), group=self.group, group_dst=self.stage_ranks[index + 1])
         return out if self.last_stage is not None else None
 
     def add_tied_gradients(self) -> None:
@@ -176,11 +161,7 @@ class Pipeline:
             # Both stages add the same two numbers, so their sums are equal.
             gradients[0] += peer_gradient
 
-    def _empty_hidden(
-        self,
-        shape: tuple[int, ...],
-        device: Any,
-    ) -> torch.Tensor:
+    def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
         """Return an uninitialized tensor for this rank's shard of the activations [B, T, D] that
         stages send each other. `shape` is the shape [B, T] of the token ids."""
         samples, tokens = self.tp_parts
@@ -189,29 +170,14 @@ class Pipeline:
 
 
 def _exchange(
-    group: dist.ProcessGroup,
-    messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
+    group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
     """Send and receive all messages concurrently, and wait until they complete. Each message is a
     tuple (rank of the peer in `group`, tensor to send, tensor to receive into)."""
     operations = []
     for peer, outgoing, incoming in messages:
-        operations.append(
-            dist.P2POp(
-                dist.isend,
-                outgoing,
-                group=group,
-                group_peer=peer,
-            )
-        )
-        operations.append(
-            dist.P2POp(
-                dist.irecv,
-                incoming,
-                group=group,
-                group_peer=peer,
-            )
-        )
+        operations.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer))
+        operations.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
@@ -222,11 +188,7 @@ class RoundedWeights:
     In the `with` block, the module uses the rounded copies. Each gradient of a copy is added to the
     gradient of its fp32 parameter. The copies stay allocated, at 2 bytes per parameter."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.owners = [
             (owner, name)
             for owner in module.modules()

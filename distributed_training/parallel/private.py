@@ -62,22 +62,13 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
     freed while the communication stream still uses them, so the next operations on the compute
     stream could overwrite them."""
 
-    def __init__(
-        self,
-        module: Any,
-        compute_stream: torch.cuda.Stream,
-        num_replicas: int,
-    ) -> None:
+    def __init__(self, module: Any, compute_stream: torch.cuda.Stream, num_replicas: int) -> None:
         self.module = module
         self.compute_stream = compute_stream
         self.num_replicas = num_replicas
 
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an uninitialized tensor of the given size."""
         if not self._is_kept(dtype):
@@ -224,11 +215,7 @@ class PlannedPartition:
     def _partition_layers(self: Any, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    def __init__(
-        self,
-        layers: list[Any],
-        **options: Any,
-    ) -> None:
+    def __init__(self, layers: list[Any], **options: Any) -> None:
         super().__init__(layers, **options)  # type: ignore[call-arg]
         self._layer_specs: list[Any] = []  # frees the layers of other stages
 
@@ -236,18 +223,11 @@ class PlannedPartition:
 class LayerStyle(ParallelStyle):
     """Parallel style whose method `apply` parallelizes a layer in place and returns it."""
 
-    def _apply(
-        self,
-        module: torch.nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> torch.nn.Module:
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         return self.apply(module, device_mesh)  # type: ignore[attr-defined,no-any-return]
 
 
-def find_zero_fragment(
-    zero: Any,
-    parameter: Any,
-) -> tuple[int, int, int, int] | None:
+def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
     """Return the position of this rank's fp32 shard of a parameter in a ZeRO optimizer, or None if
     there is no shard. The position is (index of the flat tensor, offset in that tensor, index of
     the shard's first element in the flattened parameter, number of elements).
@@ -271,20 +251,14 @@ def zero_partitions(zero: Any) -> list[torch.Tensor]:
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
 
-def read_zero_group(
-    zero: Any,
-    group: int,
-) -> dict[str, torch.Tensor]:
+def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
     """Return a dict with the flat weights of one parameter group (key "weight") and the group's
     Adam state. If the group is on disk, the tensors are copies, and the key "step" is missing."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
     flat = zero_partitions(zero)[group]
-    tensors = {
-        "weight": flat,
-        **zero.optimizer.state.get(flat, {}),
-    }
+    tensors = {"weight": flat, **zero.optimizer.state.get(flat, {})}
     if swapped:
         tensors = {name: tensor.clone() for name, tensor in tensors.items() if name != "step"}
         zero._release_swap_buffers(group)
@@ -318,27 +292,13 @@ def _is_swapped(zero: Any, group: int) -> bool:
     return bool(on_disk and zero._swappable_optimizer_subgroup(group))
 
 
-def restore_cpu_adam_powers(
-    adam: Any,
-    steps: int,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
+def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], eps: float) -> None:
     """Restore the powers `beta ** step` in a loaded DeepSpeedCPUAdam by running `steps` steps on
     empty tensors. The C++ object multiplies each power by beta in fp32 once per step. Computing the
     power directly would round differently."""
     empty = [torch.zeros(0) for _ in range(4)]
     for step in range(1, steps + 1):
-        adam.ds_opt_adam.adam_update(
-            adam.opt_id,
-            step,
-            0.0,
-            *betas,
-            eps,
-            0.0,
-            True,
-            *empty,
-        )
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *empty)
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
@@ -348,10 +308,7 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         symmetric_memory.enable_symm_mem_for_group(name)
-    symmetric_memory.rendezvous(
-        symmetric_memory.empty((1024,), device=torch.device("cuda")),
-        name,
-    )
+    symmetric_memory.rendezvous(symmetric_memory.empty((1024,), device=torch.device("cuda")), name)
 
 
 def overlap_matmuls(enabled: bool) -> contextlib.AbstractContextManager[None]:

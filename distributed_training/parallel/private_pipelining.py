@@ -18,11 +18,7 @@ class TwoGroupStage(PipelineStage):
 
     second_group: dist.ProcessGroup
 
-    def _assign_group(
-        self,
-        pair: int,
-        ops: list[dist.P2POp],
-    ) -> list[dist.P2POp]:
+    def _assign_group(self, pair: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if pair % 2:
             for op in ops:
                 op.group = self.second_group
@@ -49,12 +45,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
     default, torch orders messages as if all operations took the same time. A receive that is posted
     too early would then block operations that are ready."""
 
-    def __init__(
-        self,
-        stages: list[Any],
-        plan: Plan,
-        **options: Any,
-    ) -> None:
+    def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
         self.pipeline_order = {
             rank: [
@@ -76,11 +67,7 @@ class PlannedSchedule(schedules._PipelineScheduleRuntime):
 
 
 _Type = schedules._ComputationType
-_COMPUTATION_TYPES = {
-    "F": _Type.FORWARD,
-    "I": _Type.BACKWARD_INPUT,
-    "W": _Type.BACKWARD_WEIGHT,
-}
+_COMPUTATION_TYPES = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
 _OPERATION_NAMES = {action_type: name for name, action_type in _COMPUTATION_TYPES.items()}
 # Message type -> (kind of the operation that produces the message, stage of the message's action
 # minus stage of that operation)

@@ -21,11 +21,7 @@ from distributed_training.models.private import store_parameter, stored_paramete
 from distributed_training.parallel.tensor import look_up_rows, place_activations
 
 
-def apply_regions(
-    model: HubDecoder,
-    mesh: DeviceMesh,
-    tp_parts: tuple[int, int],
-) -> None:
+def apply_regions(model: HubDecoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> None:
     """Shard a model or a stage over the one-axis `mesh`, in place, as `apply_tp` does."""
     placement = place_activations(tp_parts)
     gather = partial(_gather_input, mesh, placement)
@@ -65,11 +61,7 @@ def _shard(module: Any, key: str, mesh: DeviceMesh, dim: int, multiple: int = 1)
 
 
 def _gather_input(
-    mesh: DeviceMesh,
-    placement: Any,
-    _region: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    mesh: DeviceMesh, placement: Any, _region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     own = DTensor.from_local(hidden_states(args, kwargs), mesh, [placement], run_check=False)
     gathered = own.redistribute(placements=[Replicate()])
@@ -78,11 +70,7 @@ def _gather_input(
 
 
 def _reduce_output(
-    mesh: DeviceMesh,
-    placement: Any,
-    _region: Any,
-    _args: tuple[Any, ...],
-    output: Any,
+    mesh: DeviceMesh, placement: Any, _region: Any, _args: tuple[Any, ...], output: Any
 ) -> Any:
     if isinstance(output, tuple):  # such as attention, which also returns its weights
         return (_reduce_output(mesh, placement, _region, _args, output[0]), *output[1:])

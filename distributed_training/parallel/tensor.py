@@ -36,11 +36,7 @@ from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import LayerStyle
 
 
-def apply_tp(
-    model: Decoder,
-    mesh: DeviceMesh,
-    tp_parts: tuple[int, int],
-) -> None:
+def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> None:
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
     Parameters become DTensors. Between sharded layers, activations are local tensors, with samples
@@ -58,11 +54,7 @@ def apply_tp(
     for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
-    parallel.parallelize_module(
-        model,
-        mesh,
-        {name: styles[role] for name, role in roles.items()},
-    )
+    parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -113,37 +105,19 @@ class _LayerParallel(LayerStyle):
     # tokens.
     position_parts: tuple[int, int] = (1, 1)
 
-    def apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def partition_fn(_name: str, layer: Any, mesh: DeviceMesh) -> None:
             if self.dim is not None:
                 layer.adds_bias = False
-                weight = nn.Parameter(
-                    distribute_tensor(
-                        layer.weight,
-                        mesh,
-                        [Shard(self.dim)],
-                    )
-                )
+                weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(self.dim)]))
                 layer.register_parameter("weight", weight)
 
-        def input_fn(
-            _module: nn.Module,
-            inputs: tuple[Any, ...],
-            mesh: DeviceMesh,
-        ) -> Any:
+        def input_fn(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             (x,) = inputs
             x = _local_positions(x, self.position_parts, mesh.get_local_rank())
             return DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
 
-        def output_fn(
-            layer: Any,
-            output: DTensor,
-            _mesh: DeviceMesh,
-        ) -> torch.Tensor:
+        def output_fn(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
             y = output.redistribute(placements=[self.output_layout]).to_local()
             bias = None if self.dim is None else getattr(layer, "bias", None)
             return y if bias is None else y + bias.to_local().to(y.dtype)
@@ -158,11 +132,7 @@ class _TableParallel(LayerStyle):
 
     output_layout: Placement
 
-    def apply(
-        self,
-        module: Any,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
         look_up_rows(module, device_mesh, self.output_layout)
         return module  # type: ignore[no-any-return]
@@ -193,11 +163,7 @@ def look_up_rows(table: Any, mesh: DeviceMesh, placement: Placement) -> None:
     table.forward = look_up
 
 
-def _local_positions(
-    x: torch.Tensor,
-    parts: tuple[int, int],
-    rank: int,
-) -> torch.Tensor:
+def _local_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
     """Return the positions of this rank's tokens. Samples are split into `parts[0]` parts, and
     tokens are split into `parts[1]` parts. If `x` has the shape [B, T], it contains the positions
     of all tokens, so return this rank's part. If `x` has the shape [T / R], its positions are

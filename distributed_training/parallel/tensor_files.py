@@ -48,12 +48,7 @@ def build_part(
     limits = shape if len(start) == len(shape) else (math.prod(shape),)
     size = tuple(
         max(0, min(length, limit - first))
-        for length, limit, first in zip(
-            tensor.shape,
-            limits,
-            start,
-            strict=True,
-        )
+        for length, limit, first in zip(tensor.shape, limits, start, strict=True)
     )
     unpadded = tensor.detach()[tuple(map(slice, size))]
     return Part(
@@ -67,12 +62,7 @@ def build_part(
     )
 
 
-def choose_writer(
-    parameter: torch.Tensor,
-    number: int,
-    topology: Topology,
-    disk: range,
-) -> int:
+def choose_writer(parameter: torch.Tensor, number: int, topology: Topology, disk: range) -> int:
     """Return which of the ranks in `disk` writes this rank's shard of the stage's parameter
     `number`. The ranks that hold the same shard take turns."""
     fixed_axes = {"pp"}
@@ -84,36 +74,14 @@ def choose_writer(
     return holders[number % len(holders)]
 
 
-def write_parts(
-    path: Path,
-    parts: Sequence[Part],
-) -> tuple[int, int]:
+def write_parts(path: Path, parts: Sequence[Part]) -> tuple[int, int]:
     """Write parts to a file, with only one part in memory at a time. Return the size of the file in
     bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if a part contains a
     non-finite value."""
-    meta = {
-        part.name: torch.empty(
-            part.size,
-            dtype=part.dtype,
-            device="meta",
-        )
-        for part in parts
-    }
-    positions = {
-        part.name: {
-            "shape": part.shape,
-            "start": part.start,
-        }
-        for part in parts
-    }
+    meta = {part.name: torch.empty(part.size, dtype=part.dtype, device="meta") for part in parts}
+    positions = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
     values = map(_finite_values, parts)
-    return write_tensors(
-        path,
-        meta,
-        values,
-        {"places": json.dumps(positions)},
-        sync=True,
-    )
+    return write_tensors(path, meta, values, {"places": json.dumps(positions)}, sync=True)
 
 
 def _finite_values(part: Part) -> torch.Tensor:
@@ -129,11 +97,7 @@ class HostMemory:
     """Host memory for copies of parts, so that training can continue while the copies are saved.
     All saves use the same memory."""
 
-    def __init__(
-        self,
-        num_bytes: int,
-        gpu: torch.device | None = None,
-    ) -> None:
+    def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
         """Allocate `num_bytes` bytes. If `gpu` is given, try to pin the memory, so that copies run
         at the full speed of the link to the GPU. Pinning takes seconds."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -174,23 +138,13 @@ def _aligned_bytes(part: Part) -> int:
     return -(-num_bytes // 64) * 64
 
 
-def _copy_overlap(
-    stored_part: Part,
-    target: torch.Tensor,
-    start: Sequence[int],
-) -> None:
+def _copy_overlap(stored_part: Part, target: torch.Tensor, start: Sequence[int]) -> None:
     """Copy the overlap of a stored part and `target` into `target`. `start` is the index of the
     first element of `target` in the tensor or, for a range of the flattened tensor, in the
     flattened tensor."""
     target_slices = []
     part_slices = []
-    positions = zip(
-        start,
-        target.shape,
-        stored_part.start,
-        stored_part.size,
-        strict=True,
-    )
+    positions = zip(start, target.shape, stored_part.start, stored_part.size, strict=True)
     for a, n, b, m in positions:
         low = max(a, b)
         high = min(a + n, b + m)
@@ -244,31 +198,15 @@ class TensorFiles:
         row_size = math.prod(part.shape[1:])
         first_row = start[0] // row_size
         rows = self._read_rows(part, first_row, -(-stop // row_size))
-        return rows.flatten().narrow(
-            0,
-            start[0] - first_row * row_size,
-            size[0],
-        )
+        return rows.flatten().narrow(0, start[0] - first_row * row_size, size[0])
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
         shape = self.stored_parts[name][0].shape
         whole = torch.empty(shape, device="meta")
-        return self.read(
-            build_part(
-                name,
-                whole,
-                shape,
-                (0,) * len(shape),
-            )
-        )
+        return self.read(build_part(name, whole, shape, (0,) * len(shape)))
 
-    def _read_rows(
-        self,
-        part: Part,
-        first: int,
-        last: int,
-    ) -> torch.Tensor:
+    def _read_rows(self, part: Part, first: int, last: int) -> torch.Tensor:
         """Return the rows `first` to `last - 1` of the part's tensor."""
         row_shape = part.shape[1:]
         # Stored values are finite, so NaN marks the values that no file contains.

@@ -31,11 +31,7 @@ from distributed_training.parallel.mesh import local_part
 class WeightGradients:
     """Weight gradients of the matrices in one stage's blocks, computed outside autograd."""
 
-    def __init__(
-        self,
-        stage: Decoder,
-        tp_parts: tuple[int, int],
-    ) -> None:
+    def __init__(self, stage: Decoder, tp_parts: tuple[int, int]) -> None:
         """Add taps to the stage's blocks. `tp_parts` contains the numbers of parts into which
         sequence parallelism splits a block's input (see Plan). Inside the block, the inputs of the
         Linears are not split."""
@@ -80,11 +76,7 @@ class WeightGradients:
         for linear in linears:
             rows = local_part(linear.weight).shape[0]
             # A number that is expanded to the shape of the output, and never read
-            tap = x.new_empty(()).expand(
-                x.shape[0] * samples,
-                x.shape[1] * tokens,
-                rows,
-            )
+            tap = x.new_empty(()).expand(x.shape[0] * samples, x.shape[1] * tokens, rows)
             linear.tap = tap.requires_grad_()
         out = forward(x, *others, **options)
         for linear in linears:
@@ -101,11 +93,7 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
         return linear.matmul(x)
     assert linear.saved_input is None, "a block calls each of its Linears once"
     linear.saved_input = local_part(x.detach())
-    y = F.linear(
-        x,
-        shard_for(x, linear.weight.detach()).to(x.dtype),
-        linear.cast_bias(x),
-    )
+    y = F.linear(x, shard_for(x, linear.weight.detach()).to(x.dtype), linear.cast_bias(x))
     if not isinstance(y, DTensor):
         return _AttachTap.apply(y, linear.tap)
     # If y is a partial sum, the gradient of the sum is also the gradient of each rank's term, so
@@ -133,9 +121,7 @@ class _AttachTap(torch.autograd.Function):
 
 @torch.compiler.disable  # compiled code could not register the hook
 def _look_up(
-    embedding: Any,
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    ids: torch.Tensor,
+    embedding: Any, forward: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor
 ) -> torch.Tensor:
     """Return the embeddings of token ids, [B, T] -> [B, T, D]. The backward pass adds the gradient
     to the rows of these tokens in the weight's `.grad`."""

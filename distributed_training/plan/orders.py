@@ -18,19 +18,11 @@ Order = tuple[Operation, ...]  # operations of one rank
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
     """Return each pipeline rank's order of operations."""
-    return build_orders(
-        plan.config.pipeline_schedule,
-        plan.mesh["pp"],
-        plan.batch.num_microbatches,
-    )
+    return build_orders(plan.config.pipeline_schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
 
 @functools.cache
-def build_orders(
-    schedule: str,
-    p: int,
-    m: int,
-) -> tuple[Order, ...]:
+def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """Return the order of operations on each of `p` pipeline ranks for `m` micro-batches."""
     if p == 1:  # Without a pipeline, micro-batches run one after another.
         schedule = "1f1b"
@@ -46,12 +38,7 @@ def _number_micro_batches(steps: Iterable[Step]) -> Order:
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
 
 
-def _build_1f1b_order(
-    schedule: str,
-    p: int,
-    m: int,
-    rank: int,
-) -> Order:
+def _build_1f1b_order(schedule: str, p: int, m: int, rank: int) -> Order:
     """Return one rank's order: warm-up forward passes, then alternating forward and backward
     passes, then the remaining backward passes. With GPipe, the warm-up contains all forward
     passes."""

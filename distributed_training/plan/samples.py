@@ -15,11 +15,7 @@ def build_tokenizer(draft: Draft, folder: Path) -> Tokenizer:
     date."""
     config = draft.config
     return Tokenizer(
-        folder,
-        draft.model.class_keys,
-        draft.requested.date,
-        config.chat_template,
-        config.system,
+        folder, draft.model.class_keys, draft.requested.date, config.chat_template, config.system
     )
 
 

@@ -39,20 +39,14 @@ class Schedule:
 
 
 SCHEDULES = {
-    "1f1b": Schedule(
-        kept_micro_batches=lambda p, m: min(p, m),
-        accepts=lambda p, m: m >= p,
-    ),
+    "1f1b": Schedule(kept_micro_batches=lambda p, m: min(p, m), accepts=lambda p, m: m >= p),
     "gpipe": Schedule(kept_micro_batches=lambda p, m: m),
     "interleaved": Schedule(
         kept_micro_batches=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
         accepts=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have the same length
     ),
-    "zb-h1": Schedule(
-        kept_micro_batches=lambda p, m: min(p, m),
-        splits_backward=True,
-    ),
+    "zb-h1": Schedule(kept_micro_batches=lambda p, m: min(p, m), splits_backward=True),
     "zb-v": Schedule(
         kept_micro_batches=lambda p, m: min(p, m),
         stages_per_rank=2,

@@ -213,11 +213,7 @@ def count_gpu_hours(choice: Prediction, amount: Amount | str) -> float | None:
     return seconds * choice.plan.num_processes / 3600
 
 
-def describe_total(
-    choice: Prediction,
-    amount: Amount | str,
-    price: Price | None = None,
-) -> str:
+def describe_total(choice: Prediction, amount: Amount | str, price: Price | None = None) -> str:
     """Return the time and cost of a whole run as a sentence, or "" if the time is unknown."""
     gpu_hours = count_gpu_hours(choice, amount)
     if isinstance(amount, str) or gpu_hours is None:

@@ -23,11 +23,7 @@ from distributed_training.settings.machine import GIB
 TESTED = {"torch": "2.14", "deepspeed": "0.19"}
 
 
-def check_run(
-    prediction: Prediction,
-    cluster: Cluster,
-    notes: list[str],
-) -> None:
+def check_run(prediction: Prediction, cluster: Cluster, notes: list[str]) -> None:
     """Raise UserError if the run is known to fail, and add possible problems to `notes`. With
     `--cluster`, skip the checks of this machine: installed packages, disks and the compiler."""
     plan = prediction.plan
@@ -161,11 +157,4 @@ def has_libaio() -> bool:
         return False
     probe = "#include <libaio.h>\nint main(void) { return io_setup(1, (io_context_t *)0); }\n"
     command = [compiler, "-x", "c", "-", "-o", os.devnull, "-laio"]
-    return (
-        subprocess.run(
-            command,
-            input=probe.encode(),
-            capture_output=True,
-        ).returncode
-        == 0
-    )
+    return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0

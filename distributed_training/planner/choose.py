@@ -63,11 +63,7 @@ SWITCHES_OFF: Settings = {
 LOSS_CHUNK_COST = 0.01  # maximum cost, as a fraction of the step time
 
 
-def choose_model(
-    request: Request,
-    machine: Machine,
-    notes: list[str],
-) -> tuple[Request, ModelSpec]:
+def choose_model(request: Request, machine: Machine, notes: list[str]) -> tuple[Request, ModelSpec]:
     """Return CONFIG with a model in place of "auto", and the model's specification.
 
     If `model` is "auto", the folder that `weights` names determines the model. If `weights` names
@@ -136,10 +132,7 @@ def choose_model(
     return with_values(request, model=name, **settings), model
 
 
-def _choose_for_cpu(
-    request: Request,
-    notes: list[str],
-) -> Settings:
+def _choose_for_cpu(request: Request, notes: list[str]) -> Settings:
     """Return settings for keys that the user did not set, for training gpt2-tiny on a CPU. If the
     dataset is a local path, the settings come from the preset WORDS_PRESET, which is
     for small datasets. Otherwise, training and evaluation use few samples. If CONFIG names a
@@ -171,11 +164,7 @@ def _choose_for_cpu(
     return settings
 
 
-def lay_out(
-    candidate: Candidate,
-    cluster: Cluster,
-    notes: list[str] | None = None,
-) -> Draft:
+def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = None) -> Draft:
     """Return a draft plan for a candidate, whose CONFIG must have a batch size. An axis of size -1
     gets the remaining processes. Messages for the user are appended to `notes`. Raises UserError if
     the number of processes does not fit the mesh, or if settings are incompatible."""
@@ -284,10 +273,7 @@ def _choose_loss_chunk(plan: Draft) -> int:
     return chunk if num_tokens >= 2 * chunk else 0
 
 
-def _choose_switches(
-    plan: Draft,
-    notes: list[str],
-) -> Settings:
+def _choose_switches(plan: Draft, notes: list[str]) -> Settings:
     """Return the values of `compile`, `async_tp`, `cuda_graphs` and `loss_chunk_tokens`, with
     "auto" resolved. Raises UserError if CONFIG enables a switch that cannot be used."""
     request = plan.requested
@@ -299,13 +285,7 @@ def _choose_switches(
         obstacle = f"strategy={plan.config.strategy!r}, which fetches parameters while a block runs"
     compiled = _decide_switch(request, "compile", can_compile, obstacle, notes)
     obstacle = _async_tp_obstacle(plan, compiled)
-    async_tp = _decide_switch(
-        request,
-        "async_tp",
-        capability == (9, 0),
-        obstacle,
-        [],
-    )
+    async_tp = _decide_switch(request, "async_tp", capability == (9, 0), obstacle, [])
     graphs = _decide_switch(request, "cuda_graphs", on_gpu, _graph_obstacle(plan), notes)
     chunk = request.loss_chunk_tokens
     return {
@@ -317,11 +297,7 @@ def _choose_switches(
 
 
 def _decide_switch(
-    request: Request,
-    key: str,
-    is_supported: bool,
-    obstacle: str,
-    notes: list[str],
+    request: Request, key: str, is_supported: bool, obstacle: str, notes: list[str]
 ) -> Any:
     """Return the value of `key`. "auto" becomes True if `is_supported` is true and `obstacle` is
     empty. If only the obstacle prevents this, add a note. Raises UserError if CONFIG enables the
@@ -367,11 +343,7 @@ def _graph_obstacle(plan: Draft) -> str:
     return "a CPU" if plan.machine.num_gpus == 0 else ""
 
 
-def note_experts(
-    size: ModelSize,
-    request: Request,
-    notes: list[str],
-) -> None:
+def note_experts(size: ModelSize, request: Request, notes: list[str]) -> None:
     """Add notes about what is special about LoRA on a mixture of experts."""
     names = size.stack_names()
     if not names:

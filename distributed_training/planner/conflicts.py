@@ -86,12 +86,7 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
         why = f"the model has {size.num_positions} positions"
         if size.context_length > size.num_positions:
             why = "the positions of a record would depend on the other records and on padding"
-        yield Conflict(
-            "max_length",
-            model,
-            why,
-            f"set max_length to {size.num_positions} or less",
-        )
+        yield Conflict("max_length", model, why, f"set max_length to {size.num_positions} or less")
     # Sequence parallelism gives every rank the same number of samples or, if tp does not divide the
     # samples, of tokens.
     tp = plan.mesh["tp"]

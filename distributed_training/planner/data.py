@@ -136,10 +136,7 @@ def peek_data(draft: Draft, tokenizer_dir: Path) -> Data | None:
 
 
 def read_data(
-    draft: Draft,
-    tokenizer_dir: Path,
-    cache_dir: Path | None = None,
-    corpus: Corpus | None = None,
+    draft: Draft, tokenizer_dir: Path, cache_dir: Path | None = None, corpus: Corpus | None = None
 ) -> Data:
     """Return the samples of `corpus` or, by default, of a run's dataset, with their statistics.
     Tokenize the text if its tokens are not in `cache_dir` or, by default, in the token cache."""
@@ -182,11 +179,7 @@ def count_work(draft: Draft, notes: list[str]) -> Amount | str:
     return f"the number of steps is unknown, because {reason}" if isinstance(typed, str) else typed
 
 
-def resolve_data_values(
-    draft: Draft,
-    data: Data,
-    notes: list[str],
-) -> tuple[Draft, Amount]:
+def resolve_data_values(draft: Draft, data: Data, notes: list[str]) -> tuple[Draft, Amount]:
     """Return the draft with the values that depend on the samples, and the amount of work. Shorten
     the warm-up if it is too long for the run."""
     config = draft.config
@@ -250,10 +243,7 @@ def resolve_data_values(
                 "set pack to False",
             )
         sampler = Sampler(
-            num_samples=len(train),
-            **draft.batch.model_dump(),
-            replica=0,
-            seed=config.seed,
+            num_samples=len(train), **draft.batch.model_dump(), replica=0, seed=config.seed
         )
         _, lengths = train.find_documents(slice(None))
         lengths = lengths.astype(float)
@@ -272,12 +262,7 @@ def resolve_data_values(
     return replace(draft, packing=packing), amount
 
 
-def choose_dataset(
-    dataset: str,
-    notes: list[str],
-    *,
-    strict: bool = False,
-) -> str:
+def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
     """Return the dataset's name after resolving "auto", which is always WikiText-2 if `strict` is
     set."""
     if dataset != AUTO:

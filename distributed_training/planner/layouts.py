@@ -111,13 +111,7 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     )
     for pp, replicas, cp, tp in itertools.product(*sizes):
         shards, remainder = divmod(world_size, pp * replicas * cp * tp)
-        axes = {
-            "pp": pp,
-            "dp_replicate": replicas,
-            "dp_shard": shards,
-            "cp": cp,
-            "tp": tp,
-        }
+        axes = {"pp": pp, "dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp}
         is_possible = not remainder and (shards == 1 or "dp_shard" in supported_axes)
         if is_possible and all(axes[axis] > 1 for axis in required_axes):
             yield axes
@@ -210,10 +204,7 @@ def _check_divisible(candidate: Candidate) -> None:
 
 @functools.cache
 def balanced_cut(
-    num_layers: int,
-    block_cost: int,
-    head_cost: int,
-    ranks: tuple[int, ...],
+    num_layers: int, block_cost: int, head_cost: int, ranks: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return the number of blocks in each stage, chosen to minimize the highest cost of any rank.
     Each stage has at least one block.

@@ -103,11 +103,7 @@ def _deepspeed_fields(draft: Draft, notes: list[str]) -> JsonObject:
     return {"deepspeed_json": deepspeed_json, "deepspeed_changes": changes}
 
 
-def _statements(
-    prediction: Prediction,
-    cluster: Cluster,
-    amount: Amount | None,
-) -> JsonObject:
+def _statements(prediction: Prediction, cluster: Cluster, amount: Amount | None) -> JsonObject:
     """Return the plan's fields for what a run says about its costs."""
     draft = prediction.plan
     return {
@@ -122,11 +118,7 @@ def _statements(
     }
 
 
-def _resolve_rest(
-    prediction: Prediction,
-    amount: Amount | None,
-    notes: list[str],
-) -> RunConfig:
+def _resolve_rest(prediction: Prediction, amount: Amount | None, notes: list[str]) -> RunConfig:
     """Return CONFIG without "auto"."""
     draft = prediction.plan
     values = dict(draft.config)
@@ -173,11 +165,7 @@ def _keeps_best(prediction: Prediction, amount: Amount | None, notes: list[str])
     return share <= MAX_BEST_SHARE
 
 
-def draft_plan(
-    request: Request,
-    cluster: Cluster,
-    notes: list[str] | None = None,
-) -> Draft:
+def draft_plan(request: Request, cluster: Cluster, notes: list[str] | None = None) -> Draft:
     """Return a draft plan with the model, strategy, mesh, batch and switches that follow from
     CONFIG and the machine. Raises UserError if settings are incompatible. Memory and packages are
     checked later."""
@@ -186,11 +174,7 @@ def draft_plan(
     return replace(choose_layout(config, cluster, notes), requested=request)
 
 
-def inherit_settings(
-    request: Request,
-    num_processes: int,
-    notes: list[str],
-) -> Request:
+def inherit_settings(request: Request, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with the settings of the run that `resume` names. Keys that the user set are
     kept. If the layout changes, settings that depend on it are not inherited, and a note names
     them. If `resume` is None or "auto", return CONFIG unchanged. Raises UserError if the run is

@@ -38,10 +38,7 @@ MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pi
 
 
 def choose_layout(
-    request: Request,
-    cluster: Cluster,
-    notes: list[str],
-    names: Iterable[str] | None = None,
+    request: Request, cluster: Cluster, notes: list[str], names: Iterable[str] | None = None
 ) -> Draft:
     """Return the draft plan for `request`, which must have a batch size. With strategy=auto, it is
     the first choice among `names`, by default all strategies. Raises UserError if the model is
@@ -59,12 +56,7 @@ def choose_layout(
 def _name_candidate(request: Request, model: ModelSpec) -> Candidate:
     """Return the candidate with the strategy that `request` names."""
     strategy = load_strategy(request)
-    return Candidate(
-        request=request,
-        strategy=strategy,
-        model=model,
-        mesh=strategy.mesh,
-    )
+    return Candidate(request=request, strategy=strategy, model=model, mesh=strategy.mesh)
 
 
 class Fit(NamedTuple):
@@ -126,12 +118,7 @@ def preference(choice: Prediction) -> Preference:
         cost = choice.estimate.seconds * (1 + MIN_GAIN) ** num_settings
         if is_complex:
             cost *= COMPLEX_COST
-    return Preference(
-        fit=fit(choice),
-        cost=cost,
-        is_complex=is_complex,
-        num_settings=num_settings,
-    )
+    return Preference(fit=fit(choice), cost=cost, is_complex=is_complex, num_settings=num_settings)
 
 
 def _explain_no_layout(request: Request, cluster: Cluster) -> UserError:
@@ -214,9 +201,7 @@ def predict_all(
 
 
 def _useful_candidates(
-    request: Request,
-    cluster: Cluster,
-    names: Iterable[str],
+    request: Request, cluster: Cluster, names: Iterable[str]
 ) -> Iterator[Candidate]:
     """Yield a candidate for each strategy. With strategy=auto, strategies whose algorithm changes
     the training results are left out. On CPUs, strategies with CPU offload are left out, and with
@@ -369,11 +354,7 @@ def as_typed(request: Request, **values: Any) -> Request:
     return request.model_copy(update={**values, "set_keys": set_keys, "typed": typed})
 
 
-def choose_batch_size(
-    request: Request,
-    cluster: Cluster,
-    notes: list[str],
-) -> Request:
+def choose_batch_size(request: Request, cluster: Cluster, notes: list[str]) -> Request:
     """Return CONFIG with a batch size. With batch_size=auto, choose the smallest power of two that
     reaches the fraction NEAR_BEST of the best predicted tokens/s among the sizes whose first choice
     fits into memory. With strategy=auto, the first choice is a simple strategy if any fits. If the
@@ -413,9 +394,7 @@ def _speeds_by_batch_size(
 
 
 def suggest(
-    plan: Draft,
-    cluster: Cluster,
-    strategies: Iterable[str] | None = None,
+    plan: Draft, cluster: Cluster, strategies: Iterable[str] | None = None
 ) -> list[tuple[Settings, Prediction]]:
     """Return settings with which the run of `plan` would fit, and their predictions: another layout
     for the same training or, if there is none, bf16 weights without an fp32 copy, LoRA, LoRA with a
@@ -537,11 +516,7 @@ def describe_suggestion(settings: Settings, choice: Prediction) -> str:
     return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{speed})"
 
 
-def suggest_settings(
-    plan: Draft,
-    cluster: Cluster,
-    strategies: Iterable[str] | None = None,
-) -> str:
+def suggest_settings(plan: Draft, cluster: Cluster, strategies: Iterable[str] | None = None) -> str:
     """Describe the settings with which the run of `plan` would fit, best first."""
     suggestions = suggest(plan, cluster, strategies)
     texts = [describe_suggestion(*suggestion) for suggestion in suggestions]

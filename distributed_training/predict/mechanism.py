@@ -106,10 +106,7 @@ class Sizes:
         self.cp = plan.mesh["cp"]
         # DDP averages over dp_replicate and cp together, and FSDP shards over dp_shard and cp.
         axis = "dp_replicate" if plan.only_copies else "dp_shard"
-        self.mesh = {
-            **plan.mesh,
-            axis: plan.mesh[axis] * self.cp,
-        }
+        self.mesh = {**plan.mesh, axis: plan.mesh[axis] * self.cp}
         self.shards = self.mesh["dp_shard"]
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
@@ -190,9 +187,7 @@ class PipelineRank(Sizes):
             tp_partial_parameters += num_blocks * kind.norm_parameters
             if not self.trained_share:
                 per_block, partial = kind.count_adapters(
-                    config.lora_rank,
-                    config.lora_targets,
-                    self.tp,
+                    config.lora_rank, config.lora_targets, self.tp
                 )
                 adapter_parameters += num_blocks * per_block
                 tp_partial_adapters += num_blocks * partial
@@ -229,12 +224,7 @@ class Timing(Sizes):
         gbit = plan.config.network_gbit
         self.rates = rates if gbit is None else replace(rates, network_bytes_per_s=gbit * 1e9 / 8)
 
-    def gemm_cost(
-        self,
-        m: float,
-        k: float,
-        n: float,
-    ) -> Cost:
+    def gemm_cost(self, m: float, k: float, n: float) -> Cost:
         """Return the cost of multiplying an `m x k` matrix by a `k x n` matrix."""
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.dtype_bytes == 4 else rates.gemm_flops

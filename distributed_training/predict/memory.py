@@ -145,9 +145,7 @@ def _estimate_state(rank: PipelineRank) -> dict[str, int]:
 
 
 def _find_peak(
-    rank: PipelineRank,
-    state: Mapping[str, int],
-    block_bytes: tuple[float, float],
+    rank: PipelineRank, state: Mapping[str, int], block_bytes: tuple[float, float]
 ) -> dict[str, int]:
     """Return a process's memory by component, in bytes, at the point in a step where the process
     uses the most memory. `state` is the result of `_estimate_state`, and `block_bytes` that of
@@ -193,11 +191,7 @@ def _bytes_at(rank: PipelineRank, state: Mapping[str, int], point: StepPoint) ->
     return sizes
 
 
-def _peak_activations(
-    rank: PipelineRank,
-    per_block: float,
-    backward: float,
-) -> tuple[float, float]:
+def _peak_activations(rank: PipelineRank, per_block: float, backward: float) -> tuple[float, float]:
     """Return (bytes of block activations, bytes of logits) during the operation in which their sum
     is largest. A block keeps `per_block` bytes, and its backward pass needs `backward` additional
     bytes."""
@@ -206,12 +200,7 @@ def _peak_activations(
     outer_loss_bytes = loss.outer_bytes if rank.has_last_stage else 0
     # Frozen blocks have no weight gradients, so I frees what B frees.
     pending = pending_bytes(rank) if rank.trained_share else -per_block
-    block_changes = {
-        "F": per_block,
-        "B": -per_block,
-        "I": pending,
-        "W": -per_block - pending,
-    }
+    block_changes = {"F": per_block, "B": -per_block, "I": pending, "W": -per_block - pending}
     output = boundary_bytes(rank) if rank.pp > 1 else 0
     embedding_gradient, _ = embedding_gradient_bytes(rank)
     block_bytes = logit_bytes = 0.0

@@ -225,10 +225,7 @@ class Prediction:
         plan = self.plan
         if self.rates is None or not self.rates.peak_flops or self.tokens_per_s is None:
             return None
-        flops = plan.size.flops_per_token(
-            plan.attention_span,
-            frozen=plan.config.lora_rank > 0,
-        )
+        flops = plan.size.flops_per_token(plan.attention_span, frozen=plan.config.lora_rank > 0)
         return self.tokens_per_s * flops / (self.rates.peak_flops * plan.num_processes)
 
     def as_record(self) -> dict[str, Any]:

@@ -73,9 +73,7 @@ def gpu_rates(gpu: Gpu) -> Rates:
 
 
 def cpu_rates(
-    num_cpus: int,
-    num_processes: int,
-    measured: Mapping[str, float] | None = None,
+    num_cpus: int, num_processes: int, measured: Mapping[str, float] | None = None
 ) -> Rates:
     """Return the rates of a process on CPUs: those that were `measured` (start/cores.py) or, to
     rank layouts, those of an equal share of typical cores."""
@@ -104,12 +102,7 @@ def cpu_rates(
 
 
 @functools.cache
-def tiled_multiplications(
-    m: float,
-    k: float,
-    n: float,
-    num_sms: int,
-) -> float:
+def tiled_multiplications(m: float, k: float, n: float, num_sms: int) -> float:
     """Return the number of scalar multiplications for an `m x k` matrix times a `k x n` matrix,
     including tile and wave quantization. Each multiprocessor computes one whole tile of the result
     at a time, and all multiprocessors are assumed to compute the same number of tiles."""

@@ -10,10 +10,7 @@ from distributed_training.plan.schedules import find_schedule
 Spans = dict[Step, list[tuple[float, float]]]  # start and end of each micro-batch
 
 
-def map_consumers(
-    ranks: Sequence[int],
-    message_s: float,
-) -> dict[Step, tuple[Step, float]]:
+def map_consumers(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
     """Map each operation to (the operation that needs its result, the time in seconds to send the
     result). The time is 0 if both operations run on the same rank. `ranks` contains the rank of
     each stage."""
@@ -92,11 +89,5 @@ def ideal_bubble(schedule: str, p: int, m: int) -> float:
     units = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     durations = {(kind, stage): unit for kind, unit in units.items() for stage in range(len(ranks))}
     consumers = map_consumers(ranks, 0.0)
-    duration = total_duration(
-        simulate(
-            build_orders(schedule, p, m),
-            durations,
-            consumers,
-        )
-    )
+    duration = total_duration(simulate(build_orders(schedule, p, m), durations, consumers))
     return 1 - 3 * m * len(ranks) / (p * duration)

@@ -22,11 +22,7 @@ def sent_by_operation(rank: PipelineRank) -> dict[str, float]:
     """Return the number of bytes that a process sends per step, by axis and operation. The keys are
     strings such as "tp all_reduce"."""
     return {
-        f"{axis} {operation}": sent_bytes(
-            operation,
-            size,
-            2 if axis == "pp" else rank.mesh[axis],
-        )
+        f"{axis} {operation}": sent_bytes(operation, size, 2 if axis == "pp" else rank.mesh[axis])
         for (axis, operation), size in sorted(tensor_bytes(rank).items())
     }
 

@@ -21,19 +21,8 @@ if TYPE_CHECKING:
     from distributed_training.records.record import Record
 
 WIDTH = 80  # maximum length of the lines that a run prints
-_MAGNITUDES = {
-    "P": 1e15,
-    "T": 1e12,
-    "B": 1e9,
-    "M": 1e6,
-    "k": 1e3,
-}
-_SECONDS = {
-    "years": 365.25 * 86400,
-    "days": 86400,
-    "hours": 3600,
-    "min": 60,
-}
+_MAGNITUDES = {"P": 1e15, "T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+_SECONDS = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "min": 60}
 
 
 @dataclass(kw_only=True)
@@ -73,12 +62,7 @@ class Display:
             first = f"  {name:<{width}}  "
             self.say(fold(value, len(first), first))
 
-    def progress(
-        self,
-        rows: list[JsonObject],
-        first_step: int,
-        num_steps: int,
-    ) -> None:
+    def progress(self, rows: list[JsonObject], first_step: int, num_steps: int) -> None:
         """Print the values in the last of `rows` and the average speed over all `rows`, which have
         the same keys as the rows of metrics.jsonl, at most every 5 s and after the last step. The
         average excludes the run's first step (number `first_step`), which is slower than the
@@ -105,11 +89,7 @@ class Display:
         self.say(text)
 
 
-def fold(
-    text: str,
-    indent: int = 0,
-    first: str = "",
-) -> str:
+def fold(text: str, indent: int = 0, first: str = "") -> str:
     """Wrap text to WIDTH with indented continuation lines. The first line begins with `first`. URLs
     and paths are not broken."""
     return textwrap.fill(

@@ -142,12 +142,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> JsonObject:
     }
 
 
-def build_tracker(
-    log_to: str,
-    run_dir: Path,
-    tracker_config: JsonObject,
-    step: int,
-) -> Tracker:
+def build_tracker(log_to: str, run_dir: Path, tracker_config: JsonObject, step: int) -> Tracker:
     """Return the tracker that `log_to` names. `tracker_config` contains the settings that the
     tracker stores as the configuration of its run. TensorBoard does not store them.
 
@@ -164,13 +159,7 @@ def build_tracker(
     name = run_dir.name
     # trackio has wandb's interface, but identifies a run by its name
     own_options = {"id": name, "dir": str(run_dir)} if log_to == "wandb" else {}
-    module.init(
-        project=PROJECT,
-        name=name,
-        config=tracker_config,
-        resume="allow",
-        **own_options,
-    )
+    module.init(project=PROJECT, name=name, config=tracker_config, resume="allow", **own_options)
     return Tracker(module.log, module.finish)
 
 

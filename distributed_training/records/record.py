@@ -240,12 +240,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def mark_stopped(
-    run_dir: Path,
-    status: str,
-    error: str,
-    *,
-    consequence: bool = False,
-    decides: bool = False,
+    run_dir: Path, status: str, error: str, *, consequence: bool = False, decides: bool = False
 ) -> bool:
     """Record why a run is stopping, unless the run has finished or another process has recorded a
     cause. Any rank or the launching process may call this function. Return False if the record
@@ -300,11 +295,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     replace_file(path, b"".join(kept_lines))
 
 
-def provenance(
-    command: str,
-    *,
-    commit: str | None = None,
-) -> JsonObject:
+def provenance(command: str, *, commit: str | None = None) -> JsonObject:
     """Return the entries that describe the origin of a measurement: the command, the time, the
     commit and the package versions. Pass `commit` if the checkout has no .git."""
     return {
@@ -325,13 +316,7 @@ def git_commit() -> str | None:
     Return None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5)
         return result.stdout.strip() or None
     return None
 

@@ -81,13 +81,9 @@ SETTINGS = {
 # GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
 # the buffers of CUDA graphs.
 RESULTS = {
-    "tokens/s": Column(
-        lambda r: r.performance.get("tokens_per_s"),
-        "{:,.0f}".format,
-    ),
+    "tokens/s": Column(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format),
     "predicted tokens/s": Column(
-        lambda r: (r.prediction or {}).get("tokens_per_s"),
-        "{:,.0f}".format,
+        lambda r: (r.prediction or {}).get("tokens_per_s"), "{:,.0f}".format
     ),
     "ms per step": Column(lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds),
     "MFU": Column(lambda r: r.performance.get("mfu"), "{:.1%}".format),

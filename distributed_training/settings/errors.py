@@ -31,12 +31,7 @@ class UserError(ValueError):
     exit_code = 2
     label = "error"
 
-    def __init__(
-        self,
-        what: str,
-        why: str = "",
-        fix: str = "",
-    ) -> None:
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
         super().__init__(" ".join(filter(None, (_sentence(what), reason, remedy))))
 

@@ -72,11 +72,7 @@ def check_replaced(path: Path) -> None:
         return
     signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
     if signature is not None:
-        content = path.read_bytes().replace(
-            signature[0],
-            MARK.encode(),
-            1,
-        )
+        content = path.read_bytes().replace(signature[0], MARK.encode(), 1)
         if zlib.crc32(content) == int(signature[1]):
             return
     what = f"{path} exists, and it is not exactly what this program wrote"
@@ -89,13 +85,7 @@ def write_own(path: Path, text: str) -> None:
     content = text.encode(errors="surrogateescape")
     signature = f"{MARK} {zlib.crc32(content)}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        content.replace(
-            MARK.encode(),
-            signature.encode(),
-            1,
-        )
-    )
+    path.write_bytes(content.replace(MARK.encode(), signature.encode(), 1))
 
 
 def publish(unpublished: Path, final: Path) -> None:
@@ -210,12 +200,7 @@ def crc32(file: Path) -> int:
     return checksum
 
 
-def parse_as(
-    model: type[Model],
-    document: Any,
-    source: str = "",
-    fix: str = "",
-) -> Model:
+def parse_as(model: type[Model], document: Any, source: str = "", fix: str = "") -> Model:
     """Return a JSON document or CONFIG as a validated instance of `model`. Raises UserError with a
     message that begins with `source` and, if possible, names the invalid key."""
     try:

@@ -59,10 +59,7 @@ class Options(KeyModel):
         return 0
 
     def sent_bytes(
-        self,
-        num_values: int,
-        matrices: Sequence[tuple[int, int]],
-        num_replicas: int,
+        self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
         """Return the size of one exchange in bytes, keyed by collective operation. The exchange
         contains `num_values` values. `matrices` contains the (rows, columns) of each gradient that
@@ -123,20 +120,11 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     for name, schema in model.model_json_schema().get("properties", {}).items():
         if "work" in schema:
             help = " ".join(schema.get("description", "").split())
-            keys[name] = Key(
-                name=name,
-                help=help,
-                schemas=schema.get("anyOf", [schema]),
-                **schema,
-            )
+            keys[name] = Key(name=name, help=help, schemas=schema.get("anyOf", [schema]), **schema)
     return keys
 
 
-def check_names(
-    names: Iterable[Any],
-    keys: Mapping[str, Key],
-    source: str,
-) -> None:
+def check_names(names: Iterable[Any], keys: Mapping[str, Key], source: str) -> None:
     """Raise UserError if one of the `names` is not the name of a key."""
     for name in names:
         if name not in keys:

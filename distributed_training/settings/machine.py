@@ -143,11 +143,7 @@ def parse_gpu(name: str) -> Gpu:
         except ValueError as error:
             raise UserError(f"--gpu {shown(name)} is not valid JSON", str(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {GPU_EXAMPLE}")
-    if match := re.fullmatch(
-        r"(.+)@(\d+) ?W",
-        name.strip(),
-        re.IGNORECASE,
-    ):
+    if match := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return with_power_limit(parse_gpu(match[1]), float(match[2]))
     text = _GAPS.sub(" ", name.strip().upper()).replace("MOBILE", "LAPTOP")
     text = re.sub(r"(DGX )?SPARK", "GB10", re.sub(r"(?<=\d) (?=GI?B?\b)", "", text))

@@ -31,14 +31,7 @@ def build_config(
     UserError for a key, value or preset that cannot be used."""
     preset_document = {} if preset is None else load_preset(preset)
     typed_texts = {name: str(value) for name, value in overrides.items()}
-    strategy = str(
-        {
-            "strategy": AUTO,
-            **config,
-            **preset_document,
-            **typed_texts,
-        }["strategy"]
-    )
+    strategy = str({"strategy": AUTO, **config, **preset_document, **typed_texts}["strategy"])
     options_class = strategy_options(strategy)
     engine_keys = read_keys(options_class)
     keys = KEYS | engine_keys

@@ -44,11 +44,7 @@ def launched_process(num_gpus: str | None) -> Process | None:
     return process
 
 
-def start(
-    request: Request,
-    cluster: Cluster,
-    script: Path,
-) -> int:
+def start(request: Request, cluster: Cluster, script: Path) -> int:
     """Plan the run, write plan.json, and execute the plan in this process or in new processes.
     Return the run's exit code."""
     machine = cluster.machine

@@ -33,24 +33,13 @@ def run(request: Request, process: Process) -> int:
     return worker.run(plan, process, store)
 
 
-def agree_on_plan(
-    request: Request,
-    process: Process,
-    gather_values: agree.Gather,
-) -> Plan:
+def agree_on_plan(request: Request, process: Process, gather_values: agree.Gather) -> Plan:
     """Make the plan on rank 0 and return it on all ranks. If torchrun has restarted the processes
     of a run, the plan continues that run. All ranks raise rank 0's UserError. They also raise
     UserError if settings or code differ between ranks. All ranks must call this function."""
     settings = request.to_key_values()
     del settings["output_dir"]  # paths of checkouts may differ
-    agree.check_ranks_agree(
-        {
-            **settings,
-            **versions(),
-            **code_checksums(),
-        },
-        gather_values,
-    )
+    agree.check_ranks_agree({**settings, **versions(), **code_checksums()}, gather_values)
 
     text = ""
     with agree.raise_on_all_ranks(gather_values):

@@ -27,11 +27,7 @@ def requested_cluster(
     return local_cluster(machine, count, count, cores)
 
 
-def requested_processes(
-    num_gpus: str | None,
-    machine: Machine,
-    mesh: Mapping[str, int],
-) -> int:
+def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
     """Return the number of processes that `--num_gpus` requests, or 1 if it is not set."""
     if num_gpus == "all":
         mesh_size = math.prod(size for size in mesh.values() if size > 0)

@@ -66,11 +66,7 @@ class Progress:
         self.activity = Activity(self.activity.count + 1, name)
         if self._report_fd >= 0:
             text = f"{self.activity.count} {name}".encode()
-            os.pwrite(
-                self._report_fd,
-                text[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES),
-                0,
-            )
+            os.pwrite(self._report_fd, text[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
         else:
             has_limit = name and self.limit_s
             signal.setitimer(
@@ -79,10 +75,7 @@ class Progress:
 
 
 def find_limit(
-    config: RunConfig,
-    world_size: int,
-    name: str = "",
-    steps_s: Collection[float] = (),
+    config: RunConfig, world_size: int, name: str = "", steps_s: Collection[float] = ()
 ) -> float:
     """Return the time limit of the activity `name` in seconds, or 0 if there is no limit. `steps_s`
     contains the durations of earlier steps."""
@@ -169,12 +162,7 @@ class Monitor:
             self._slowest_since = self._clock
             self._suspects = None
             return ""
-        limit_s = find_limit(
-            self._config,
-            self._world_size,
-            slowest.name,
-            self._steps_s,
-        )
+        limit_s = find_limit(self._config, self._world_size, slowest.name, self._steps_s)
         if not limit_s or not slowest.name or seconds < limit_s / 2:
             return ""
         if self._suspects is None:
@@ -193,8 +181,7 @@ class Monitor:
 
 
 def describe_suspects(
-    activities: Mapping[int, Activity],
-    stacks: Mapping[int, tuple[bool, str]],
+    activities: Mapping[int, Activity], stacks: Mapping[int, tuple[bool, str]]
 ) -> str:
     """Name a rank that the other ranks are waiting for. This is a rank that has started the fewest
     activities. If all ranks have started the same number, it is a rank that is not in a collective.

@@ -128,11 +128,7 @@ class RanksOutcome:
         return f"rank {rank} was killed by {name}{usual}"
 
 
-def run_ranks(
-    command: Command,
-    count: int,
-    monitor: Monitor | None = None,
-) -> RanksOutcome:
+def run_ranks(command: Command, count: int, monitor: Monitor | None = None) -> RanksOutcome:
     """Start `count` ranks that run the Python script `command`, and wait for all of them. If a rank
     fails, or if `monitor` finds that a rank hangs, the others are terminated. Stop signals are
     forwarded to the ranks."""
@@ -167,18 +163,10 @@ def run_ranks(
         finally:
             timeout_s = shutdown_timeout_s if signals else FAILURE_TIMEOUT_S
             _terminate(ranks, codes, timeout_s, was_signaled=bool(signals))
-    return RanksOutcome(
-        signum=signals[0] if signals else 0,
-        codes=codes,
-        hang=hang,
-    )
+    return RanksOutcome(signum=signals[0] if signals else 0, codes=codes, hang=hang)
 
 
-def _start(
-    ranks: list[Rank],
-    command: Command,
-    count: int,
-) -> None:
+def _start(ranks: list[Rank], command: Command, count: int) -> None:
     store = os.memfd_create("store")
     for number in range(count):
         fds = store, os.memfd_create("report")
@@ -216,11 +204,7 @@ def _send_signal(ranks: Iterable[Rank], signum: int) -> None:
 
 
 def _terminate(
-    ranks: Sequence[Rank],
-    codes: dict[int, int],
-    timeout_s: float,
-    *,
-    was_signaled: bool,
+    ranks: Sequence[Rank], codes: dict[int, int], timeout_s: float, *, was_signaled: bool
 ) -> None:
     """Terminate all ranks. The ranks have `timeout_s` seconds to save a checkpoint or, if a rank
     failed, to report the cause. Ranks that are still running after this time are killed.

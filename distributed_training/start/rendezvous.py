@@ -59,11 +59,7 @@ def connect_ranks(process: Process, limit_s: float) -> dist.Store:
     return store
 
 
-def _use_interface(
-    host: str,
-    port: int,
-    store: dist.Store,
-) -> None:
+def _use_interface(host: str, port: int, store: dist.Store) -> None:
     """Make gloo and NCCL use the interface through which this machine reaches other machines. An
     interface that the user has named is kept."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -81,11 +77,7 @@ def _use_interface(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
-def check_disks(
-    plan: Plan,
-    process: Process,
-    gather_values: agree.Gather,
-) -> None:
+def check_disks(plan: Plan, process: Process, gather_values: agree.Gather) -> None:
     """Check that all nodes have the run's folder. The folder is shared or, with
     `shared_disk=False`, each node claims its own folder and writes the plan into it. To resume,
     each node's own folder must contain the checkpoint files of that node. Raises an error on every

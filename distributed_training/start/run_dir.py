@@ -21,10 +21,7 @@ from distributed_training.supervise import claims
 LATEST = "latest"  # link in output_dir to the newest run's folder
 
 
-def reserve_run_dir(
-    plan: Plan,
-    more_notes: Sequence[str] = (),
-) -> Plan:
+def reserve_run_dir(plan: Plan, more_notes: Sequence[str] = ()) -> Plan:
     """Choose the run to resume, or create a folder for a new run. Write the plan into the folder,
     make <output_dir>/latest point to the folder, and return the plan with its final `run_dir`.
     If another process holds the run, wait for its end in a job of SLURM, and raise InUseError

@@ -33,11 +33,7 @@ def open_lasting(stream: Any) -> Any:
 def open_closed_streams() -> None:
     """Connect the standard streams that are closed, for example by `>&-`, to /dev/null. Otherwise,
     files that are opened later would get their descriptors, and Python sets the streams to None."""
-    for name, mode in {
-        "stdin": "r",
-        "stdout": "w",
-        "stderr": "w",
-    }.items():
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
             os.set_inheritable(descriptor, True)

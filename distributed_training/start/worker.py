@@ -30,11 +30,7 @@ from distributed_training.supervise.process import (
 from distributed_training.train.run import build_topology, stop_compilers, train
 
 
-def run(
-    plan: Plan,
-    process: Process,
-    store: dist.Store,
-) -> int:
+def run(plan: Plan, process: Process, store: dist.Store) -> int:
     """Run this process's part of a planned run and return the exit code. All ranks, which share
     `store`, must call this function."""
     report_fds = connect_launcher()[1:]

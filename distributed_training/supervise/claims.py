@@ -53,11 +53,7 @@ def claim(run_dir: Path, run_id: str) -> int:
     attempts of one torchrun have the same `run_id`. Raises InUseError if another run holds the
     folder, and UserError if it has foreign files."""
     check_foreign_files(run_dir)
-    descriptor = os.open(
-        run_dir / OWNER_FILE,
-        os.O_RDWR | os.O_CREAT,
-        0o644,
-    )
+    descriptor = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     owner = read_owner(run_dir)
     is_locked = False
     may_be_alive = owner.get("run_id", run_id) != run_id  # another run, which has not released it
@@ -72,12 +68,7 @@ def claim(run_dir: Path, run_id: str) -> int:
         what = f"The run {shown(str(run_dir))} is still in use by {shown(owner.get('host'))}"
         fix = "wait for the run to end, or set resume=None to start a separate run"
         raise InUseError(what, fix=fix)
-    text = json.dumps(
-        {
-            "host": platform.node(),
-            "run_id": run_id,
-        }
-    )
+    text = json.dumps({"host": platform.node(), "run_id": run_id})
     os.pwrite(descriptor, text.encode().ljust(_OWNER_BYTES), 0)
     os.fsync(descriptor)
     return descriptor

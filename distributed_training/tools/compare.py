@@ -40,11 +40,7 @@ from distributed_training.supervise.process import end_with_parent, handle_signa
 QUIET_DEFAULTS = {"checkpoint_every": 0, "keep_best": False, "export": False, "generate": None}
 # Keys that define the work. The batch size is part of the work, although its keys are not marked as
 # such.
-WORK_KEYS = {
-    "batch_size",
-    "grad_accum_steps",
-    *(name for name, key in KEYS.items() if key.work),
-}
+WORK_KEYS = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORD_PATTERN = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 Values = dict[str, Any]
 Build = Callable[[Values], Request]  # applies values to CONFIG, as the command line does
@@ -93,11 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(
-    arguments: argparse.Namespace,
-    build: Build,
-    script: Path,
-) -> int:
+def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Train the runs that have no record, then write the page. Return the exit code: 1 if no run
     succeeded, 130 if the user interrupted the runs, otherwise 0."""
     runs, out = build_runs(arguments, build, script, QUIET_DEFAULTS)
@@ -182,11 +174,7 @@ def build_runs(
 
 
 def build_run(
-    values: Values,
-    own_keys: Iterable[str],
-    build: Build,
-    command: list[str],
-    num_processes: int,
+    values: Values, own_keys: Iterable[str], build: Build, command: list[str], num_processes: int
 ) -> Run:
     """Return a run with these values. Its name contains the values of `own_keys`. If CONFIG rejects
     the values, the run's `why` contains the reason."""
@@ -233,11 +221,7 @@ def attach_finished_records(runs: Sequence[Run], out: Path) -> None:
                     run.record = record
 
 
-def train_each(
-    runs: Sequence[Run],
-    out: Path,
-    conclude: Callable[[Run], str],
-) -> None:
+def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
     """Train the remaining runs one after another, and print what `conclude` returns for each.
     Raises KeyboardInterrupt also on SIGTERM."""
     out.mkdir(parents=True, exist_ok=True)

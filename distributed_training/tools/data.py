@@ -29,20 +29,12 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `data` that are not CONFIG keys."""
     shown = "number of samples to show (default: 3)"
-    parser.add_argument(
-        "--show",
-        metavar="N",
-        type=at_least(0),
-        default=3,
-        help=shown,
-    )
+    parser.add_argument("--show", metavar="N", type=at_least(0), default=3, help=shown)
     parser.add_argument("--json", action="store_true", help="print samples and counts as JSON")
 
 
 def run(
-    arguments: argparse.Namespace,
-    configure: Callable[[dict[str, str]], Request],
-    script: Path,
+    arguments: argparse.Namespace, configure: Callable[[dict[str, str]], Request], script: Path
 ) -> int:
     """Tokenize the dataset into the token cache, as a training run would. Show samples and counts.
     Return the exit code."""
@@ -53,11 +45,7 @@ def run(
     config = with_values(config, dataset=dataset)
     tokenizer_name, tokenizer_dir = choose_tokenizer(config, config, spec, config.weights, notes)
     tokenizer = Tokenizer(
-        tokenizer_dir,
-        spec.class_keys,
-        config.date,
-        config.chat_template,
-        config.system,
+        tokenizer_dir, spec.class_keys, config.date, config.chat_template, config.system
     )
     corpus = find_corpus(config)
     folder = tokenize(
@@ -80,20 +68,11 @@ def run(
         sample_dicts = []
         for index, (ids, mask) in enumerate(shown_samples):
             text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-            sample = {
-                "ids": ids.tolist(),
-                "loss_mask": mask.tolist(),
-                "text": text,
-            }
+            sample = {"ids": ids.tolist(), "loss_mask": mask.tolist(), "text": text}
             if config.has_pairs:
                 sample["answer"] = ANSWERS[index % 2]
             sample_dicts.append(sample)
-        print(
-            json.dumps(
-                {"samples": sample_dicts, "counts": counts},
-                indent=1,
-            )
-        )
+        print(json.dumps({"samples": sample_dicts, "counts": counts}, indent=1))
         return 0
     if shown_samples:
         print(
@@ -116,11 +95,7 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def _mark_targets(
-    tokenizer: Tokenizer,
-    ids: list[int],
-    mask: list[bool],
-) -> str:
+def _mark_targets(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> str:
     """Return the text of a sample with « and » around each part that is included in the loss."""
     text = ""
     first = 0
@@ -133,10 +108,7 @@ def _mark_targets(
     return text
 
 
-def _rows(
-    counts: dict[str, Any],
-    config: Config,
-) -> dict[str, str]:
+def _rows(counts: dict[str, Any], config: Config) -> dict[str, str]:
     if counts["form"] == RUNNING:
         documents = plural(counts["records"], "document")
         rows = {"text": f"{documents} with {counts['num_tokens']:,} tokens"}

@@ -37,12 +37,7 @@ warn = partial(Finding, "warn")
 fail = partial(Finding, "fail")
 
 
-def check(
-    is_good: bool,
-    topic: str,
-    text: str,
-    fix: str,
-) -> Finding:
+def check(is_good: bool, topic: str, text: str, fix: str) -> Finding:
     """Return an `ok` line if the result is good. Otherwise, return a warning with the fix."""
     return ok(topic, text) if is_good else warn(topic, text, fix)
 

@@ -21,11 +21,7 @@ UNKNOWN_FACTOR = 2  # factor by which a predicted time is multiplied if its rang
 SAFETY_FACTOR = 1.25  # factor by which predicted RAM and time are multiplied
 
 
-def launch_command(
-    plan: Draft,
-    script: Path,
-    job_id: str = "JOB_ID",
-) -> str:
+def launch_command(plan: Draft, script: Path, job_id: str = "JOB_ID") -> str:
     """Return the command to run on each node to execute `plan`."""
     processes_here = plan.processes_here
     num_nodes = plan.num_processes // processes_here
@@ -53,12 +49,7 @@ def launch_command(
 
 
 def build_batch_script(
-    found: Answer,
-    file: Path,
-    script: Path,
-    *,
-    machine_options: Sequence[str],
-    plan_command: str,
+    found: Answer, file: Path, script: Path, *, machine_options: Sequence[str], plan_command: str
 ) -> str:
     """Return the contents of the SLURM template, filled in for the first choice of an answer.
     `machine_options` are the options that describe the cluster. `plan_command` is the command that
@@ -105,9 +96,4 @@ def build_batch_script(
     }
     # A user may have changed some of these lines in the template.
     pattern = "|".join(["^# Submit: .*", *map(re.escape, changes)])
-    return re.sub(
-        pattern,
-        lambda match: changes.get(match[0], comments),
-        job,
-        flags=re.MULTILINE,
-    )
+    return re.sub(pattern, lambda match: changes.get(match[0], comments), job, flags=re.MULTILINE)

@@ -94,10 +94,7 @@ def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     return load_plan(folder).model, folder / weights_name
 
 
-def find_trained(
-    name: str,
-    weights_name: str,
-) -> tuple[TrainedModel, Tokenizer, bool]:
+def find_trained(name: str, weights_name: str) -> tuple[TrainedModel, Tokenizer, bool]:
     """Return the weights and the tokenizer of a run, and whether the run trained on
     conversations."""
     spec, folder = find_weights(name, weights_name)
@@ -149,10 +146,7 @@ def generate(arguments: argparse.Namespace) -> int:
         print(f"Type {'a question' if chat else 'text to continue'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
-    def logits(
-        ids: torch.Tensor,
-        past: KVCache | None,
-    ) -> torch.Tensor:
+    def logits(ids: torch.Tensor, past: KVCache | None) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
     eos_ids = export.find_stop_ids(tokenizer, chat, trained.base)
@@ -199,10 +193,7 @@ def _read_prompts(prompt: str | None) -> Iterator[str]:
             yield input(mark)
 
 
-def _decode_pieces(
-    tokenizer: Tokenizer,
-    ids: Iterable[int],
-) -> Iterator[str]:
+def _decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """Decode token ids and yield the text in pieces, each as soon as its characters are
     complete."""
     tokens = list[int]()
@@ -310,12 +301,7 @@ def measure(
     total = torch.zeros((), dtype=torch.float64, device=device)
     batch_size = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), batch_size)
-    for first in tqdm(
-        batches,
-        desc="evaluating",
-        disable=None,
-        leave=False,
-    ):
+    for first in tqdm(batches, desc="evaluating", disable=None, leave=False):
         indices = np.arange(len(samples))[first : first + batch_size]
         total += model(*to_device(device, *samples.batch(indices)))
     num_targets = int(samples.num_targets.sum())
@@ -365,12 +351,7 @@ def open_checkpoint(checkpoint: Path) -> tuple[Plan, TrainedModel, int]:
     return plan, trained, meta.step
 
 
-def merge_adapters(
-    exported: Path,
-    to: str | None,
-    *,
-    text: bool,
-) -> int:
+def merge_adapters(exported: Path, to: str | None, *, text: bool) -> int:
     """Merge exported adapters into their base model, and write the whole model to the folder `to`,
     by default to merged/ beside the adapters. With `text`, write only the text decoder of a
     multimodal model. Return the exit code."""

@@ -44,17 +44,9 @@ STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tenso
 OK, OTHER_WORK, SKIPPED = "ok", "other work", "skipped"
 # Dropout is off, because each layout would draw different masks. A run saves one checkpoint, after
 # its last step.
-FORCED_VALUES: compare.Values = {
-    "dropout": 0.0,
-    "resume": None,
-    "checkpoint_every": 2**31,
-}
+FORCED_VALUES: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
 # Defaults that the user can override. In 16 steps, a GPU also replays a CUDA graph.
-DEFAULTS: compare.Values = {
-    **compare.QUIET_DEFAULTS,
-    "max_steps": 16,
-    "eval_samples": 8,
-}
+DEFAULTS: compare.Values = {**compare.QUIET_DEFAULTS, "max_steps": 16, "eval_samples": 8}
 REFERENCE_VALUES: compare.Values = {
     **OPEN_SETTINGS,
     "strategy": "dp",
@@ -66,22 +58,13 @@ REFERENCE_VALUES: compare.Values = {
 }
 
 
-def run(
-    arguments: argparse.Namespace,
-    build: compare.Build,
-    script: Path,
-) -> int:
+def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
     """Train under every layout, then print the table. Return the exit code, which is 0 if the
     layouts compute the same results as a single process."""
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
     arguments.overrides |= FORCED_VALUES
-    runs, out = compare.build_runs(
-        arguments,
-        build,
-        script,
-        choose_defaults(build({})),
-    )
+    runs, out = compare.build_runs(arguments, build, script, choose_defaults(build({})))
     if arguments.out is None:
         out = out.with_name(f"parity-x{runs[0].num_processes}")
     references = build_references(runs, build)
@@ -126,10 +109,7 @@ def choose_defaults(request: Request) -> compare.Values:
     return defaults
 
 
-def build_references(
-    layouts: Sequence[compare.Run],
-    build: compare.Build,
-) -> list[compare.Run]:
+def build_references(layouts: Sequence[compare.Run], build: compare.Build) -> list[compare.Run]:
     """Return the reference and a second run with another micro-batch size. Both train in a single
     process, with the same global batch size and the same values of `Plan.work` as the layouts."""
     first = next(run for run in layouts if run.config)
@@ -149,13 +129,7 @@ def build_references(
         values |= {"batch_size": size, "grad_accum_steps": global_batch_size // size}
         if config.base_dtype == "fp8" and references:
             values["base_dtype"] = None
-        reference = compare.build_run(
-            values,
-            (),
-            build,
-            first.command,
-            num_processes=1,
-        )
+        reference = compare.build_run(values, (), build, first.command, num_processes=1)
         reference.name = name
         references.append(reference)
     return references
@@ -166,11 +140,7 @@ def remove_checkpoint(trial: compare.Run) -> None:
         shutil.rmtree(Path(trial.record.run_dir) / CHECKPOINTS, ignore_errors=True)
 
 
-def judge(
-    trial: compare.Run,
-    reference: compare.Run,
-    rounding: compare.Run,
-) -> None:
+def judge(trial: compare.Run, reference: compare.Run, rounding: compare.Run) -> None:
     """Set a finished trial's differences from the reference and its verdict."""
     if trial.record is None and trial.exit_code in (0, UserError.exit_code):
         trial.verdict = SKIPPED

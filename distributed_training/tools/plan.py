@@ -48,23 +48,13 @@ from distributed_training.tools.jobs import FIRST_HOST_NOTE, build_batch_script,
 
 PRICE = re.compile(r"([^\d.-]*)(\d*\.?\d+)(\D*)")  # text, number, text
 MAX_SHOWN = 10  # number of layouts that --explain lists
-UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "b": 10**9,
-    "t": 10**12,
-}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` that are not CONFIG keys."""
     add = parser.add_argument
-    add(
-        "--write",
-        metavar="job.slurm",
-        help="write a SLURM job",
-    )
+    add("--write", metavar="job.slurm", help="write a SLURM job")
     add(
         "--tokens",
         metavar="N",
@@ -107,11 +97,7 @@ def run(
         _print_largest(request, cluster, as_json=arguments.json)
         return 0
     found = answer(
-        request,
-        cluster,
-        num_tokens=num_tokens,
-        price=arguments.price,
-        count_work=_count_work,
+        request, cluster, num_tokens=num_tokens, price=arguments.price, count_work=_count_work
     )
     command = partial(launch_command, script=script)
     if arguments.json:
@@ -197,11 +183,7 @@ def _print_tables(found: Answer, cluster: Cluster) -> None:
     print("\n".join(map(fold, legend(cluster).splitlines())))
 
 
-def _print_commands(
-    found: Answer,
-    cluster: Cluster,
-    command: Callable[[Draft], str],
-) -> None:
+def _print_commands(found: Answer, cluster: Cluster, command: Callable[[Draft], str]) -> None:
     """Print the command that starts each of the picks."""
     if cluster.num_processes > cluster.processes_per_node:
         print(f"Choose one of these commands, and run it on every node. {FIRST_HOST_NOTE}")
@@ -212,12 +194,7 @@ def _print_commands(
         print(f"  # {label}\n  {command(choice.plan)}")
 
 
-def _write_job(
-    file: Path,
-    found: Answer,
-    arguments: argparse.Namespace,
-    script: Path,
-) -> None:
+def _write_job(file: Path, found: Answer, arguments: argparse.Namespace, script: Path) -> None:
     """Write a job that trains with the first choice, and print the command that submits the
     job."""
     machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []

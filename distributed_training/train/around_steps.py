@@ -163,13 +163,7 @@ class Checkpoints:
         metrics."""
         plan = trainer.plan
         history = trainer.history
-        step = saver.load_checkpoint(
-            folder,
-            trainer.engine,
-            plan,
-            trainer.topology,
-            trainer.data,
-        )
+        step = saver.load_checkpoint(folder, trainer.engine, plan, trainer.topology, trainer.data)
         self.saved_step = step
         history.truncate(step)
         trainer.recorder.store(trainer.history)

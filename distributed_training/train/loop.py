@@ -53,14 +53,7 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return (
-        peak
-        * {
-            "constant": 1.0,
-            "linear": 1.0 - progress,
-            "cosine": cosine,
-        }[config.lr_schedule]
-    )
+    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
 
 
 def has_nonfinite_gradients(result: StepResult, config: RunConfig) -> bool:
@@ -78,11 +71,7 @@ class StepResults:
     each step. All ranks must call each method that is not a property."""
 
     def __init__(
-        self,
-        plan: Plan,
-        history: records.History,
-        engine: Engine,
-        device: torch.device,
+        self, plan: Plan, history: records.History, engine: Engine, device: torch.device
     ) -> None:
         self.config = plan.config
         self.names = ("loss", *(METRICS if plan.config.has_pairs else ()))  # of the loss's sums
@@ -115,11 +104,7 @@ class StepResults:
         self.timer.restart()
         self._flushed_at = time.monotonic()
 
-    def add(
-        self,
-        row: dict[str, Any],
-        result: StepResult,
-    ) -> None:
+    def add(self, row: dict[str, Any], result: StepResult) -> None:
         """Keep the result of a step that has just ended. `row` is the beginning of its row in
         metrics.jsonl."""
         self._pending.append((row, result))
@@ -266,12 +251,7 @@ class Trainer:
         self.num_steps = self.plan.num_steps
         self.peak_memory = metrics.PeakMemory(self.topology.device)
         self.checkpoints = Checkpoints(Saver(self.plan, self.topology))
-        self.results = StepResults(
-            self.plan,
-            self.history,
-            self.engine,
-            self.topology.device,
-        )
+        self.results = StepResults(self.plan, self.history, self.engine, self.topology.device)
         self.stop_signal = StopSignal(self.display)
 
     @property

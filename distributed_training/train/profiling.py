@@ -12,12 +12,7 @@ from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import TRACE_FILE
 
 
-def build_profiler(
-    plan: Plan,
-    last_step: int,
-    rank: int,
-    display: Display,
-) -> profile | None:
+def build_profiler(plan: Plan, last_step: int, rank: int, display: Display) -> profile | None:
     """Return a profiler for a run that continues after `last_step`, or None if less than two
     steps remain.
 
@@ -38,6 +33,5 @@ def build_profiler(
         display.say(f"traced steps from step {last_step + wait + 2}: {files}")
 
     return profile(
-        schedule=schedule(wait=wait, warmup=1, active=num_traced, repeat=1),
-        on_trace_ready=write,
+        schedule=schedule(wait=wait, warmup=1, active=num_traced, repeat=1), on_trace_ready=write
     )

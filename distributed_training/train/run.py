@@ -45,10 +45,7 @@ FORGETTING = (
 
 
 def train(
-    plan: Plan,
-    topology: Topology,
-    set_activity: Callable[[str], None],
-    gather_values: agree.Gather,
+    plan: Plan, topology: Topology, set_activity: Callable[[str], None], gather_values: agree.Gather
 ) -> int:
     """Execute a training run on this rank, from loading the data to the finished record. Return the
     exit code. All ranks must call this function."""
@@ -106,10 +103,7 @@ def train(
 
 
 def start_record(
-    plan: Plan,
-    sampler: Sampler,
-    data: Data,
-    topology: Topology,
+    plan: Plan, sampler: Sampler, data: Data, topology: Topology
 ) -> tuple[records.RunRecord | None, records.History]:
     """Write the record's first entries on rank 0. Return the record, which is None on other ranks,
     and the history up to the checkpoint. All ranks must call this function."""
@@ -128,32 +122,16 @@ def start_record(
     return record, records.History(**agree.broadcast_from_rank_0(vars(history)))
 
 
-def start_tracker(
-    plan: Plan,
-    history: records.History,
-    topology: Topology,
-) -> metrics.Tracker:
+def start_tracker(plan: Plan, history: records.History, topology: Topology) -> metrics.Tracker:
     """Return rank 0's tracker. Other ranks get one that does nothing."""
     if topology.rank or plan.config.log_to is None:
         return metrics.Tracker()
-    run_info = {
-        **plan.work,
-        "strategy": plan.strategy.name,
-        "processes": plan.num_processes,
-    }
-    return metrics.build_tracker(
-        plan.config.log_to,
-        plan.run_dir,
-        run_info,
-        history.step,
-    )
+    run_info = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+    return metrics.build_tracker(plan.config.log_to, plan.run_dir, run_info, history.step)
 
 
 def finish_record(
-    record: records.RunRecord,
-    results: dict[str, Any],
-    trainer: Trainer,
-    signum: int,
+    record: records.RunRecord, results: dict[str, Any], trainer: Trainer, signum: int
 ) -> None:
     """Write a run's results to its record. Unless a signal stopped the run, print them."""
     plan = trainer.plan
@@ -172,11 +150,7 @@ def finish_record(
         trainer.display.say(f"To use the model, run:\n  {command}")
 
 
-def build_topology(
-    plan: Plan,
-    process: Process,
-    device: torch.device,
-) -> Topology:
+def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
     """Return this process's position in the plan's mesh."""
     return Topology(
         world_size=process.world_size,
@@ -236,10 +210,7 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     return engine
 
 
-def build_model(
-    plan: Plan,
-    topology: Topology,
-) -> tuple[Decoder, InitialWeights, int]:
+def build_model(plan: Plan, topology: Topology) -> tuple[Decoder, InitialWeights, int]:
     """Return the model on the meta device, its initial weights and their fingerprint, which is
     0 for random weights without LoRA.
 
@@ -263,11 +234,7 @@ def build_model(
     return model, InitialWeights(source=source, round_to=compute_dtype), fingerprint
 
 
-def describe_run(
-    plan: Plan,
-    sampler: Sampler,
-    data: Data,
-) -> dict[str, Any]:
+def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     """Return the entries that a record contains before the first step. `Record` documents most of
     these entries."""
     config = plan.config

@@ -66,12 +66,7 @@ def test_files_of_a_folder_are_read_in_name_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, name)
     write(tmp_path / "blank.txt", " ")
-    assert texts_of(corpus_of(tmp_path)["train"][0]) == [
-        "a.txt",
-        "ab.md",
-        "b.txt",
-        "sub/c.txt",
-    ]
+    assert texts_of(corpus_of(tmp_path)["train"][0]) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
 
 
 @pytest.mark.parametrize(

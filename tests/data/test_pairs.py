@@ -40,10 +40,7 @@ def roles(message):
         ({"prompt": "2+2=", "chosen": [GOOD], "rejected": [BAD]}, [USER]),
         (ORCA, [SYSTEM, USER]),
         ({**ORCA, "question": None, "input": "2+2="}, [SYSTEM, USER]),
-        (
-            {"conversations": [roles(USER)], "chosen": roles(GOOD), "rejected": roles(BAD)},
-            [USER],
-        ),
+        ({"conversations": [roles(USER)], "chosen": roles(GOOD), "rejected": roles(BAD)}, [USER]),
         (
             {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
             [USER, GOOD, USER],

@@ -33,10 +33,9 @@ def test_a_run_stops_at_a_non_finite_step_and_keeps_the_last_good_checkpoint(str
     assert said.count(f"error: {error}") == 1
     assert "Traceback" not in said
     first = f"the first non-finite gradient is {NAME} on rank"
-    where = {
-        "dp": f"{first} 0, and {first} 1. ",
-        "zero1": "the loss is not finite on rank 1. ",
-    }[strategy]
+    where = {"dp": f"{first} 0, and {first} 1. ", "zero1": "the loss is not finite on rank 1. "}[
+        strategy
+    ]
     assert error.startswith(f"step {BAD}: {where}")
     assert ("--on_nonfinite skip" in error) == (strategy == "dp")
 

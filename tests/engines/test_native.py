@@ -49,10 +49,7 @@ def train(engine, *seeds):
 
 @pytest.mark.parametrize(
     ("optimizer", "steps"),
-    [
-        ("adamw", ()),
-        *((name, (0, 1)) for name in ("adamw", "adamw-bf16", "adamw-bf16-weights")),
-    ],
+    [("adamw", ()), *((name, (0, 1)) for name in ("adamw", "adamw-bf16", "adamw-bf16-weights"))],
 )
 def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
     changes = {"precision": "bf16"} if optimizer == "adamw-bf16-weights" else {}

@@ -131,10 +131,7 @@ def test_page_shows_the_table_and_then_the_planner(page, width):
     assert page.js(VERDICT) == from_table
     assert page.js(
         "[document.querySelectorAll('svg').length, document.scrollingElement.scrollWidth]"
-    ) == [
-        2,
-        width,
-    ]
+    ) == [2, width]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,7 @@ def test_pairs_are_a_first_sentence_and_what_follows_it():
     first = "Steel, e.g. that of the U.S. Navy, is iron with carbon."
     text = f"{first} It is harder than iron, but it can rust. It is used for bridges and tools."
     pair = build_pair("What is steel?", f"{text} And it")
-    assert pair == {
-        "prompt": "What is steel?",
-        "chosen": first,
-        "rejected": text,
-    }
+    assert pair == {"prompt": "What is steel?", "chosen": first, "rejected": text}
     assert build_pair("What is steel?", f"{first} It is harder than iron.") is None
     for split, asked in questions.items():
         lines = (CHATS_DIR / "short-answers" / f"{split}.jsonl").read_text().splitlines()

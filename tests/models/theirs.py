@@ -138,10 +138,7 @@ def _trained_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train(
-    folder: Path,
-    adapters: Path | None,
-    batches: list[tuple[Any, Any]],
-    learning_rate: float,
+    folder: Path, adapters: Path | None, batches: list[tuple[Any, Any]], learning_rate: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train all parameters or, if there are any, adapters with torch's AdamW on (inputs, targets).
     Return their values before and after."""

@@ -45,9 +45,7 @@ def test_ranks_wait_for_rank_0_to_read_the_data_without_a_time_limit(tmp_path, m
     read_data = launched.read_data
     monkeypatch.setattr(launched, "detect_machine", lambda: CPU_MACHINE)
     monkeypatch.setattr(
-        launched,
-        "read_data",
-        lambda *arguments: may_continue.wait(60) and read_data(*arguments),
+        launched, "read_data", lambda *arguments: may_continue.wait(60) and read_data(*arguments)
     )
     sleeps = []
 

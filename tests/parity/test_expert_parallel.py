@@ -43,11 +43,7 @@ CASES = {
         "qwen3_moe, packed/shard2-cp2": {**mesh(dp_shard=2, cp=2), **FOUR},
     },
 }  # fmt: skip
-TRACED = {
-    2: {
-        "qwen3_moe, lora/traced-full": {**SHARD2, **COMPILED, **FULL},
-    }
-}
+TRACED = {2: {"qwen3_moe, lora/traced-full": {**SHARD2, **COMPILED, **FULL}}}
 TABLES = {"train_with_unwritten_rows": CASES, "trace_with_unwritten_rows": TRACED}
 
 

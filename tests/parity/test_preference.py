@@ -114,11 +114,7 @@ LOGPS = {f"logps_{name}": f"logps/{name}" for name in ("chosen", "rejected")}
     [
         ({"preference": "dpo"}, {"kind": "dpo"}),
         (
-            {
-                "preference": "dpo",
-                "preference_label_smoothing": 0.1,
-                "preference_sft": 0.5,
-            },
+            {"preference": "dpo", "preference_label_smoothing": 0.1, "preference_sft": 0.5},
             {
                 "kind": "dpo",
                 "loss_type": ["robust", "sft"],

@@ -52,9 +52,7 @@ def another_value(key):
 
 
 # Values of Config, if they are not the value that was given
-RESOLVED = {
-    "chat_template": {"chat_template": read_template("chatml")},
-}
+RESOLVED = {"chat_template": {"chat_template": read_template("chatml")}}
 OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
     "model": "gpt2", "dataset": "embedded", "tokenizer": "gpt2", "weights": "random",
     "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "q_proj",

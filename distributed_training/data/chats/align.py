@@ -146,10 +146,7 @@ def _find_owners(render: Render, messages: Sequence[Message]) -> list[int]:
 
 
 def _find_answer(
-    render: Render,
-    messages: Sequence[Message],
-    index: int,
-    special_pattern: re.Pattern[str],
+    render: Render, messages: Sequence[Message], index: int, special_pattern: re.Pattern[str]
 ) -> _Answer:
     """Render the conversation up to and including the answer `messages[index]`, and locate this
     answer in the rendered text. Raises AlignmentError if the answer cannot be found."""
@@ -272,9 +269,6 @@ def join_parts(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
-            message = {
-                **message,
-                "content": "".join(part.get("text") or "" for part in content),
-            }
+            message = {**message, "content": "".join(part.get("text") or "" for part in content)}
         with_texts.append(message)
     return with_texts

@@ -93,11 +93,7 @@ _TWO_SYSTEMS = (
 )
 # Columns that only a chat template can render
 _CONTEXT_COLUMNS = {"system", "tools"}
-_TYPE_NAMES: dict[type, str] = {
-    str: "string",
-    list: "list",
-    dict: "JSON object",
-}
+_TYPE_NAMES: dict[type, str] = {str: "string", list: "list", dict: "JSON object"}
 Notes = Counter[str]  # number of records or messages, by note
 
 
@@ -110,12 +106,7 @@ class Record:
 
     is_plain = False  # True for texts that no chat template may render
 
-    def __init__(
-        self,
-        raw: Any,
-        where: str,
-        columns: Mapping[str, str],
-    ) -> None:
+    def __init__(self, raw: Any, where: str, columns: Mapping[str, str]) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"{where} is not a JSON object", fix=f"write {_EXAMPLES[TEXT]}")
         self.fields = fields = dict(raw)
@@ -230,13 +221,7 @@ class Record:
         messages = self._read(name, list) or []
         return [_read_message(raw, f"{self.where}: a message", notes) for raw in messages]
 
-    def _read(
-        self,
-        name: str,
-        cls: type = str,
-        *,
-        optional: bool = True,
-    ) -> Any:
+    def _read(self, name: str, cls: type = str, *, optional: bool = True) -> Any:
         """Return the value of a column, parsed if a table stores a list or object as a string.
         Return None if the value is null or an empty list or object. Raises UserError if the value
         has another type than `cls`, or if it is null and not `optional`."""

@@ -38,11 +38,7 @@ _NAMES = {
 
 
 def gpt2_size(
-    *,
-    num_positions: int = 1024,
-    num_layers: int,
-    hidden_size: int,
-    **shape: Any,
+    *, num_positions: int = 1024, num_layers: int, hidden_size: int, **shape: Any
 ) -> ModelSize:
     """Return the ModelSize of a GPT-2 model. Its `num_parameters` equals the parameter count of
     `GPT2LMHeadModel` in transformers."""
@@ -106,12 +102,7 @@ def read_size(folder: Path) -> ModelSize:
     """Return the size of the model in a Hugging Face folder. Raises UserError if the model's
     architecture differs from the published architecture."""
     fix = "use a GPT-2 model with the published architecture, or set weights to random"
-    config = parse_as(
-        _Config,
-        read_config(folder),
-        str(folder / CONFIG_FILE),
-        fix,
-    )
+    config = parse_as(_Config, read_config(folder), str(folder / CONFIG_FILE), fix)
     heads = config.num_heads
     width = config.hidden_size
     if width % heads:
@@ -121,17 +112,10 @@ def read_size(folder: Path) -> ModelSize:
         raise UserError(what, fix=fix)
     shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
     tied = is_tied(folder, config.tied, "transformer.wte.weight")
-    return gpt2_size(
-        **config.model_dump(include=shape),
-        tied=tied,
-    )
+    return gpt2_size(**config.model_dump(include=shape), tied=tied)
 
 
-def to_hf(
-    our_name: str,
-    tensor: torch.Tensor,
-    size: ModelSize,
-) -> dict[str, torch.Tensor]:
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
     name = rename_parts(our_name, _NAMES)

@@ -37,11 +37,7 @@ class GPT2Block(Block):
         self.mlp_in = Linear(d, 4 * d)
         self.mlp_out = Linear(4 * d, d)
 
-    def heads(
-        self,
-        x: torch.Tensor,
-        positions: Positions,
-    ) -> Sequence[torch.Tensor]:
+    def heads(self, x: torch.Tensor, positions: Positions) -> Sequence[torch.Tensor]:
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # (B, T, H, 3, K)
         return qkv.permute(3, 0, 2, 1, 4).unbind(0)
 
@@ -66,16 +62,8 @@ class GPT2(Decoder):
         if not size.tied:
             self.output_rows = nn.Embedding(size.padded_vocab_size, d)
 
-    def place(
-        self,
-        x: torch.Tensor,
-        positions: Positions = 0,
-    ) -> torch.Tensor:
+    def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Add position embeddings and apply dropout, [B, T, D] -> [B, T, D]."""
         if isinstance(positions, int):
-            positions = torch.arange(
-                positions,
-                positions + x.shape[1],
-                device=x.device,
-            )
+            positions = torch.arange(positions, positions + x.shape[1], device=x.device)
         return super().place(x + self.position_embedding(positions))

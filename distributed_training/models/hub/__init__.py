@@ -189,11 +189,7 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
     )
 
 
-def to_hf(
-    our_name: str,
-    tensor: torch.Tensor,
-    size: ModelSize,
-) -> dict[str, torch.Tensor]:
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return a dict that contains only `tensor`, keyed by its name in transformers."""
     if our_name.startswith("blocks."):
         return {f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}": tensor}

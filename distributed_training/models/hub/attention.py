@@ -112,16 +112,7 @@ def _attend(
             head_dim=q.shape[-1],
             sinks=extra.get("s_aux"),
         )
-        output, _ = eager(
-            heads,
-            q,
-            k,
-            v,
-            mask,
-            scaling=scaling,
-            dropout=dropout,
-            **extra,
-        )
+        output, _ = eager(heads, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)
         return output  # type: ignore[no-any-return]
     return attend(
         q,

@@ -26,10 +26,7 @@ STACKS = {"gate_up_proj", "up_proj", "down_proj"}  # names of stacks in modules 
 
 
 def experts(
-    module: Any,
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, for x [N, D]. The indices of
     the experts, `chosen`, and their `weights` have the shape [N, k]."""
@@ -76,10 +73,7 @@ def experts(
     return y if exchange is None else exchange.receive(y, route)
 
 
-def _row_ends(
-    ids: torch.Tensor,
-    num_experts: int,
-) -> torch.Tensor:
+def _row_ends(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the number of rows up to the end of each expert's rows, int32 [E], for sorted ids."""
     numbers = torch.arange(num_experts, device=ids.device)
     return torch.searchsorted(ids, numbers, right=True).to(torch.int32)
@@ -111,10 +105,7 @@ def multiply(
 
 
 def _multiply_rows(
-    rows: torch.Tensor,
-    matrices: torch.Tensor,
-    ends: torch.Tensor,
-    is_partial: bool,
+    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, is_partial: bool
 ) -> torch.Tensor:
     """Return the product of each expert's rows with its matrix, [S, in] and [E, in, out] -> [S,
     out]. If they are only a part of the rows, the others become 0: the kernel does not write
@@ -126,10 +117,7 @@ def _multiply_rows(
     return y
 
 
-def _combine(
-    rows: torch.Tensor,
-    places: torch.Tensor,
-) -> torch.Tensor:
+def _combine(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows of each token, [S, ..] -> [N, ..]."""
     return rows[places.flatten()].unflatten(0, places.shape).sum(1)
 
@@ -205,21 +193,14 @@ def _rows_gradient(
 
 @torch.library.custom_op("distributed_training::expert_stack_gradient", mutates_args=())
 def _stack_gradient(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    tokens: torch.Tensor | None,
-    ends: torch.Tensor,
+    dy: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor | None, ends: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of a stack, [E, out, in]. It is 0 for experts without rows."""
     rows = x if tokens is None else x[tokens]
     return F.grouped_mm(dy.t(), rows, offs=ends)
 
 
-def _dequantize(
-    stack: torch.Tensor,
-    scales: torch.Tensor | None,
-    base_dtype: str,
-) -> torch.Tensor:
+def _dequantize(stack: torch.Tensor, scales: torch.Tensor | None, base_dtype: str) -> torch.Tensor:
     """Return the matrices [E, out, in] of a stack."""
     if scales is None:
         return stack
@@ -243,11 +224,7 @@ def _(dy, x, tokens, ends):  # type: ignore[no-untyped-def]
     return dy.new_empty(len(ends), dy.shape[1], x.shape[1])
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, stack, ends, tokens, places, a, b, scales, ctx.base_dtype, ctx.is_partial = inputs
     ctx.num_inputs = x.shape[1]
     needs_rows = a is not None or ctx.needs_input_grad[1]
@@ -256,11 +233,7 @@ def _save(
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(
-    ctx: Any,
-    dy: torch.Tensor,
-    _: Any,
-) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     x, stack, ends, tokens, places, a, b, scales, hidden = ctx.saved_tensors
     d_stack = d_a = d_b = None
     if ctx.needs_input_grad[1]:
@@ -282,13 +255,7 @@ expert_linear.register_autograd(_backward, setup_context=_save)
 
 # torch.compile computes operations again that seem to cost nothing.
 @register_flop_formula(torch.ops.distributed_training.expert_linear)  # type: ignore[untyped-decorator]
-def _(
-    x_shape: Any,
-    stack_shape: Any,
-    *_: Any,
-    out_shape: Any = None,
-    **__: Any,
-) -> int:
+def _(x_shape: Any, stack_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     num_rows, num_outputs = out_shape[0]
     return int(2 * num_rows * num_outputs * x_shape[1])
 
@@ -296,21 +263,13 @@ def _(
 class StackAdapter(nn.Module):
     """LoRA adapters of the matrices in a stack: a [E, R, in] and b [E, out, R]."""
 
-    def __init__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale: float,
-    ) -> None:
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = scale
 
-    def matrices(
-        self,
-        x: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a, times the adapters' scale, and b in the dtype of `x`. Zeros are appended,
         because the rows of operands must begin at multiples of 16 bytes."""
         padding = -self.a.shape[1] % 8

@@ -98,10 +98,7 @@ def _build(document: str) -> Any:
     return model.build_whole_net(json.loads(document))
 
 
-def match(
-    stored: Mapping[str, StoredTensor],
-    settings: Settings,
-) -> StoredModel:
+def match(stored: Mapping[str, StoredTensor], settings: Settings) -> StoredModel:
     """Match the tensors of weight files with the tensors of a text decoder. A tensor that
     transformers does not know keeps its name. Values are converted when they are read. Of the other
     parts, only quantized tensors are converted."""
@@ -140,8 +137,7 @@ def match(
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
 
     def convert(
-        target: str,
-        read: Callable[[StoredTensor], torch.Tensor],
+        target: str, read: Callable[[StoredTensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the tensors, by name, that transformers computes from several tensors in files."""
         parts = sources[target]
@@ -177,11 +173,7 @@ def match(
 
 
 def to_files(
-    text_name: str,
-    tensor: torch.Tensor,
-    settings: Settings,
-    *,
-    whole: bool = False,
+    text_name: str, tensor: torch.Tensor, settings: Settings, *, whole: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the tensors, by name, that files of the text decoder or of the whole model contain for
     the text decoder's tensor `text_name`."""

@@ -16,11 +16,7 @@ _EPSILON = 1e-6  # of the L2 norm, as in transformers
 
 
 def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """Return the outputs of a state that starts with zeros, [B, T, N, V].
 
@@ -38,11 +34,7 @@ def _normalize(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("distributed_training::delta_rule", mutates_args=())
 def delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (outputs, sums of g within chunks, inverses of chunks' matrices)."""
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
@@ -86,22 +78,14 @@ def _(grad, q, k, v, sums, beta, inverses):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(x) for x in (q, k, v, sums, beta))
 
 
-def _save(
-    ctx: Any,
-    inputs: Any,
-    output: Any,
-) -> None:
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, _, beta = inputs
     _, sums, inverses = output
     ctx.save_for_backward(q, k, v, sums, beta, inverses)
     ctx.mark_non_differentiable(sums, inverses)
 
 
-def _backward(
-    ctx: Any,
-    grad: torch.Tensor,
-    *_: Any,
-) -> Any:
+def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
     q, k, v, sums, beta, inverses = ctx.saved_tensors
     return _delta_rule_backward(grad, q, k, v, sums, beta, inverses)
 
@@ -109,10 +93,7 @@ def _backward(
 delta_rule.register_autograd(_backward, setup_context=_save)
 
 
-def products(
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> int:
+def products(k: torch.Tensor, v: torch.Tensor) -> int:
     """Return the multiplications of the forward pass: three products of each token with the state,
     and the products of the tokens in a chunk with each other."""
     key_size = k.shape[-1]

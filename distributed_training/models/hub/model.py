@@ -41,10 +41,7 @@ from distributed_training.settings.errors import UserError, describe
 LINEAR_CLASSES = {"Linear", "FalconLinear"}
 
 
-def make_config(
-    document: dict[str, Any],
-    dropout: float = 0.0,
-) -> Any:
+def make_config(document: dict[str, Any], dropout: float = 0.0) -> Any:
     """Build the transformers config with all dropout rates set to `dropout`, but without layer
     dropout."""
     from transformers import CONFIG_MAPPING
@@ -81,10 +78,7 @@ def build_whole_net(document: dict[str, Any]) -> Any:
         return AutoModelForImageTextToText.from_config(config).to("meta")
 
 
-def build_net(
-    config: Any,
-    dtype: torch.dtype = torch.float32,
-) -> Any:
+def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Build the transformers model with parameters on the meta device and buffers on the CPU. The
     model calls this package's attention and experts if its class accepts replacements."""
     from transformers import (
@@ -218,10 +212,7 @@ class HubDecoder(private.MovedModule, Decoder):
         # Plain references, because these modules already have names in `net`. A model without a
         # norm after the blocks gets an identity instead.
         vars(self).update(
-            inner=inner,
-            head=head,
-            token_embedding=net.get_input_embeddings(),
-            norm_out=norm_out,
+            inner=inner, head=head, token_embedding=net.get_input_embeddings(), norm_out=norm_out
         )
         if size.tied:
             del head.weight
@@ -339,11 +330,7 @@ class HubDecoder(private.MovedModule, Decoder):
                 del stage.blocks[index]
         return stage
 
-    def apply_head(
-        self,
-        x: torch.Tensor,
-        targets: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def apply_head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [B, T, V] from the last norm's output [B, T, D]. With targets [B, T],
         return the summed loss instead."""
         head = self.size.config["head"]
@@ -359,21 +346,10 @@ class HubDecoder(private.MovedModule, Decoder):
             weight = torch.cat([weight, F.pad(column, (0, 7))], 1)
             x = F.pad(x, (0, 8), value=1.0)
         if targets is None:
-            return project_to_vocabulary(
-                x,
-                weight,
-                self.size.vocab_size,
-                cap=head["cap"],
-            )
+            return project_to_vocabulary(x, weight, self.size.vocab_size, cap=head["cap"])
         if len(weight) % 8:  # GPUs multiply unaligned rows at a fraction of their speed
             weight = F.pad(weight, (0, 0, 0, self.size.padded_vocab_size - len(weight)))
-        return self.loss(
-            x,
-            weight,
-            targets,
-            self.size.vocab_size,
-            cap=head["cap"],
-        )
+        return self.loss(x, weight, targets, self.size.vocab_size, cap=head["cap"])
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -389,13 +365,7 @@ class HubDecoder(private.MovedModule, Decoder):
             for key, _ in module.named_parameters(recurse=False)
         ]
 
-    def random_source(
-        self,
-        seed: int,
-        device: torch.device,
-        *,
-        hashed: bool,
-    ) -> WeightSource:
+    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
         """Return a source of random weights that depend only on `seed` and `hashed`. Linear layers,
         embeddings and experts have the distribution that most models have in transformers, as in
         `Decoder.random_source`. transformers initializes all other parameters, on the CPU."""
@@ -475,20 +445,13 @@ class StandIn(nn.Module):
         return (x, *[None] * (self.num_outputs - 1)) if self.num_outputs else x
 
 
-def _cast_output(
-    module: Any,
-    _ids: Any,
-    x: torch.Tensor,
-) -> torch.Tensor:
+def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
     """Cast the embeddings of the input tokens to the module's `cast_dtype`. Casting the whole
     embedding table would take longer."""
     return x.to(module.cast_dtype or x.dtype)
 
 
-def _cast_input(
-    block: Any,
-    args: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, ...]:
+def _cast_input(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (_cast_output(block, None, args[0]), *args[1:])
 
 
@@ -508,11 +471,7 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
         return property(read)
 
     members: dict[str, Any] = {name: cast(name) for name in names}
-    return type(
-        cls.__name__,
-        (cls,),
-        {**members, "__module__": cls.__module__, "cast_dtype": None},
-    )
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "cast_dtype": None})
 
 
 def read_logit_transform(net: Any, inner: Any) -> dict[str, float]:
@@ -527,10 +486,7 @@ def read_logit_transform(net: Any, inner: Any) -> dict[str, float]:
         def __getattr__(self, name: str) -> None:
             """Return None for what only some models return."""
 
-    z = torch.tensor(
-        [1e-6, 1.0, -3.0, 50.0, 1e9],
-        dtype=torch.float64,
-    )
+    z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)
     output = Output(last_hidden_state=z[None, :, None])
     head = net.get_output_embeddings()
     inner.forward = lambda *_arguments, **_options: output
@@ -543,10 +499,6 @@ def read_logit_transform(net: Any, inner: Any) -> dict[str, float]:
     scaled = scale * z
     is_only_scaled = torch.allclose(y, scaled, rtol=1e-6)
     cap = 0.0 if is_only_scaled else float(y[-1])
-    if not torch.allclose(
-        y,
-        softcap(scaled, cap),
-        rtol=1e-4,
-    ):
+    if not torch.allclose(y, softcap(scaled, cap), rtol=1e-4):
         raise UnsupportedError("changes its logits by more than scaling and capping")
     return {"scale": scale, "cap": cap}

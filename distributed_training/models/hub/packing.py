@@ -108,11 +108,7 @@ class _Convolution(torch.autograd.Function):
         return dx, torch.stack(sums, 1), None
 
 
-def _inside(
-    values: torch.Tensor,
-    positions: torch.Tensor | None,
-    distance: int,
-) -> torch.Tensor:
+def _inside(values: torch.Tensor, positions: torch.Tensor | None, distance: int) -> torch.Tensor:
     """Set to 0 the values [B, C, T] of tokens whose record begins within `distance` tokens."""
     if positions is None:
         return values
@@ -157,10 +153,7 @@ def probe_options(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def draw_values(
-    block: nn.Module,
-    x: torch.Tensor,
-    others: tuple[Any, ...],
-    options: dict[str, Any],
+    block: nn.Module, x: torch.Tensor, others: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
     """Give a block random weights. Return random values of its inputs, which are those of a forward
     pass with `probe_options`."""
@@ -172,10 +165,7 @@ def draw_values(
 
 
 def separates(
-    block: nn.Module,
-    x: torch.Tensor,
-    others: tuple[Any, ...],
-    options: dict[str, Any],
+    block: nn.Module, x: torch.Tensor, others: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Return whether the first half of a block's tokens does not affect the second. The inputs are
     those of a forward pass with `probe_options`, and need no values. The block's parameters have

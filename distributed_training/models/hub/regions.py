@@ -102,9 +102,7 @@ def split_norms(block: nn.Module, cuts: Cuts) -> list[Any]:
 
 
 def normalize(
-    norm: Any,
-    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
+    norm: Any, mean_over_ranks: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
     """Apply one of `split_norms`, an RMSNorm, to this rank's features [B, T, F / R]."""
     values = x.float()
@@ -114,12 +112,7 @@ def normalize(
 
 
 def _record_call(
-    calls: dict[str, Any],
-    name: str,
-    _module: Any,
-    args: Any,
-    kwargs: Any,
-    output: Any,
+    calls: dict[str, Any], name: str, _module: Any, args: Any, kwargs: Any, output: Any
 ) -> None:
     calls[name] = args, kwargs, output
 
@@ -130,11 +123,7 @@ def _record_mean_square(norm: Any, args: tuple[torch.Tensor, ...]) -> None:
 
 
 def _adds_up(
-    block: nn.Module,
-    region_name: str,
-    cuts: Cuts,
-    num_heads: int,
-    call: tuple[Any, Any, Any],
+    block: nn.Module, region_name: str, cuts: Cuts, num_heads: int, call: tuple[Any, Any, Any]
 ) -> bool:
     """Return whether the outputs of a region's parts add up to those of a recorded `call`."""
     args, kwargs, output = call

@@ -52,11 +52,7 @@ class Traced(NamedTuple):
     needs_whole_samples: bool  # see ModelSize
 
 
-def trace(
-    net: Any,
-    inner: Any,
-    blocks: nn.ModuleList,
-) -> Traced:
+def trace(net: Any, inner: Any, blocks: nn.ModuleList) -> Traced:
     """Run a model on the meta device. If transformers cannot run the model, the exception from
     transformers is propagated. Raises UnsupportedError if a block leaves a parameter unused.
 
@@ -140,9 +136,7 @@ def trace(
 
 
 def _find_stages(
-    net: Any,
-    inner: Any,
-    blocks: nn.ModuleList,
+    net: Any, inner: Any, blocks: nn.ModuleList
 ) -> tuple[list[str], int, dict[str, str]]:
     """Run a whole model on fake token ids. Return `before_blocks`, `block_outputs` and `unsplit`
     for the axis pp, as in Traced. A stage receives only one tensor per micro-batch, so a block may
@@ -200,10 +194,7 @@ def _group_blocks(config: Any, blocks: nn.ModuleList) -> list[tuple[int, ...]]:
 
 
 def _describe_kind(
-    layers: tuple[int, ...],
-    block: nn.Module,
-    recorders: tuple["_Recorder", "_Recorder"],
-    net: Any,
+    layers: tuple[int, ...], block: nn.Module, recorders: tuple["_Recorder", "_Recorder"], net: Any
 ) -> BlockKind:
     """Return the kind of block that a short and a long sample were traced on."""
     short, long = recorders
@@ -286,12 +277,7 @@ def _run_blocks(
     `layers`. Each call of attention appends its sliding window to `windows`."""
     recorders = {}
 
-    def record(
-        layer: int,
-        x: torch.Tensor,
-        *others: Any,
-        **options: Any,
-    ) -> Any:
+    def record(layer: int, x: torch.Tensor, *others: Any, **options: Any) -> Any:
         block = blocks[layer]
         tensors = dict(block.named_parameters()) | dict(block.named_buffers())
         # Keys and values of other blocks, in a class whose contents tree_leaves does not find
@@ -352,13 +338,7 @@ class _Recorder(private.TorchDispatchMode):
         self.mixing_products = 0  # multiplications of values of different tokens
         self.fused = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = _storages((args, kwargs))
         outputs = _storages(result)

@@ -60,10 +60,7 @@ class Rope(BaseModel, strict=True, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _normalize(
-        cls,
-        values: dict[str, Any],
-    ) -> dict[str, Any]:
+    def _normalize(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Remove redundant entries: the older name for `rope_type`, and a `partial_rotary_factor`
         of 1."""
         values = {key: value for key, value in values.items() if key != "type"}
@@ -97,10 +94,7 @@ class Config(FamilyConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _normalize(
-        cls,
-        raw_values: dict[str, Any],
-    ) -> dict[str, Any]:
+    def _normalize(cls, raw_values: dict[str, Any]) -> dict[str, Any]:
         """Remove values that transformers ignores for this model type, and add `head_dim` if it is
         missing."""
         values = {key: value for key, value in raw_values.items() if value is not None}
@@ -135,12 +129,7 @@ def llama_size(config: Config) -> ModelSize:
     kv = config.num_key_value_heads * config.head_dim
     qkv = heads + 2 * kv
     hidden = config.intermediate_size
-    matrices = (
-        (qkv, d),
-        (d, heads),
-        (2 * hidden, d),
-        (d, hidden),
-    )
+    matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
     split = sum(rows * columns for rows, columns in matrices)
     num_biases = 0
     if config.has_qkv_bias:
@@ -209,11 +198,7 @@ def read_size(folder: Path) -> ModelSize:
     return replace(size, padding_id=document.get("pad_token_id"))
 
 
-def to_hf(
-    our_name: str,
-    tensor: torch.Tensor,
-    size: ModelSize,
-) -> dict[str, torch.Tensor]:
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
     keyed by name. Each row of `tensor` may have any shape."""
     name = rename_parts(our_name, _NAMES)

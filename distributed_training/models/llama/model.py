@@ -24,12 +24,7 @@ class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm that returns its output in the dtype of its input. The kernel computes in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(
-            x,
-            self.weight.shape,
-            self.weight.to(x.dtype),
-            self.eps,
-        )
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Rotary(MovedModule):
@@ -40,21 +35,12 @@ class Rotary(MovedModule):
 
     table: torch.Tensor
 
-    def __init__(
-        self,
-        rope: Rope,
-        positions: int,
-        head_size: int,
-    ) -> None:
+    def __init__(self, rope: Rope, positions: int, head_size: int) -> None:
         super().__init__()
         self.settings = (rope, positions, head_size)
         self.register_buffer("table", cos_sin_table(*self.settings), persistent=False)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: Positions,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Rotate pairs of numbers in `x` [B, T, ..., K] by the angles of the tokens' `positions`.
         The two numbers of a pair are K / 2 apart in the last dimension."""
         if isinstance(positions, int):
@@ -65,10 +51,7 @@ class Rotary(MovedModule):
         head_axes = [1] * (x.dim() - 3)
         cos, sin = table.unflatten(-1, (*head_axes, -1)).unbind(0)
         x1, x2 = x.chunk(2, dim=-1)
-        return torch.cat(
-            [x1 * cos - x2 * sin, x2 * cos + x1 * sin],
-            dim=-1,
-        ).to(x.dtype)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
     def move(self, function: MapTensor, recurse: bool) -> None:
         device = function(self.table).device
@@ -77,11 +60,7 @@ class Rotary(MovedModule):
                 self.table = cos_sin_table(*self.settings)
 
 
-def cos_sin_table(
-    rope: Rope,
-    positions: int,
-    head_size: int,
-) -> torch.Tensor:
+def cos_sin_table(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
     """Return the cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
 
     With Llama 3's scaling, frequencies with fewer than `low_freq_factor` turns in the original
@@ -109,12 +88,7 @@ class LlamaBlock(Block):
     # function, so that torch.compile can share their graph.
     mlp_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        rotary: Rotary,
-        dropout: float,
-    ) -> None:
+    def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
         d = config.hidden_size
         hidden = config.intermediate_size
@@ -127,33 +101,18 @@ class LlamaBlock(Block):
         self.unit_size = unit_size(hidden)
         self.rotary = rotary
         self.norm_1 = norm(d)
-        self.qkv = Linear(
-            d,
-            (heads + 2 * groups) * self.head_size,
-            bias=config.has_qkv_bias,
-        )
+        self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.has_qkv_bias)
         self.norm_q = norm_heads(self.head_size)
         self.norm_k = norm_heads(self.head_size)
-        self.attention_out = Linear(
-            heads * self.head_size,
-            d,
-            bias=False,
-        )
+        self.attention_out = Linear(heads * self.head_size, d, bias=False)
         self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)
 
-    def heads(
-        self,
-        x: torch.Tensor,
-        positions: Positions,
-    ) -> Sequence[torch.Tensor]:
+    def heads(self, x: torch.Tensor, positions: Positions) -> Sequence[torch.Tensor]:
         rows = self.qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_size))
         # (B, T, G, H / G, K), (B, T, G, 1, K), (B, T, G, 1, K)
-        q, k, v = rows.split(
-            [self.queries_per_group, 1, 1],
-            dim=-2,
-        )
+        q, k, v = rows.split([self.queries_per_group, 1, 1], dim=-2)
         q = self.rotary(self.norm_q(q), positions)
         k = self.rotary(self.norm_k(k), positions)
         if isinstance(self.norm_k, nn.Identity):

@@ -108,11 +108,7 @@ def head_costs(timing: Timing) -> PassCosts:
     inputs = timing.gemm_cost(timing.tokens, vocabulary, d) + traffic
     if timing.config.has_pairs:  # The backward pass computes the logits again.
         inputs += forward
-    return PassCosts(
-        forward=forward,
-        inputs=inputs,
-        weights=timing.trained_share * weights,
-    )
+    return PassCosts(forward=forward, inputs=inputs, weights=timing.trained_share * weights)
 
 
 TIED = Mechanism(

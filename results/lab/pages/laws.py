@@ -96,12 +96,7 @@ RECIPES = (
         "all weights of Qwen3-8B without an fp32 copy",
         "--model Qwen/Qwen3-8B --optimizer adamw-bf16-weights --max_length 1024",
     ),
-    (
-        "H100-80GB",
-        "",
-        "all weights of Qwen3-4B",
-        "--model Qwen/Qwen3-4B --max_length 1024",
-    ),
+    ("H100-80GB", "", "all weights of Qwen3-4B", "--model Qwen/Qwen3-4B --max_length 1024"),
 )
 
 
