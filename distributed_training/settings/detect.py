@@ -16,7 +16,6 @@ from distributed_training.settings.machine import Machine
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def detect_machine() -> Machine:
@@ -32,17 +31,7 @@ def detect_machine() -> Machine:
         ram_bytes=available_ram_bytes(),
         num_cpus=available_cpus(),
         disk_bytes=shutil.disk_usage(".").free,
-        cpu_has_bf16=has_bf16(_CPU_INFO),
         torch_has_cuda=torch_has_cuda(),
-    )
-
-
-def has_bf16(info: Path) -> bool:
-    """Return whether the CPU has bf16 instructions: AVX-512 BF16 or AMX BF16 on x86, or BF16 on
-    Arm. `info` is the path to Linux's /proc/cpuinfo. Return False if the file does not exist."""
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    return (
-        re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None
     )
 
 

@@ -43,7 +43,6 @@ class Machine:
     num_cpus: int
     disk_bytes: int = sys.maxsize  # free space in the current folder
     power_w: float | None = None  # lowest power limit of the visible GPUs; None if unknown
-    cpu_has_bf16: bool = False  # whether the CPU has instructions for bf16 matrix multiplications
     shares_memory: bool = False  # whether the GPUs use the same memory as the CPU
     torch_has_cuda: bool = False  # whether torch loads CUDA's libraries, even without a GPU
 

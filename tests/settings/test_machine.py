@@ -130,21 +130,6 @@ def test_limits_of_a_container_are_respected(groups, files, ram, cpus, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("flags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile", True),
-        ("Features\t: fp asimd bf16", True),
-        ("flags\t\t: fpu avx2 avx512_fp16", False),
-        ("model name\t: bf16", False),
-    ],
-)
-def test_bf16_support_is_read_from_cpuinfo(tmp_path, line, expected):
-    assert not detect.has_bf16(tmp_path / "none")
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
-    assert detect.has_bf16(tmp_path / "cpuinfo") == expected
-
-
-@pytest.mark.parametrize(
     ("typed", "name"),
     [
         ("rtx4090", "RTX-4090"), ("RTX 4070", "RTX-4070"), ("4070TiSuper", "RTX-4070-Ti-Super"),
