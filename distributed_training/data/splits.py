@@ -50,7 +50,7 @@ def can_cut(backend: Any) -> bool:
 
 def split_probe(backend: Any) -> list[str]:
     """Return the pieces into which a tokenizer splits a text with many kinds of characters. The
-    space at the beginning is a setting in tokenizer_config.json, so it is left out."""
+    space at the beginning is a setting in tokenizer_config.json, so the pieces omit it."""
     text = backend.normalizer.normalize_str(_PROBE) if backend.normalizer else _PROBE
     splits = [(text, (0, 0))]
     if backend.pre_tokenizer:

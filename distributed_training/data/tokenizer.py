@@ -256,7 +256,7 @@ class Tokenizer:
 
     @cached_property
     def can_cut(self) -> bool:
-        """Whether data/pieces.py may cut documents."""
+        """True if data/pieces.py may cut documents."""
         return self.backend is not None and splits.can_cut(self.backend)
 
     @cached_property

@@ -28,7 +28,7 @@ from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import foreach_mul_, group_of_name
 from distributed_training.plan.layout import EXPERT_ROWS
 
-# Of rows that travel: the token of each row [S], and the rows of each token [N, k]
+# For S rows that travel: the index of each row's token [S], and of each token's rows [N, k]
 Route = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -51,8 +51,8 @@ def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
     return spec, read_model(spec, folder)
 
 
-# What configs of test_all_types.py leave out: caps, factors, partial rotation, ALiBi, windows
-# shorter than a sample, and several kinds of blocks and mixtures in a model.
+# Properties that no config of test_all_types.py has: caps, factors, partial rotation, ALiBi,
+# windows shorter than a sample, and several kinds of blocks and mixtures in a model.
 EXACT = (
     "gemma2", "granite", "phi", "falcon-alibi", "opt", "mistral-window", "qwen3_5_text",
     "gemma4_text", "lfm2", "nemotron_h", "qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss",

@@ -108,6 +108,19 @@ def run_selected(
     return run
 
 
+def run_tables(
+    request: pytest.FixtureRequest,
+    tables: Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]],
+    work: Callable[[str], dict[str, Any]],
+) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Return the result of `run_selected` for each table of `named_cases`, by its function. Cases
+    train 3 steps."""
+    return {
+        what: run_selected(request, table, work, function=what, steps=3)
+        for what, table in tables.items()
+    }
+
+
 @functools.cache
 def _pool(**environment: str) -> Pool:
     """Return the shared pool. With an `environment` (for GPUs), return a pool that imports nothing

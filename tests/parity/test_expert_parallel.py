@@ -14,7 +14,7 @@ from tests.parity.support import (
     micro_batches,
     named_cases,
     reference,
-    run_selected,
+    run_tables,
 )
 from tests.parity.test_layouts import COMPILED, FULL, SELECTIVE
 from tests.parity.test_packing import PACKED
@@ -66,10 +66,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(request, work):
-    return {
-        what: run_selected(request, table, work, function=what, steps=3)
-        for what, table in TABLES.items()
-    }
+    return run_tables(request, TABLES, work)
 
 
 @named_cases(TABLES)

@@ -16,7 +16,7 @@ from tests.parity.support import (
     named_cases,
     reference,
     run_cases,
-    run_selected,
+    run_tables,
 )
 from tests.parity.test_layouts import CHUNKED, COMPILED, FULL, HYBRID, SELECTIVE, ZB_H1, ZB_V
 from tests.parity.test_packing import PACKED
@@ -95,10 +95,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(request, work):
-    return {
-        what: run_selected(request, table, work, function=what, steps=3)
-        for what, table in TABLES.items()
-    }
+    return run_tables(request, TABLES, work)
 
 
 @named_cases(TABLES)

@@ -18,7 +18,7 @@ from tests.parity.support import (
     named_cases,
     reference,
     run_cases,
-    run_selected,
+    run_tables,
     small_infinity,
 )
 
@@ -125,10 +125,7 @@ def work(name):
 
 @pytest.fixture(scope="module")
 def results(request):
-    return {
-        what: run_selected(request, table, work, function=what, steps=3)
-        for what, table in TABLES.items()
-    }
+    return run_tables(request, TABLES, work)
 
 
 @named_cases(TABLES)
