@@ -132,7 +132,7 @@ def check_disk(plan: Draft, notes: list[str]) -> None:
 
 def check_extensions(plan: Draft) -> None:
     """Raise UserError if a DeepSpeed extension cannot be built because the compiler or libaio is
-    missing."""
+    missing, or because torch would not quote its own path for the linker."""
     extensions = plan.strategy.extensions
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
@@ -141,6 +141,11 @@ def check_extensions(plan: Draft) -> None:
             f"{strategy} compiles a C++ extension, but {compiler} was not found",
             fix="set strategy to dp or fsdp, or run: apt-get install g++",
         )
+    torch = importlib.util.find_spec("torch")
+    if extensions and torch is not None and " " in str(torch.origin):
+        what = f"{strategy} compiles a C++ extension, for which torch's path must not have a space"
+        fix = "use an environment in another folder, or set strategy to dp or fsdp"
+        raise UserError(what, str(torch.origin), fix)
     if "async_io" in extensions and not has_libaio():
         raise UserError(
             f"{strategy} needs libaio, but the compiler does not find it",

@@ -270,7 +270,9 @@ def train(run: Run, out: Path) -> None:
         text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
     # Prefer a line that says why the run did not start over the last line.
     messages = re.findall(r"(?m)^\s*error: (.*\S)", text) or text.strip().split("\n")
-    last_message = messages[-1].strip() or f"exit code {run.exit_code}"
+    # A lost connection is the consequence of another rank's error, which may come before it.
+    causes = [message for message in messages if records.LOST_PEER not in message]
+    last_message = (causes or messages)[-1].strip() or f"exit code {run.exit_code}"
     for path in {*folder.glob(RECORD_PATTERN)} - old_records:
         run.record = records.load_record(path)
     if run.record is None:

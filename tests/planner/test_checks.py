@@ -226,6 +226,15 @@ def test_each_strategy_names_the_extensions_it_builds():
         assert named_strategy(name).extensions == names
 
 
+def test_an_environment_whose_path_has_a_space_is_refused_for_extensions(tmp_path, monkeypatch):
+    """torch passes its own path to the linker without quotes."""
+    torch = SimpleNamespace(origin="/my projects/torch/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torch)
+    checks.check_extensions(draft(tmp_path, "zero3"))
+    with refused("'offload'", torch.origin, "dp or fsdp"):
+        checks.check_extensions(draft(tmp_path, "offload"))
+
+
 def test_a_missing_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     checks.check_extensions(draft(tmp_path, "zero3"))

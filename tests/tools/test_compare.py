@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from distributed_training.records.record import LOST_PEER
 from distributed_training.settings.request import build_config
 from distributed_training.tools import compare
 from tests.conftest import assert_ok, light_pool
@@ -55,6 +56,8 @@ def test_a_run_that_does_not_start_gives_its_error(tmp_path):
     run = run_stub(tmp_path, code)
     assert (run.status, run.exit_code, run.why) == ("failed", 2, "no GPU. To see, run: ls")
     assert run_stub(tmp_path, "").why == "exit code 0"
+    lost = f"ninja: stopped\nrank 1 {LOST_PEER}: closed"
+    assert run_stub(tmp_path, f"print({lost!r})").why == "ninja: stopped"
 
 
 @pytest.mark.parametrize("status", ["ok", "oom"])
