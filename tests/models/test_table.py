@@ -48,6 +48,7 @@ Mistral-7B-v0.1 = mistralai/Mistral-7B-v0.1
 mistral small 24b = mistralai/Mistral-Small-24B-Base-2501
 Mistral-Nemo = mistralai/Mistral-Nemo-Base-2407
 mixtral 8x7b = mistralai/Mixtral-8x7B-v0.1
+OLMoE-1B-7B = allenai/OLMoE-1B-7B-0924
 gemma 2 9b = google/gemma-2-9b
 gemma-3-27b = google/gemma-3-27b-it
 gemma3 1b = google/gemma-3-1b-it

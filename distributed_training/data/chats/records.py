@@ -259,10 +259,11 @@ def read_record(raw: Any, where: str, columns: Mapping[str, str]) -> list[Record
     first, second = answers
     is_chat = all(isinstance(answer, list) and answer for answer in answers)
     if not is_chat and not (isinstance(first, str) and isinstance(second, str)):
-        why = f"it has {shown(list(fields))}"
+        why = f"it has {shown(list(raw) if isinstance(raw, dict) else raw)}"
         if "label" in fields:
             why += ". Single answers with a label (KTO) are not supported"
-        raise UserError(f"{where} has no two answers", why, f"write {PAIR_EXAMPLE}")
+        fix = f"write {PAIR_EXAMPLE}, or name your columns with --columns chosen=GOOD,rejected=BAD"
+        raise UserError(f"{where} has no two answers", why, fix)
     is_plain = not is_chat and prompt is None
     is_whole = is_chat and _read_message(first[0], where, Counter())["role"] != ASSISTANT
     if is_plain or is_whole:
