@@ -82,7 +82,10 @@ def test_texts_have_the_same_prompt(record, texts):
     ("record", "words"),
     [
         ({"prompt": "a", "completion": "b", "label": True}, ["KTO", "chosen"]),
-        ({"prompt": "a", "completion": "b"}, ['"rejected"', "['prompt', 'completion']", "--columns"]),
+        (
+            {"prompt": "a", "completion": "b"},
+            ['"rejected"', "['prompt', 'completion']", "--columns"],
+        ),
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, ["prompt", "1"]),
         ({"prompt": "a", "chosen": 1, "rejected": "c"}, ["'chosen'", "answers"]),
         ({"prompt": "a", "chosen": [GOOD], "rejected": "c"}, ["'chosen'", "answers"]),
