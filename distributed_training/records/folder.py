@@ -1,6 +1,7 @@
 """Find checkpoints in a run's folder. This module does not import torch."""
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -37,9 +38,10 @@ def stamp_unfinished(run_dir: Path) -> set[tuple[int, int, int]]:
     """Return values that change while checkpoints and exports are being written."""
     stamps = set()
     for folder in (run_dir, run_dir / CHECKPOINTS):
-        for path in folder.glob(".writing-*/*"):
-            with contextlib.suppress(FileNotFoundError):  # published or removed meanwhile
-                status = path.lstat()
+        # Unlike pathlib's, this function ignores folders that are published meanwhile.
+        for name in glob.glob(".writing-*/*", root_dir=folder):
+            with contextlib.suppress(FileNotFoundError):
+                status = (folder / name).lstat()
                 stamps.add((status.st_ino, status.st_size, status.st_mtime_ns))
     return stamps
 

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,13 @@ def check_foreign_files(run_dir: Path) -> None:
     with open_probe(run_dir) as own_file:
         if os.fstat(own_file.fileno()).st_uid != run_dir.stat().st_uid:
             raise UserError(f"{run_dir} belongs to another user", fix=fix)
-    for path in run_dir.rglob("*"):
-        is_foreign = path.is_symlink() or not (path.is_dir() or path.is_file())
-        if is_foreign and _WRITTEN.fullmatch(path.relative_to(run_dir).as_posix()):
-            raise UserError(f"{path} is a link or a special file", fix=fix)
+    for parent, folders, files in os.walk(run_dir):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            with contextlib.suppress(FileNotFoundError):  # The run may be alive.
+                mode = path.lstat().st_mode
+                is_foreign = not (stat.S_ISDIR(mode) or stat.S_ISREG(mode))
+                if is_foreign and _WRITTEN.fullmatch(path.relative_to(run_dir).as_posix()):
+                    raise UserError(f"{path} is a link or a special file", fix=fix)
 
 
 class InUseError(UserError):

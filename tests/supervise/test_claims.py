@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from distributed_training.records.folder import CHECKPOINTS, stamp_unfinished
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise import claims
 from tests.conftest import clean_environment
@@ -140,3 +141,20 @@ def test_a_removed_folder_is_named(tmp_path):
     claims.check(tmp_path, "")  # a run that was never claimed
     with pytest.raises(RunError, match=str(tmp_path)):
         claims.check(tmp_path / "removed", "first")
+
+
+@pytest.mark.parametrize("look", [stamp_unfinished, claims.check_foreign_files])
+def test_folders_may_be_published_while_others_look(look, tmp_path, monkeypatch):
+    """A rank that waits for the disk, or a launch that waits for a run, lists the run's files."""
+    writing = tmp_path / CHECKPOINTS / ".writing-step-00000005"
+    writing.mkdir(parents=True)
+    scandir = os.scandir
+
+    def publish_first(path="."):
+        if str(path).endswith(writing.name) and writing.exists():
+            writing.rename(tmp_path / CHECKPOINTS / "step-00000005")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", publish_first)
+    look(tmp_path)
+    assert not writing.exists()
