@@ -17,13 +17,13 @@ import psutil
 from tests.conftest import clean_environment, heavy_pool, settings
 from tests.pool import GRACE_S, ROOT, SCRIPT, free_port
 
-FAULT_SCRIPT = ROOT / "tests/e2e/faulty_run.py"
+FAULT_SCRIPT = ROOT / "tests/faults/soak_worker.py"
 H200 = "NVIDIA H200, 143771, 9.0"
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
     """Return the command that starts a run with `launcher`. "spawn" uses --num_gpus 2. "faulty"
-    does the same with the faults of faulty_run.py."""
+    does the same with the faults of soak_worker.py."""
     script_arguments = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *script_arguments],

@@ -37,8 +37,8 @@ LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoin
 
 def fault(kind, folder):
     """Return the variable that injects a fault in step 5 of rank 1, or in its next save. `folder`
-    is on the disk that the fault may fill."""
-    job = {"folder": str(folder), "kind": kind, "rank": 1, "step": 5}
+    is for soak_worker.py, and is on the disk that the fault may fill."""
+    job = {"folder": str(folder), "disk": str(folder), "kind": kind, "rank": 1, "step": 5}
     return {"FAULT": json.dumps(job)}
 
 
@@ -78,13 +78,20 @@ def test_the_error_of_the_rank_that_fails_is_recorded(tmp_path):
     assert error in result.stderr
 
 
-def test_a_disk_that_does_not_answer_is_a_hang(tmp_path):
-    job = {"kind": "slow disk", "rank": 0, "step": 600}
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(2, None), (600, "the export has hung .* waiting for rank 0")]
+)
+def test_a_slow_disk_is_no_hang(seconds, reason, tmp_path):
+    """The limit holds for each file. A disk that answers no more is a hang."""
+    job = {"folder": str(tmp_path), "kind": "slow disk", "rank": 0, "step": seconds}
     values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", "hang_timeout_s": 6}
-    run_command(launcher_command("faulty", values), FAULT=json.dumps(job))
+    result = run_command(launcher_command("faulty", values), FAULT=json.dumps(job))
     record = only_record(tmp_path / "runs")
-    assert record["status"] == "failed"
-    assert re.match("the export has hung .* waiting for rank 0", record["error"])
+    assert record["status"] == ("failed" if reason else "ok"), result.stderr
+    assert re.match(reason or "None", str(record["error"]))
+    if not reason:
+        files = list(run_folders(tmp_path / "runs")[0].glob("hf/*"))
+        assert seconds * len(files) > values["hang_timeout_s"]
 
 
 def test_a_rank_killed_under_torchrun_is_a_failure_and_no_interruption(tmp_path):
