@@ -52,6 +52,11 @@ class TokenExchange:
         self.num_experts = num_experts // group.size()  # on each rank
         self.first = group.rank() * self.num_experts  # this rank's first expert
 
+    @property
+    def is_limited(self) -> bool:
+        """True if a step may need larger buffers."""
+        return self.row_factor < self.num_ranks
+
     def send(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *, may_repeat: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Route | None]:
@@ -59,7 +64,8 @@ class TokenExchange:
         their experts. Return what this rank received, and what `receive` needs: all tokens, or, if
         the step may be repeated and less travels, rows with one expert each. The indices of experts
         are among this rank's, or `num_experts` for rows that it need not compute."""
-        if may_repeat and chosen.shape[1] < self.num_ranks > self.row_factor:
+        moves_less = chosen.shape[1] < self.num_ranks
+        if may_repeat and self.is_limited and moves_less:
             return self._send_chosen(x, weights, chosen)
         x, weights, chosen = (_gather(t, self.group_name) for t in (x, weights, chosen))
         own = chosen - self.first
@@ -223,7 +229,7 @@ def needs_larger_buffers(exchanges: Sequence[TokenExchange]) -> torch.Tensor:
 def enlarge_buffers(exchanges: Sequence[TokenExchange]) -> bool:
     """If the last step needed larger buffers, provide them, with a margin. Return whether it did.
     The host waits for the step."""
-    if not exchanges or exchanges[0].row_factor >= exchanges[0].num_ranks:
+    if not exchanges or not exchanges[0].is_limited:
         return False
     needed = exchanges[0].needed_factor.item()
     if needed <= exchanges[0].row_factor:
