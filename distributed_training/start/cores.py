@@ -8,8 +8,11 @@ import sys
 import timeit
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from distributed_training.settings.detect import threads_per_process
+
+PACKAGES = Path(__file__).parents[2]  # folder that contains distributed_training/
 
 
 def measure_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
@@ -21,7 +24,7 @@ def measure_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
     environment = {"OMP_NUM_THREADS": str(threads_per_process(num_processes)), **os.environ}
     command = [sys.executable, "-m", __name__]
     processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=PACKAGES)
         for _ in range(min(num_processes, num_cpus))
     ]
     measured = [json.loads(process.communicate()[0]) for process in processes]

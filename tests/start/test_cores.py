@@ -5,7 +5,10 @@ from distributed_training.start import cores
 
 
 @pytest.mark.processes
-def test_cores_are_measured_if_torch_is_installed(monkeypatch):
+def test_cores_are_measured_in_any_folder_if_torch_is_installed(tmp_path, monkeypatch):
+    (tmp_path / "distributed_training").mkdir()
+    (tmp_path / "distributed_training/__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
     rates = cores.measure_cores(2, 2)
     assert rates.keys() == vars(FITTED.cpu_core).keys()
     assert 1e8 < rates["fp32_gemm_flops"] < 1e14
