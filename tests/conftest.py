@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+# Let Triton run kernels in Python. It reads this variable when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer

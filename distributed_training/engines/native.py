@@ -68,11 +68,12 @@ def parallelize(
         apply(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
         apply_lora(stage, plan.model, config, topology.device, weights.adapters)
-        if tp_mesh is None and topology.device.type == "cuda":
+        if plan.fuses_gated_mlps:
             # Imports Triton, which only GPUs have
-            from distributed_training.parallel.lora_mlp import apply_fused_mlp
+            from distributed_training.parallel import gated_mlp, lora_mlp
 
-            apply_fused_mlp(stage, config)
+            module = gated_mlp if isinstance(stage, HubDecoder) else lora_mlp
+            module.fuse_gated_mlps(stage, config.lora_targets)
     partial_names = tp_partial_names(stage) if tp_mesh is not None else set()
     if topology.cp > 1:
         apply_cp(stage, topology.cp)

@@ -45,6 +45,13 @@ class QuantizedLinear(Linear):
         return y if bias is None else y + bias
 
 
+def stored_matrix(linear: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the matrix of a Linear in `dtype`, or its codes and scales."""
+    if isinstance(linear, QuantizedLinear):
+        return [linear.weight, linear.weight_scales]
+    return [linear.weight.to(dtype)]
+
+
 def load_format(base_dtype: str) -> Any:
     """Return the module of the format `base_dtype`. NF4 imports bitsandbytes."""
     return importlib.import_module(f"distributed_training.models.{base_dtype}")

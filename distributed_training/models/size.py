@@ -49,6 +49,11 @@ class BlockKind:
     state_products: int = 0
     window: int | None = None  # number of tokens that a token attends to at most, including itself
     fuses_attention: bool = True  # whether attention is one kernel that skips masked tokens
+    # Groups of matrices that get the same input in one module, in the order of their products
+    same_inputs: tuple[tuple[str, ...], ...] = ()
+    # (gate, up, down, f) of each MLP that computes down(f(gate(x)) * up(x)) without biases. f is
+    # "silu" or "gelu".
+    gated_mlps: tuple[tuple[str, str, str, str], ...] = ()
     # Values per token that a block keeps for the backward pass, in addition to the inputs of its
     # matrix multiplications
     kept_values: int = 0
@@ -112,6 +117,18 @@ class BlockKind:
             if selected_parts:
                 selected[our_name] = selected_parts
         return selected
+
+    def fused_mlps(self, targets: str | None) -> list[tuple[str, str, str, str]]:
+        """Return those `gated_mlps` that parallel/gated_mlp.py can compute: all matrices have
+        adapters, and the number of units fits its tiles."""
+        adapted = self.adapted_parts(targets)
+        shapes = dict(zip(self.hf_matrices, self.matrices, strict=True))
+        return [
+            (gate, up, down, activation)
+            for gate, up, down, activation in self.gated_mlps
+            if all(adapted.get(name) == self.hf_matrices[name] for name in (gate, up, down))
+            and shapes[down][1] % 64 == 0
+        ]
 
     def adapted_stacks(self, targets: str | None) -> dict[str, tuple[int, int, int]]:
         """Return those `stacks` whose names end with one of `targets`. None selects no stack,

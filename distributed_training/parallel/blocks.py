@@ -33,13 +33,12 @@ _OWN_ATTENTION = {
     "distributed_training.delta_rule.default",
     "distributed_training.wide_attention.default",
 }
-# Operation that multiplies by a frozen matrix in models/nf4.py, models/fp8.py or parallel/lora.py
-# -> argument that contains the matrix or its codes
-FROZEN_MATMULS = {
-    "distributed_training.nf4_matmul.default": 1,
-    "distributed_training.fp8_matmul.default": 2,
-    "distributed_training.adapted_linear.default": 1,
-    "distributed_training.sum_of_linears.default": 1,
+# Operations that multiply by frozen matrices in models/nf4.py, models/fp8.py or parallel/lora.py
+_FROZEN_MATMULS = {
+    "distributed_training.nf4_matmul.default",
+    "distributed_training.fp8_matmul.default",
+    "distributed_training.adapted_linears.default",
+    "distributed_training.sum_of_linears.default",
 }
 
 
@@ -126,12 +125,10 @@ class _SelectivePolicy:
         if op is torch.ops.aten.bmm.default:  # attention that is not one operation
             self.follows_attention = True
             return False
-        if name in FROZEN_MATMULS:
-            num_inputs = None  # codes have fewer columns
-            num_outputs = len(args[FROZEN_MATMULS[name]])
-        elif op in MATMULS:
+        num_inputs = num_outputs = None
+        if op in MATMULS:
             num_inputs, num_outputs = args[-1].shape
-        else:
+        elif name not in _FROZEN_MATMULS:
             return False
         if self.follows_exchange:
             self.follows_exchange = False

@@ -12,7 +12,7 @@ memory."""
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +67,13 @@ def apply_lora(
                 continue
             rows = spec.hf_rows(owner_name, config.lora_targets)
             _add_adapter(owner, a, b, list(rows.values()), config)
+        block = model.blocks[number]
+        for names in kind.same_inputs:
+            layers: list[Any] = [block.get_submodule(name) for name in names]
+            adapted = [layer for layer in layers if layer.adapter and type(layer) is Linear]
+            num_biases = sum(layer.bias is not None for layer in adapted)
+            if len(adapted) > 1 and num_biases in (0, len(adapted)):
+                adapted[0].adapter.group = adapted
 
 
 def _add_adapter(
@@ -120,6 +127,10 @@ class Adapter(nn.Module):
     # columns of each Hugging Face matrix, only the rows of this matrix are not zero.
     positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
     num_blocks = 0  # out times k
+    # Layers with the same input as this one, which is called first. All are computed together.
+    group: Sequence[Any] = ()
+    # Output that has been computed with the first layer of the group
+    output: torch.Tensor | None = None
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, config: Config) -> None:
         """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
@@ -133,13 +144,18 @@ class Adapter(nn.Module):
 
     def forward(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Return the output of `linear` with these adapters, [.., in] -> [.., out]."""
-        a, b = self.matrices(x.dtype)
+        if self.output is not None:
+            y, self.output = self.output, None
+            return y
         drops = self.dropout > 0 and self.training
         is_plain = type(linear) is Linear and linear.matmul_override is None
         if is_plain and not drops and not isinstance(x, DTensor):
-            return adapted_linear(
-                x, shard_for(x, linear.weight).to(x.dtype), linear.cast_bias(x), a, b
-            )[0]
+            layers = self.group or [linear]
+            for layer, y in zip(layers, _multiply_adapted(layers, x), strict=True):
+                layer.adapter.output = y
+            y, self.output = self.output, None
+            return y
+        a, b = self.matrices(x.dtype)
         y = linear.product(x)
         inputs = x
         if isinstance(x, DTensor):
@@ -165,61 +181,85 @@ class Adapter(nn.Module):
         return a, b
 
 
-# torch.compile would copy the first product before adding the second (torch 2.11).
+def _multiply_adapted(layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the outputs of layers with frozen matrices and adapters, for the same input."""
+    weights, biases, a, b = [], [], [], []
+    for layer in layers:  # torch.compile does not understand zip(*...) here (torch 2.14).
+        weights.append(shard_for(x, layer.weight).to(x.dtype))
+        own_a, own_b = layer.adapter.matrices(x.dtype)
+        a.append(own_a)
+        b.append(own_b)
+        if (bias := layer.cast_bias(x)) is not None:
+            biases.append(bias)
+    outputs: list[torch.Tensor] = adapted_linears(x, weights, biases, torch.cat(a), b)
+    return outputs[:-1]
+
+
+# torch.compile would copy the first product before adding the next one (torch 2.11).
 @torch.library.custom_op("distributed_training::sum_of_linears", mutates_args=())
 def sum_of_linears(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
     hidden: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return `x weight^T + hidden b^T + bias`, [.., out], for x [.., in] and hidden [.., R]."""
+    """Return the sum of `hidden b^T + bias` for hidden [.., R], and of `x weight^T` for each x
+    [.., in] and its weight, [.., out]."""
     out = F.linear(hidden, b, bias)
-    rows = x.flatten(0, -2)
-    out.flatten(0, -2).addmm_(rows, weight.t())
+    for x, weight in zip(xs, weights, strict=True):
+        out.flatten(0, -2).addmm_(x.flatten(0, -2), weight.t())
     return out
 
 
 @sum_of_linears.register_fake
-def _(x, weight, *_):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], len(weight))
+def _(_xs, _weights, hidden, b, _bias):  # type: ignore[no-untyped-def]
+    return hidden.new_empty(*hidden.shape[:-1], len(b))
 
 
 # This is not an autograd.Function, because full checkpointing would keep its products (torch 2.11).
-@torch.library.custom_op("distributed_training::adapted_linear", mutates_args=())
-def adapted_linear(
+@torch.library.custom_op("distributed_training::adapted_linears", mutates_args=())
+def adapted_linears(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
     a: torch.Tensor,
-    b: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of a linear layer with a frozen matrix and adapters, [.., out], and
-    `x a^T`, which has no gradient. Each pass reads and writes the sum of both products less often
-    than separate operations do."""
+    b: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the outputs of linear layers with frozen matrices and adapters, [.., out], and the
+    product of their input with their stacked A matrices, which has no gradient. `biases` are those
+    of all layers or empty. Each pass reads and writes the sums of products less often than separate
+    operations do."""
     hidden = F.linear(x, a)
-    return sum_of_linears(x, weight, hidden, b, bias), hidden
+    parts = hidden.chunk(len(b), -1)
+    terms = zip(weights, parts, b, biases or [None] * len(b), strict=True)
+    outputs = [sum_of_linears([x], [weight], *others) for weight, *others in terms]
+    return [*outputs, hidden]
 
 
-@adapted_linear.register_fake
-def _(x, weight, _bias, a, _b):  # type: ignore[no-untyped-def]
-    batch = x.shape[:-1]
-    return x.new_empty(*batch, len(weight)), x.new_empty(*batch, len(a))
+@adapted_linears.register_fake
+def _(x, weights, _biases, a, _b):  # type: ignore[no-untyped-def]
+    return [x.new_empty(*x.shape[:-1], len(matrix)) for matrix in (*weights, a)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, _, a, b = inputs
-    ctx.save_for_backward(x, weight, a, b, output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, biases, a, b = inputs
+    ctx.num_layers, ctx.num_biases = len(weights), len(biases)
+    ctx.save_for_backward(x, output[-1], a, *weights, *b)
 
 
-def _backward(ctx: Any, d_y: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    x, weight, a, b, hidden = ctx.saved_tensors
-    d_hidden = d_y @ b
+def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    x, hidden, a, *others = ctx.saved_tensors
+    num_layers = ctx.num_layers
+    weights, b = others[:num_layers], others[num_layers:]
+    d_ys = gradients[:-1]
+    d_hidden = torch.cat([d_y @ matrix for d_y, matrix in zip(d_ys, b, strict=True)], -1)
     d_x = None
     if ctx.needs_input_grad[0]:
-        d_x = sum_of_linears(d_y, weight.t(), d_hidden, a.t(), None)
-    return d_x, None, None, matrix_gradient(d_hidden, x), matrix_gradient(d_y, hidden)
+        d_x = sum_of_linears(d_ys, [matrix.t() for matrix in weights], d_hidden, a.t(), None)
+    d_b = map(matrix_gradient, d_ys, hidden.chunk(len(b), -1))
+    no_gradients = [None] * num_layers, [None] * ctx.num_biases
+    return d_x, *no_gradients, matrix_gradient(d_hidden, x), list(d_b)
 
 
 def matrix_gradient(d_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -228,15 +268,18 @@ def matrix_gradient(d_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return rows.t() @ x.flatten(0, -2)
 
 
-adapted_linear.register_autograd(_backward, setup_context=_save)
+adapted_linears.register_autograd(_backward, setup_context=_save)
 
 
 # torch.compile computes operations again that seem to cost nothing.
 @register_flop_formula(  # type: ignore[untyped-decorator]
-    [torch.ops.distributed_training.sum_of_linears, torch.ops.distributed_training.adapted_linear]
+    [torch.ops.distributed_training.sum_of_linears, torch.ops.distributed_training.adapted_linears]
 )
-def _(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x_shape) * weight_shape[0]  # type: ignore[no-any-return]
+def _(x_shapes: Any, weight_shapes: Any, *_: Any, **__: Any) -> int:
+    if isinstance(x_shapes[0], int):  # one input of all layers
+        x_shapes = [x_shapes] * len(weight_shapes)
+    products = zip(x_shapes, weight_shapes, strict=True)
+    return sum(2 * math.prod(x_shape) * rows for x_shape, (rows, _) in products)
 
 
 def move_embedding_to_host(layer: nn.Embedding) -> None:

@@ -18,42 +18,24 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from distributed_training.models.decoder import Block, Decoder
-from distributed_training.models.llama.model import LlamaBlock
+from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.lora import matrix_gradient, sum_of_linears
-from distributed_training.settings.config import RunConfig
 
 # Tokens and units of the kernels' tiles, and warps. Each program computes every n-th tile of
 # the same units, so that it can load tiles ahead. About PROGRAMS programs run.
 FORWARD, BACKWARD = (64, 64, 8), (64, 32, 4)
 PROGRAMS = 8 * 132
-# The tiles of both factors must fit in registers, and in 99 KiB of shared memory, or 64 KiB on GPUs
-# before compute capability 8.0.
-MAX_RANK, OLD_MAX_RANK = 64, 32
 
 
-def apply_fused_mlp(model: Decoder, config: RunConfig) -> None:
-    """Let the blocks that this module supports use it, in place. Call this function after
-    apply_lora. The model must be on a GPU and must not use tp or a schedule that splits the
-    backward pass."""
-    is_half = model.compute_dtype in (torch.bfloat16, torch.float16)
-    max_rank = MAX_RANK if torch.cuda.get_device_capability() >= (8, 0) else OLD_MAX_RANK
-    if not is_half or config.lora_dropout or config.lora_rank > max_rank:
-        return
-    for block in model.blocks.values():
-        if _is_supported(block, config.lora_rank):
+def fuse_gated_mlps(model: Decoder, targets: str | None) -> None:
+    """Let the blocks that this module supports use it, in place. `targets` are those of the
+    adapters, which the model already has (see `Plan.fuses_gated_mlps`)."""
+    for index, block in model.blocks.items():
+        if model.size.kind_of(int(index)).fused_mlps(targets):
             block.mlp_override = mlp
 
 
-def _is_supported(block: Block, rank: int) -> bool:
-    if not isinstance(block, LlamaBlock) or block.mlp_out.in_features % FORWARD[1]:
-        return False
-    first: Any = block.mlp_in.adapter
-    is_whole = first is not None and len(first.a) == 2 * rank  # gate and up have adapters.
-    return is_whole and block.mlp_out.adapter is not None
-
-
-def mlp(block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
+def mlp(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the output of `block.mlp` for x [B, T, D]."""
     first: Any = block.mlp_in.adapter
     last: Any = block.mlp_out.adapter
@@ -91,7 +73,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.unit_size = unit_size
         ctx.base = base
         if base is None:
-            return sum_of_linears(act, *stored, last_hidden, last_b, None)
+            return sum_of_linears([act], [*stored], last_hidden, last_b, None)
         return base.product(act, *stored) + F.linear(last_hidden, last_b)
 
     @staticmethod

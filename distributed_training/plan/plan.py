@@ -81,6 +81,17 @@ class Draft:
         return is_frozen and on_gpu and self.only_copies
 
     @property
+    def fuses_gated_mlps(self) -> bool:
+        """Return whether Triton kernels compute those MLPs that `BlockKind.fused_mlps` returns
+        (parallel/gated_mlp.py). The tiles of the adapters' factors must fit in registers and in
+        99 KiB of shared memory, or 64 KiB on GPUs before compute capability 8.0."""
+        config = self.config
+        max_rank = 64 if self.machine.compute_capability >= (8, 0) else 32
+        on_gpu = self.machine.num_gpus > 0 and not self.strategy.traits.has_parameter_hooks
+        is_plain = config.precision != "fp32" and not config.lora_dropout and self.mesh["tp"] == 1
+        return on_gpu and is_plain and 0 < config.lora_rank <= max_rank
+
+    @property
     def keeps_outer_weights_gathered(self) -> bool:
         """Return whether FSDP gathers the weights outside the blocks only once, because LoRA never
         changes them. Other runs gather them in each step, and keep them until its end."""

@@ -12,6 +12,7 @@ from distributed_training.models.attention import attend, describe_documents
 from distributed_training.models.llama.model import LlamaBlock
 from distributed_training.parallel.lora import Adapter, move_embedding_to_host
 from tests.conftest import assert_ok, only_record, run_command, settings
+from tests.parallel.test_gated_mlp import gated_mlp, gradients, make_mlp, separately
 from tests.parity.support import (
     BASE,
     DEEP,
@@ -273,7 +274,7 @@ def test_an_embedding_in_host_memory_returns_the_same_rows():
 
 
 @pytest.mark.parametrize("rank", [16, 24])
-def test_the_fused_mlp_is_as_exact_as_separate_operations(rank):
+def test_the_fused_mlp_of_llama_is_as_exact_as_separate_operations(rank):
     """parallel/lora_mlp.py in bf16, and the same MLP with separate operations in bf16, are compared
     with separate operations in fp32."""
     from distributed_training.models.llama import SIZES
@@ -302,6 +303,21 @@ def test_the_fused_mlp_is_as_exact_as_separate_operations(rank):
 
     exact = compute(None, torch.float32)
     separate, fused = (compute(f, torch.bfloat16) for f in (None, lora_mlp.mlp))
+    for values, others, reference in zip(fused, separate, exact, strict=True):
+        error, usual = ((v.float() - reference).norm() for v in (values, others))
+        assert 0 < error < 1.2 * usual < 0.2 * reference.norm()
+
+
+@pytest.mark.parametrize(("rank", "activation"), [(16, "silu"), (24, "gelu")])
+def test_the_fused_mlp_is_as_exact_as_separate_operations(rank, activation):
+    """parallel/gated_mlp.py in bf16, and the same MLP with separate operations in bf16, are
+    compared with separate operations in fp32."""
+    layers = make_mlp(rank, "cuda")
+    exact = gradients(separately, layers, activation)
+    separate, fused = (
+        gradients(compute, layers, activation, torch.bfloat16)
+        for compute in (separately, gated_mlp.compute)
+    )
     for values, others, reference in zip(fused, separate, exact, strict=True):
         error, usual = ((v.float() - reference).norm() for v in (values, others))
         assert 0 < error < 1.2 * usual < 0.2 * reference.norm()

@@ -56,6 +56,7 @@ def test_dropout_acts_on_the_inputs_and_only_in_training():
     adapter = Adapter(a, b, Config(lora_rank=3, lora_alpha=6.0, lora_dropout=0.25))
     linear = Linear(8, 5).requires_grad_(False)
     exact = linear(x) + 2.0 * (x @ a.T @ b.T)
+    linear.adapter = adapter
     found = adapter(linear, x)
     assert len(found.unique(dim=0)) > 200  # of the 256 masks
     torch.testing.assert_close(found.mean(0), exact[0], rtol=0, atol=0.2)

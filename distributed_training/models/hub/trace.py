@@ -22,6 +22,7 @@ from distributed_training.models import private
 from distributed_training.models.hub import UnsupportedError, linear_attention, model, packing
 from distributed_training.models.hub.attention import NAME, attend_to_own_tokens, record_windows
 from distributed_training.models.hub.experts import STACKS
+from distributed_training.models.hub.fusions import find_fusions
 from distributed_training.models.hub.regions import find_cuts
 from distributed_training.models.size import BlockKind
 
@@ -114,6 +115,8 @@ def trace(net: Any, inner: Any, blocks: nn.ModuleList) -> Traced:
     for index, layer in enumerate(firsts):
         block = blocks[layer]
         inputs = packing.draw_values(block, *packed[layer].inputs)
+        # Falcon's own attention would not accept random masks.
+        fusions = find_fusions(block, inputs) if private.uses_attention(net.config, NAME) else {}
         cuts, wrong_regions, mixes = find_cuts(block, plan, num_heads, inputs)
         needs_whole_samples |= mixes
         wrong += wrong_regions
@@ -121,6 +124,7 @@ def trace(net: Any, inner: Any, blocks: nn.ModuleList) -> Traced:
         private.replace_parameters(block, lambda tensor: tensor.to("meta"))
         kinds[index] = replace(
             kinds[index],
+            **fusions,
             cuts=cuts,
             split_parameters=num_split,
             norm_parameters=kinds[index].parameters - num_split,

@@ -159,6 +159,7 @@ def llama_size(config: Config) -> ModelSize:
         split_parameters=split,
         norm_parameters=sum(norms),
         tensors=len(matrices) + len(norms) + num_biases,
+        gated_mlps=(("mlp_in", "mlp_in", "mlp_out", "silu"),),
         kept_values=kept,
         repeated_values=repeated,
     )

@@ -23,12 +23,13 @@ def adapter_costs(timing: Timing) -> PassCosts:
     """Return the costs of a block's adapters, which are bound by memory bandwidth. They count how
     often the outputs of the matrices are written or read. This happens less often if the product
     with a matrix is added to the adapters' output (parallel/lora.py), and for the first matrix of a
-    fused MLP (parallel/lora_mlp.py)."""
+    fused MLP (parallel/gated_mlp.py)."""
     config = timing.config
     adapted = timing.kind.adapted_parts(config.lora_targets)
     matrices = zip(timing.kind.hf_matrices, timing.kind.matrices, strict=True)
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
-    in_fused = outputs.pop("mlp_in") if _fuses_mlp(timing) else 0
+    fused = {name for gate, up, *_ in _fused_mlps(timing) for name in (gate, up)}
+    in_fused = sum(outputs.pop(name) for name in fused)
     adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
     times_forward, times_backward = (2, 5) if adds_product else (4, 7)
     values = math.fsum(outputs.values())
@@ -55,30 +56,29 @@ def unsaved_bytes(rank: PipelineRank, recomputed: float) -> float:
     computed again although it has no activation checkpointing: the outputs of two norms, if no
     block has any (parallel/blocks.py), and the input of the MLP's second matrix, if it is an
     element-wise function of the first matrix's output or if the MLP is fused
-    (parallel/lora_mlp.py)."""
+    (parallel/gated_mlp.py)."""
     config = rank.config
     if rank.tp > 1 or rank.strategy.traits.has_parameter_hooks:
         return 0
-    if rank.kind.traced_values:
-        if not config.compile or recomputed > 0:
-            return 0
-        values = rank.split_values("compiled") - rank.split_values("adapters")
-        return -rank.hidden_bytes * values
-    values = 2 * rank.size.hidden_size if config.compile and recomputed == 0 else 0
-    first_outputs, second_inputs = mlp_values(rank)
-    if _fuses_mlp(rank) or (config.compile and first_outputs == second_inputs):
-        values += second_inputs
+    keeps_least = config.compile and recomputed == 0
+    shapes = dict(zip(rank.kind.hf_matrices, rank.kind.matrices, strict=True))
+    values: float = sum(shapes[down][1] for _, _, down, _ in _fused_mlps(rank))
+    if not rank.kind.traced_values:
+        first_outputs, second_inputs = mlp_values(rank)
+        if config.compile and first_outputs == second_inputs:
+            values = second_inputs
+        values += 2 * rank.size.hidden_size if keeps_least else 0
+    elif keeps_least:
+        saved = rank.split_values("compiled") - rank.split_values("adapters")
+        values = saved * rank.size.hidden_size
     return -(1 - recomputed) * rank.value_bytes * values
 
 
-def _fuses_mlp(sizes: Sizes) -> bool:
-    """Return whether parallel/lora_mlp.py computes the MLPs of a model."""
-    config = sizes.config
-    parts = sizes.kind.adapted_parts(config.lora_targets)
-    has_all = len(parts.get("mlp_in", ())) == 2 and "mlp_out" in parts
-    on_gpu = sizes.plan.machine.num_gpus > 0 and sizes.dtype_bytes == 2
-    is_supported = on_gpu and sizes.tp == 1 and not config.lora_dropout and config.lora_rank <= 64
-    return has_all and is_supported and not sizes.strategy.traits.has_parameter_hooks
+def _fused_mlps(sizes: Sizes) -> list[tuple[str, str, str, str]]:
+    """Return the MLPs that parallel/gated_mlp.py computes in a block."""
+    if not sizes.plan.fuses_gated_mlps:
+        return []
+    return sizes.kind.fused_mlps(sizes.config.lora_targets)
 
 
 def base_bytes(rank: PipelineRank) -> int:
@@ -122,7 +122,7 @@ def adapter_backward_bytes(rank: PipelineRank, recomputed: float) -> float:
     first_outputs, second_inputs = mlp_values(rank)
     values = second_inputs
     if recomputed == 1:
-        values = 0 if _fuses_mlp(rank) else second_inputs + first_outputs
+        values = 0 if _fused_mlps(rank) else second_inputs + first_outputs
     return rank.value_bytes * values / rank.tp
 
 
