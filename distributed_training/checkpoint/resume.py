@@ -29,7 +29,7 @@ from distributed_training.settings.errors import FinishedError, UserError
 from distributed_training.settings.files import JsonObject, crc32, load_object, parse_as, shown
 from distributed_training.supervise import claims
 
-FORMAT = 6
+FORMAT = 7
 # Keys of the work that a named resume may change: larger values of STEPS extend the run,
 # and the model's folder may have been moved. `load_checkpoint` compares the weights.
 STEPS = {"max_steps", "epochs"}

@@ -70,10 +70,9 @@ def parallelize(
         apply_lora(stage, plan.model, config, topology.device, weights.adapters)
         if plan.fuses_gated_mlps:
             # Imports Triton, which only GPUs have
-            from distributed_training.parallel import gated_mlp, lora_mlp
+            from distributed_training.parallel.gated_mlp import fuse_gated_mlps
 
-            module = gated_mlp if isinstance(stage, HubDecoder) else lora_mlp
-            module.fuse_gated_mlps(stage, config.lora_targets)
+            fuse_gated_mlps(stage, config.lora_targets)
     partial_names = tp_partial_names(stage) if tp_mesh is not None else set()
     if topology.cp > 1:
         apply_cp(stage, topology.cp)

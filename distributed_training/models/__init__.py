@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from distributed_training.data.hub import CLASS_KEYS, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize, differing_value
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
 HUB = "hub"  # the family that runs any decoder with code from transformers
-HUB_PREFIX = f"{HUB}:"
 ALL = slice(None)
 # A spelling may mean several models, such as versions, if their numbers of parameters differ less.
 MAX_SIZE_RATIO = 1.1
@@ -65,17 +62,6 @@ class ModelSpec:
     weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
     has_own_code: bool = False  # whether its config.json names code, which is never run
     has_own_config: bool = True  # False if the size is only known to equal a published model's
-
-    def __post_init__(self) -> None:
-        # A plan is sent as JSON, which turns the family's configuration into a dict.
-        if isinstance(self.size.config, dict) and hasattr(self.code, "Config"):
-            config = TypeAdapter(self.code.Config).validate_python(self.size.config)
-            object.__setattr__(self, "size", replace(self.size, config=config))
-
-    @property
-    def path(self) -> str:
-        """Return the value of CONFIG's `model` key that selects the model in `weights_dir`."""
-        return f"{HUB_PREFIX if self.family == HUB else ''}{self.weights_dir}"
 
     @property
     def code(self) -> Any:
@@ -106,39 +92,32 @@ class ModelSpec:
 
     def weights_source(self, folder: Path) -> WeightSource:
         """Return a source that reads parameters from the Hugging Face weights in `folder`. Each
-        parameter keeps its stored dtype. If a parameter combines tensors with different dtypes, it
-        is fp32. Vocabulary padding is 0. Raises UserError if the files do not fit this model."""
+        parameter keeps its stored dtype. Vocabulary padding is 0. Raises UserError if the files do
+        not fit this model."""
         import torch
 
         parameters = self._named_tensors()
-        pieces = self._match_tensors(parameters, folder)
+        stored = self._match_tensors(parameters, folder)
 
         def read(our_name: str, slices: Slices) -> torch.Tensor:
             shape = parameters[our_name].shape
             if not shape:  # a number
-                ((_, tensor),) = pieces[our_name]
+                _, tensor = stored[our_name]
                 return tensor.read()  # type: ignore[no-any-return]
             row_slice, *columns = slices or (ALL,)
             first, stop, _ = row_slice.indices(shape[0])
-            found = []  # (rows of our tensor, whether each is selected, their values)
-            for rows, tensor in pieces[our_name]:
-                is_inside = (rows >= first) & (rows < stop)
-                matching = torch.where(is_inside)[0].tolist()
-                if matching:
-                    # The rows between them may belong to other parts of our tensor.
-                    file_rows = slice(matching[0], matching[-1] + 1)
-                    values = tensor.read(file_rows)
-                    found.append((rows[file_rows], is_inside[file_rows], values))
+            rows, tensor = stored[our_name]
+            is_inside = (rows >= first) & (rows < stop)
+            matching = torch.where(is_inside)[0].tolist() or [0]
+            # The rows between them may belong to other parts of our tensor.
+            file_rows = slice(matching[0], matching[-1] + 1)
+            values = tensor.read(file_rows)
             selected = (ALL, *columns)
-            if len(found) == 1:
-                rows, _, values = found[0]
-                if torch.equal(rows, torch.arange(first, stop)):
-                    return values[selected]  # type: ignore[no-any-return] # mapped, not copied
-            dtypes = {values.dtype for _, _, values in found}
-            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            result = torch.zeros(stop - first, *shape[1:], dtype=dtype, device="cpu")
-            for rows, is_inside, values in found:
-                result[rows[is_inside] - first] = values[is_inside].to(dtype)
+            if torch.equal(rows[file_rows], torch.arange(first, stop)):
+                return values[selected]  # type: ignore[no-any-return] # mapped, not copied
+            result = torch.zeros(stop - first, *shape[1:], dtype=values.dtype, device="cpu")
+            chosen = is_inside[file_rows]
+            result[rows[file_rows][chosen] - first] = values[chosen]
             return result[selected]
 
         return read
@@ -165,20 +144,20 @@ class ModelSpec:
 
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
-    ) -> dict[str, list[tuple[torch.Tensor, StoredTensor]]]:
-        """Return {parameter name: [(rows of the parameter, stored tensor with these rows)]}. Raises
+    ) -> dict[str, tuple[torch.Tensor, StoredTensor]]:
+        """Return {parameter name: (rows of the parameter, stored tensor with these rows)}. Raises
         UserError if tensors in `folder` are missing or unexpected, or have the wrong shape or
         dtype."""
         what = f"weights {folder} do not fit {self.label}"
+        embedding = (self.size.config or {}).get("embedding", "transformer.wte.weight")
         stored = open_weights(folder)
         if self.files:
             stored = self.files.match(stored, self.size.config).text
         unexpected = set(stored)
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
-        pieces: dict[str, list[tuple[torch.Tensor, StoredTensor]]] = {}
+        matched: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
         for our_name, values in parameters.items():
-            pieces[our_name] = []
             num_rows = len(values) if values.dim() else 1
             for name, rows in self._hf_rows(our_name, num_rows).items():
                 shape = [len(rows), *values.shape[1:]] if values.dim() else []
@@ -186,7 +165,7 @@ class ModelSpec:
                 if is_transposed:
                     shape.reverse()
                 candidates = [name, name.partition(".")[2]]  # saved with or without an output layer
-                if self.size.tied and our_name.startswith("token_embedding"):
+                if self.size.tied and name == embedding:
                     candidates.append(OUTPUT_LAYER)
                 stored_name = next((key for key in candidates if key in stored), name)
                 tensor = stored.get(stored_name)
@@ -199,14 +178,14 @@ class ModelSpec:
                 unexpected.discard(stored_name)
                 if is_transposed:
                     tensor = tensor.transposed()
-                pieces[our_name].append((rows, tensor))
+                matched[our_name] = rows, tensor
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
             why = f"the weights contain {min(unexpected)}{more}, which this model does not have"
             command = convert_command(folder)
             fix = f"to drop the tensors that transformers does not use, run: {command}"
             raise UserError(what, why, fix)
-        return pieces
+        return matched
 
     def save(
         self,
@@ -286,20 +265,14 @@ class ModelSpec:
                 stored[name] = rows.t() if self._is_transposed(our_name) else rows
         return stored
 
-    def hf_rows(self, matrix: str, targets: str | None) -> dict[str, torch.Tensor]:
-        """Return {name of a Hugging Face matrix: indices of its rows in this package's matrix} for
-        those parts of the matrix named `matrix` that `targets` selects (see
-        `BlockKind.adapted_parts`)."""
+    def hf_matrix(self, matrix: str) -> tuple[str, torch.Tensor]:
+        """Return the Hugging Face name of a matrix in a block, and the index of each of its rows
+        there in this package's matrix."""
         _, layer, name = matrix.split(".", 2)
         kind = self.size.kind_of(int(layer))
-        parts = kind.hf_matrices[name]
-        selected = kind.adapted_parts(targets).get(name, {})
-        rows = self._hf_rows(f"{matrix}.weight", sum(parts.values()))
-        return {  # {} for a matrix that cannot have adapters, which has no parts
-            hf_name.removesuffix(".weight"): part_rows
-            for part, (hf_name, part_rows) in zip(parts, rows.items(), strict=False)
-            if part in selected
-        }
+        num_rows, _ = dict(zip(kind.hf_matrices, kind.matrices, strict=True))[name]
+        ((hf_name, rows),) = self._hf_rows(f"{matrix}.weight", num_rows).items()
+        return hf_name.removesuffix(".weight"), rows
 
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` contains readable weights that fit this model. The check
@@ -321,29 +294,26 @@ def find_model(name: str) -> ModelSpec:
             hub_id = module.HUB_IDS.get(label)
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
-    # The prefix "hub:" selects transformers' code even if another family supports the model.
-    is_native = not name.startswith(HUB_PREFIX)
-    name = name.removeprefix(HUB_PREFIX)
     folder = Path(name).resolve()
     if folder.name == CONFIG_FILE:
         folder = folder.parent
     if (folder / CONFIG_FILE).is_file():
         label = folder_label(folder)
-        return replace(_read_spec(label, folder, is_native=is_native), weights_dir=folder)
+        return replace(_read_spec(label, folder), weights_dir=folder)
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
         fix = f"to continue training the adapters, set model to auto and weights to {shown(name)}"
         raise UserError(what, "adapters need a base model", fix)
-    if name in read_table() and is_native:
+    if name in read_table():
         return _listed_spec(name)
     missing = None
     if "/" in name and is_repo_id(name) and not folder.exists():
         try:
-            return read_published(name, is_native=is_native)
+            return read_published(name)
         except UserError as error:
             missing = error
     names, has_all_words = match_names(name)
-    if has_all_words and is_native:
+    if has_all_words:
         # Of versions with the same size, the last one in the table is the newest.
         specs = [_listed_spec(hub_id) for hub_id in names]
         counts = [spec.size.num_parameters for spec in specs]
@@ -359,23 +329,22 @@ def find_model(name: str) -> ModelSpec:
     raise missing or _missing_config(name)
 
 
-def read_published(hub_id: str, *, is_native: bool = True) -> ModelSpec:
+def read_published(hub_id: str) -> ModelSpec:
     """Return the model in a Hub repository, with the size that its config.json describes. Raises
     UserError if the file is not available or the model is not supported."""
-    spec = _read_spec(hub_id.rpartition("/")[2], _fetch_config(hub_id), is_native=is_native)
+    spec = _read_spec(hub_id.rpartition("/")[2], _fetch_config(hub_id))
     return replace(spec, hub_id=hub_id)
 
 
 def _listed_spec(hub_id: str) -> ModelSpec:
     """Return a model in the table, with the size in the table."""
     entry = read_table()[hub_id]
-    family = HUB if "size" in entry else "llama"
     return ModelSpec(
         label=hub_id.rpartition("/")[2],
-        family=family,
-        size=_load(family).listed_size(entry),
+        family=HUB,
+        size=_load(HUB).listed_size(entry),
         hub_id=hub_id,
-        has_own_config=family != HUB and hub_id not in entry["also"],
+        has_own_config="config" in entry and hub_id not in entry["also"],
     )
 
 
@@ -388,28 +357,14 @@ def folder_label(folder: Path) -> str:
     return f"{run}-{folder.name}" if run else folder.name
 
 
-def _read_spec(label: str, folder: Path, *, is_native: bool) -> ModelSpec:
-    """Return the model in `folder`. Its family is the one of the model's type if that family
-    supports the model and its options and `is_native` is set. Otherwise, it is the family that uses
-    transformers' code. Raises UserError if neither family supports the model."""
+def _read_spec(label: str, folder: Path) -> ModelSpec:
+    """Return the model in `folder`. Its family is the one of the model's type, or the one that runs
+    transformers' code. Raises UserError if this family does not support the model."""
     config = load_model_json(folder / CONFIG_FILE)
-    families = [HUB]
-    if is_native:
-        model_type = config.get("model_type")
-        families = [name for name in FAMILIES if model_type in _load(name).MODEL_TYPES] + families
-    errors = []
-    for family in families:
-        try:
-            size = _load(family).read_size(folder)
-        except UserError as error:
-            errors.append(error)
-            continue
-        except Exception:  # transformers may raise any exception for a wrong value
-            if errors:
-                break
-            raise
-        return ModelSpec(label=label, family=family, size=size, has_own_code="auto_map" in config)
-    raise errors[0]
+    model_type = config.get("model_type")
+    family = next((name for name in FAMILIES if model_type in _load(name).MODEL_TYPES), HUB)
+    size = _load(family).read_size(folder)
+    return ModelSpec(label=label, family=family, size=size, has_own_code="auto_map" in config)
 
 
 @functools.cache

@@ -23,13 +23,12 @@ from distributed_training.models.size import ModelSize
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # Buffer with the number of rows up to the end of each expert's rows in the latest micro-batch
 EXPERT_ENDS = "latest_ends"
-Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
+Role = Literal["column", "row", "whole", "positions", "vocabulary"]
 """How tensor parallelism treats a module:
 
 - "column": its outputs are sharded;
 - "row": its inputs are sharded, so its outputs must be summed;
 - "whole": each rank has a full copy and applies it to a shard of the tokens;
-- "heads": each rank has a full copy and applies it to a shard of the heads;
 - "positions": each rank has the full table and looks up a shard of the positions;
 - "vocabulary": its rows are sharded by token id."""
 Positions = int | torch.Tensor

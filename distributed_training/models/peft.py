@@ -60,16 +60,10 @@ class Adapters:
             values = values.to(torch.float32, copy=True)
             scale = self.config.lora_alpha / self.config.lora_rank
             a, b = self.tensors[f"{adapter}.a"], self.tensors[f"{adapter}.b"]
-            if a.dim() == 3:
-                layer = int(name.split(".")[1])
-                transposes = self.spec.size.kind_of(layer).transposes_stacks
-                target = values.mT if transposes else values
-                target.add_(b @ a, alpha=scale)
-                return values[slices]
-            rows = self.spec.hf_rows(matrix, self.config.lora_targets)
-            parts = _split(adapter, a, b, self.spec, self.config)
-            for part_rows, (_, part_a, part_b) in zip(rows.values(), parts, strict=True):
-                values.index_add_(0, part_rows, (part_b @ part_a).mul_(scale))
+            layer = int(name.split(".")[1])
+            transposes = a.dim() == 3 and self.spec.size.kind_of(layer).transposes_stacks
+            target = values.mT if transposes else values
+            target.add_(b @ a, alpha=scale)
             return values[slices]
 
         return read
@@ -254,12 +248,8 @@ def _split(
     """Yield (name, A, B) for each Hugging Face matrix that shares the `adapter` with matrices `a`
     and `b`, in PEFT's layout. If `separate`, each expert has its own matrices."""
     if a.dim() == 2:
-        rows = spec.hf_rows(adapter.removesuffix(".adapter"), config.lora_targets)
-        unsorted = torch.empty_like(b)
-        # The rows of b are in the order of our rows.
-        unsorted[torch.cat(list(rows.values())).argsort()] = b
-        b_parts = unsorted.split([len(part_rows) for part_rows in rows.values()])
-        yield from zip(rows, a.split(config.lora_rank), b_parts, strict=True)
+        name, rows = spec.hf_matrix(adapter.removesuffix(".adapter"))
+        yield name, a, b[rows]
         return
     stack = adapter.removesuffix("_adapter")
     if separate:

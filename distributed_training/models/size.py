@@ -12,7 +12,8 @@ from distributed_training.settings.errors import UserError
 LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
 # Dimensions of the matrices [out, in] in models/decoder.py that tp shards
 _CUTS = {"qkv.weight": 0, "attention_out.weight": 1, "mlp_in.weight": 0, "mlp_out.weight": 1}
-_NOT_COMPARED = {"kinds", "padding_id", "transformers_version"}
+# Weights of a model with another padding token fit as well.
+_NOT_COMPARED = {"kinds", "pad_token_id", "transformers_version"}
 
 
 def _suffixes(targets: str) -> tuple[str, ...]:
@@ -28,10 +29,9 @@ class BlockKind:
     layers: tuple[int, ...]  # indices of these blocks
     attention_width: int  # combined width of all attention heads; 0 without attention
     matrices: tuple[tuple[int, int], ...]  # shapes [out, in]
-    # Module names of the matrices, in the same order -> the Hugging Face matrices that each matrix
-    # contains, in the order of `to_hf`: their names within a block and numbers of rows. A matrix
-    # that cannot have adapters contains none.
-    hf_matrices: dict[str, dict[str, int]]
+    # Module names of the matrices, in the same order -> their Hugging Face names within a block, or
+    # None for matrices that cannot have adapters
+    hf_matrices: dict[str, str | None]
     parameters: int
     # Names of the parameters that tp shards -> sharded dimension
     cuts: dict[str, int] = field(default_factory=_CUTS.copy)
@@ -54,11 +54,6 @@ class BlockKind:
     # (gate, up, down, f) of each MLP that computes down(f(gate(x)) * up(x)) without biases. f is
     # "silu" or "gelu".
     gated_mlps: tuple[tuple[str, str, str, str], ...] = ()
-    # Values per token that a block keeps for the backward pass, in addition to the inputs of its
-    # matrix multiplications
-    kept_values: int = 0
-    # Additional values per token if attention needs k and v for each query head (attention.py)
-    repeated_values: int = 0
     # Mode of `split_values` -> values measured by tracing a block. {}: use the matrices' shapes
     traced_values: dict[str, LinearCost] = field(default_factory=dict)
 
@@ -102,32 +97,28 @@ class BlockKind:
                 inputs += columns
         if mode == "selective":
             return outputs + self.attention_width
-        return outputs + inputs + self.kept_values
+        return outputs + inputs
 
-    def adapted_parts(self, targets: str | None) -> dict[str, dict[str, int]]:
-        """Return the Hugging Face matrices with adapters, as the part of `hf_matrices` that
-        `targets` selects. `targets` is the value of `lora_targets` in CONFIG. None selects all
-        matrices. As in PEFT, a target selects the matrices whose names end with it."""
+    def adapted_matrices(self, targets: str | None) -> dict[str, str]:
+        """Return those `hf_matrices` that have adapters. `targets` is the value of CONFIG's
+        `lora_targets`. None selects all matrices. As in PEFT, a target selects the matrices whose
+        names end with it."""
         suffixes = ("",) if targets is None else _suffixes(targets)
-        selected = {}
-        for our_name, parts in self.hf_matrices.items():
-            selected_parts = {
-                name: rows for name, rows in parts.items() if f".{name}".endswith(suffixes)
-            }
-            if selected_parts:
-                selected[our_name] = selected_parts
-        return selected
+        return {
+            name: hf_name
+            for name, hf_name in self.hf_matrices.items()
+            if hf_name and f".{hf_name}".endswith(suffixes)
+        }
 
     def fused_mlps(self, targets: str | None) -> list[tuple[str, str, str, str]]:
         """Return those `gated_mlps` that parallel/gated_mlp.py can compute: all matrices have
         adapters, and the number of units fits its tiles."""
-        adapted = self.adapted_parts(targets)
+        adapted = self.adapted_matrices(targets)
         shapes = dict(zip(self.hf_matrices, self.matrices, strict=True))
         return [
             (gate, up, down, activation)
             for gate, up, down, activation in self.gated_mlps
-            if all(adapted.get(name) == self.hf_matrices[name] for name in (gate, up, down))
-            and shapes[down][1] % 64 == 0
+            if adapted.keys() >= {gate, up, down} and shapes[down][1] % 64 == 0
         ]
 
     def adapted_stacks(self, targets: str | None) -> dict[str, tuple[int, int, int]]:
@@ -149,10 +140,9 @@ class BlockKind:
         """Return the shapes of A and B of each adapter in a block, by the adapter's name."""
         shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         matrices = dict(zip(self.hf_matrices, self.matrices, strict=True))
-        for name, parts in self.adapted_parts(targets).items():
-            _, columns = matrices[name]
-            rows = sum(parts.values())
-            shapes[f"{name}.adapter"] = (len(parts) * rank, columns), (rows, rank)
+        for name in self.adapted_matrices(targets):
+            rows, columns = matrices[name]
+            shapes[f"{name}.adapter"] = (rank, columns), (rows, rank)
         for name, (experts, outputs, inputs) in self.adapted_stacks(targets).items():
             shapes[f"{name}_adapter"] = (experts, rank, inputs), (experts, outputs, rank)
         return shapes
@@ -193,8 +183,6 @@ class ModelSize:
     tied: bool = True  # whether the output layer shares the token embedding's weights
     # Number of key/value heads; None if each query head has separate keys and values
     num_kv_heads: int | None = None
-    # Number of groups of hidden units that tp keeps together; None if there are no groups
-    mlp_units: int | None = None
     # Mesh axis -> why the model cannot be split over this axis
     unsplit: dict[str, str] = field(default_factory=dict)
     # Whether blocks mix tokens outside of what tp shards, so that tp cannot split a sample
@@ -203,9 +191,6 @@ class ModelSize:
     # Whether blocks have linear attention, which on a GPU needs the package
     # flash-linear-attention. Without it, a step launches thousands of kernels for each block.
     has_linear_attention: bool = False
-    # Id whose row of the token embedding has no gradient from the input, as with transformers'
-    # `padding_idx`; None if there is none. Weights of a model with another such id fit as well.
-    padding_id: int | None = field(default=None, compare=False)
     # Maximum length of generated text. It may exceed that of samples, because the positions of all
     # tokens may depend on the length of a sample, which contains several records or padding.
     max_generated: int = 0
@@ -266,7 +251,7 @@ class ModelSize:
         """Raise UserError if one of the comma-separated `targets` selects no matrix."""
         for target in targets.split(","):
             if not any(
-                kind.adapted_parts(target) or kind.adapted_stacks(target) for kind in self.kinds
+                kind.adapted_matrices(target) or kind.adapted_stacks(target) for kind in self.kinds
             ):
                 why = f"the blocks have no matrix named {target.strip()}"
                 names = self.part_names(None) + self.stack_names()
@@ -277,8 +262,7 @@ class ModelSize:
         """Return the names, within a block, of the Hugging Face matrices that `targets` selects."""
         names: dict[str, None] = {}
         for kind in self.kinds:
-            for parts in kind.adapted_parts(targets).values():
-                names |= dict.fromkeys(parts)
+            names |= dict.fromkeys(kind.adapted_matrices(targets).values())
         return list(names)
 
     def stack_names(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 An entry has other names with the same shape (`also`), each with its source as [repository, file,
 commit], the sources of its own values, and either the model's `size`, measured with transformers,
-or the `config` of a native family."""
+or its `config`, if models/hub/dense.py computes the size."""
 
 import functools
 import json

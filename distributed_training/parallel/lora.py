@@ -4,9 +4,6 @@ The weights W are frozen. An adapter changes the output of a matrix to
 `W x + (alpha / rank) B A dropout(x)`. A is [rank, in], and B is [out, rank]. B is initialized to 0,
 so training starts from the outputs of the base model.
 
-As in PEFT, each Hugging Face matrix has its own A and B. If one of our matrices contains several of
-them, their A matrices are stacked, and so are their B matrices, in the order of our rows.
-
 Because the weights are frozen, an embedding that is not also the output layer can stay in host
 memory."""
 
@@ -65,8 +62,7 @@ def apply_lora(
                 scale = config.lora_alpha / config.lora_rank
                 owner.add_module(key, StackAdapter(a, b, scale))
                 continue
-            rows = spec.hf_rows(owner_name, config.lora_targets)
-            _add_adapter(owner, a, b, list(rows.values()), config)
+            _add_adapter(owner, a, b, config)
         block = model.blocks[number]
         for names in kind.same_inputs:
             layers: list[Any] = [block.get_submodule(name) for name in names]
@@ -76,74 +72,48 @@ def apply_lora(
                 adapted[0].adapter.group = adapted
 
 
-def _add_adapter(
-    linear: Any, a: torch.Tensor, b: torch.Tensor, rows: list[torch.Tensor], config: Config
-) -> None:
-    """Add an adapter with the matrices `a` and `b` to a layer. `rows` are the rows of each Hugging
-    Face matrix."""
-    device = a.device
-    num_parts = len(rows)
-    # Use the sizes of the layer, because a quantized weight has a different shape.
-    num_rows = linear.out_features
-    part_positions = [part_rows * num_parts + index for index, part_rows in enumerate(rows)]
-    positions = torch.cat(part_positions).sort().values
+def _add_adapter(linear: Any, a: torch.Tensor, b: torch.Tensor, config: Config) -> None:
+    """Add an adapter with the matrices `a` and `b` to a layer."""
     if isinstance(linear.weight, DTensor):
         mesh = linear.weight.device_mesh
-        if linear.weight.placements[0].is_shard(1):
-            placement_a, placement_b = Shard(1), Replicate()
-        else:
-            placement_a, placement_b = Replicate(), Shard(0)
-            rank = mesh.get_local_rank()
-            num_rows //= mesh.size()
-            own_positions = positions.chunk(mesh.size())[rank]
-            positions = own_positions - rank * num_rows * num_parts
+        shards_columns = linear.weight.placements[0].is_shard(1)
+        placement_a = Shard(1) if shards_columns else Replicate()
+        placement_b = Replicate() if shards_columns else Shard(0)
         a = distribute_tensor(a, mesh, [placement_a], src_data_rank=None)
         b = distribute_tensor(b, mesh, [placement_b], src_data_rank=None)
     linear.adapter = Adapter(a, b, config)
-    if len(positions) < num_rows * num_parts:
-        linear.adapter.positions = positions.to(device)
-        linear.adapter.num_blocks = num_rows * num_parts
 
 
 def _draw(adapter: str, shape: tuple[int, ...], spec: ModelSpec, config: Config) -> torch.Tensor:
     """Return the initial A of an adapter: Kaiming uniform, as in PEFT. The values depend only on
-    the seed and on the names of the Hugging Face matrices, or on the name of the stack."""
-    names = [adapter.removesuffix("_adapter")]
+    the seed and on the name of the Hugging Face matrix, or of the stack."""
+    name = adapter.removesuffix("_adapter")
     if len(shape) == 2:
-        names = list(spec.hf_rows(adapter.removesuffix(".adapter"), config.lora_targets))
-    a = torch.empty(shape)
-    for name, part in zip(names, a.chunk(len(names)), strict=True):
-        key = config.seed * 100_003 + zlib.crc32(name.encode())
-        generator = torch.Generator().manual_seed(key)
-        limit = shape[-1] ** -0.5
-        part.uniform_(-limit, limit, generator=generator)
-    return a
+        name, _ = spec.hf_matrix(adapter.removesuffix(".adapter"))
+    key = config.seed * 100_003 + zlib.crc32(name.encode())
+    limit = shape[-1] ** -0.5
+    generator = torch.Generator().manual_seed(key)
+    return torch.empty(shape).uniform_(-limit, limit, generator=generator)
 
 
 class Adapter(nn.Module):
-    """LoRA adapters of the k Hugging Face matrices that one matrix contains."""
+    """LoRA adapter of a matrix."""
 
-    # If k > 1 or some rows have no adapter, B is expanded to [out, k lora_rank]. In the block of
-    # columns of each Hugging Face matrix, only the rows of this matrix are not zero.
-    positions: torch.Tensor | None  # index of each row of B among the [out, k] blocks
-    num_blocks = 0  # out times k
     # Layers with the same input as this one, which is called first. All are computed together.
     group: Sequence[Any] = ()
     # Output that has been computed with the first layer of the group
     output: torch.Tensor | None = None
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, config: Config) -> None:
-        """Create the adapters from the stacked matrices `a`, [k lora_rank, in], and `b`,
-        [rows with adapters, lora_rank]."""
+        """Create the adapter from the matrices `a`, [lora_rank, in], and `b`, [out, lora_rank]."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
-        self.register_buffer("positions", None, persistent=False)
 
     def forward(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of `linear` with these adapters, [.., in] -> [.., out]."""
+        """Return the output of `linear` with this adapter, [.., in] -> [.., out]."""
         if self.output is not None:
             y, self.output = self.output, None
             return y
@@ -171,14 +141,9 @@ class Adapter(nn.Module):
         return y + delta
 
     def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A times the adapters' scale, [k lora_rank, in], and the expanded B,
-        [out, k lora_rank], in `dtype`."""
-        a = local_part(self.a).to(dtype) * self.scale
-        b = local_part(self.b).to(dtype)
-        if self.positions is not None:
-            blocks = b.new_zeros(self.num_blocks, b.shape[1])
-            b = blocks.index_copy(0, self.positions, b).view(-1, len(a))
-        return a, b
+        """Return A times the adapter's scale, [lora_rank, in], and B, [out, lora_rank], in
+        `dtype`."""
+        return local_part(self.a).to(dtype) * self.scale, local_part(self.b).to(dtype)
 
 
 def _multiply_adapted(layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:

@@ -46,7 +46,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> Non
         "column": parallel.ColwiseParallel(input_layouts=placement),
         "row": _LayerParallel(Shard(-1), placement, dim=1),
         "whole": _LayerParallel(),
-        "heads": _LayerParallel(),
         "positions": _LayerParallel(position_parts=tp_parts),
         "vocabulary": _TableParallel(placement),
     }
@@ -64,7 +63,7 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 def tp_partial_names(model: Decoder) -> set[str]:
     """Return the names of the trained parameters that tp does not shard. Each rank applies these
-    only to its own tokens or heads, so their gradients must be summed over the ranks
+    only to its own tokens, so their gradients must be summed over the ranks
     (gradients.all_reduce_sum)."""
     return {
         name

@@ -21,7 +21,7 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
-FORMAT = 6  # version of plan.json
+FORMAT = 7  # version of plan.json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.corpus import split_weights
-from distributed_training.models import HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.adapters import base_name, is_adapter
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.size import ModelSize
@@ -100,7 +100,7 @@ def choose_model(request: Request, machine: Machine, notes: list[str]) -> tuple[
             f"the code that {model.label}'s config.json names in auto_map is not run, because "
             "transformers has the same model"
         )
-    if model.hub_id and name not in (model.label, model.hub_id, f"{HUB_PREFIX}{model.hub_id}"):
+    if model.hub_id and name not in (model.label, model.hub_id):
         notes.append(f"model {name!r} is {model.hub_id}")
     max_length = settings.get("max_length", request.max_length)
     if max_length > model.size.num_positions and not request.is_set("max_length"):
@@ -114,7 +114,7 @@ def choose_model(request: Request, machine: Machine, notes: list[str]) -> tuple[
         size.check_targets(request.lora_targets)
     if request.lora_rank:
         targets = request.lora_targets
-        adapted = [len(kind.layers) for kind in size.kinds if kind.adapted_parts(targets)]
+        adapted = [len(kind.layers) for kind in size.kinds if kind.adapted_matrices(targets)]
         if sum(adapted) < size.num_layers:
             notes.append(
                 f"lora_targets adapts only {sum(adapted)} of the model's {size.num_layers} "

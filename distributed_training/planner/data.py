@@ -95,7 +95,7 @@ def find_sources(
         "dataset": dataset,
     }
     if spec.weights_dir is not None:  # a link such as runs/latest may change
-        config_values["model"] = spec.path
+        config_values["model"] = str(spec.weights_dir)
     folders = {
         "tokenizer_dir": tokenizer_dir,
         "weights_dir": weights_dir,

@@ -166,7 +166,6 @@ def _check_divisible(candidate: Candidate) -> None:
             f"the {size.num_kv_heads} key/value heads of {label}",
             "attention is split by these heads",
         ),
-        ("tp", size.mlp_units, f"the {size.mlp_units} splittable parts of {label}'s MLP", ""),
         ("cp", size.num_heads, heads, "attention is split by heads"),
         ("cp", max_length, f"max_length={max_length}", "each rank has the same number of tokens"),
     ):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models import find_model
 from distributed_training.plan.layout import Batch
 from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
@@ -89,20 +89,17 @@ def print_layouts(arguments: argparse.Namespace) -> None:
 
 def write_inputs(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a run's values after writing the inputs that CONFIG does not know to `folder`: a
-    config.json given as `model`, which then runs transformers' code; the config.json of a model
-    with fewer `layers`; and "functions" as `dataset`, one record per function of Python's standard
-    library."""
+    config.json given as `model`; the config.json of a model with fewer `layers`; and "functions" as
+    `dataset`, one record per function of Python's standard library."""
     values = dict(values)
     document = values["model"]
-    prefix = HUB_PREFIX
     if layers := values.pop("layers", None):
         spec = find_model(document)
         document = {**spec.code.to_config(spec.size, 0), "num_hidden_layers": layers}
-        prefix = ""
     folder.mkdir(parents=True)
     if isinstance(document, dict):
         (folder / "config.json").write_text(json.dumps(document))
-        values["model"] = f"{prefix}{folder}"
+        values["model"] = str(folder)
     if values.get("dataset") == "functions":
         values["dataset"] = str(folder / "functions.jsonl")
         write_records(folder / "functions.jsonl")

@@ -3,14 +3,12 @@
 import gzip
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distributed_training.models.attention import attend, describe_documents
-from distributed_training.models.llama.model import LlamaBlock
-from distributed_training.parallel.lora import Adapter, move_embedding_to_host
+from distributed_training.parallel.lora import move_embedding_to_host
 from tests.conftest import assert_ok, only_record, run_command, settings
 from tests.parallel.test_gated_mlp import gated_mlp, gradients, make_mlp, separately
 from tests.parity.support import (
@@ -271,41 +269,6 @@ def test_an_embedding_in_host_memory_returns_the_same_rows():
     assert torch.cuda.memory_allocated() == before - layer.weight.nbytes
     assert torch.equal(layer(ids), expected)
     assert torch.equal(torch.compile(layer)(ids), expected)
-
-
-@pytest.mark.parametrize("rank", [16, 24])
-def test_the_fused_mlp_of_llama_is_as_exact_as_separate_operations(rank):
-    """parallel/lora_mlp.py in bf16, and the same MLP with separate operations in bf16, are compared
-    with separate operations in fp32."""
-    from distributed_training.models.llama import SIZES
-    from distributed_training.parallel import lora_mlp
-
-    torch.manual_seed(0)
-    size = SIZES["SmolLM2-135M"]
-    block = LlamaBlock(size.config, torch.nn.Identity(), 0.0).cuda().requires_grad_(False)
-    config = SimpleNamespace(lora_alpha=32, lora_rank=rank, lora_dropout=0.0)
-    units, rows = block.mlp_out.in_features, torch.arange(block.mlp_in.out_features).cuda()
-    b = torch.randn(2 * units, rank) / 8
-    block.mlp_in.adapter = Adapter(torch.randn(2 * rank, size.hidden_size) / 24, b, config).cuda()
-    block.mlp_in.adapter.positions = 2 * rows + rows // block.unit_size % 2
-    block.mlp_in.adapter.num_blocks = 4 * units
-    a = torch.randn(rank, units) / 40
-    block.mlp_out.adapter = Adapter(a, torch.randn(size.hidden_size, rank) / 8, config).cuda()
-    x, weights = torch.randn(2, 2, 75, size.hidden_size, device="cuda")
-
-    def compute(override, dtype):
-        block.mlp_override = override
-        block.zero_grad()
-        inputs = x.to(dtype, copy=True).requires_grad_()
-        (block.mlp(inputs) * weights).sum().backward()
-        adapters = [p.grad for p in block.parameters() if p.requires_grad]
-        return [inputs.grad, *adapters]
-
-    exact = compute(None, torch.float32)
-    separate, fused = (compute(f, torch.bfloat16) for f in (None, lora_mlp.mlp))
-    for values, others, reference in zip(fused, separate, exact, strict=True):
-        error, usual = ((v.float() - reference).norm() for v in (values, others))
-        assert 0 < error < 1.2 * usual < 0.2 * reference.norm()
 
 
 @pytest.mark.parametrize(("rank", "activation"), [(16, "silu"), (24, "gelu")])

@@ -72,14 +72,14 @@ def test_counted_bytes_equal_the_formulas(tmp_path):
         "expert_parallel": {
             **fsdp,
             **FULL,
-            "model": f"hub:{make_folder('qwen3_moe', tmp_path)}",
+            "model": str(make_folder("qwen3_moe", tmp_path)),
             "dp_replicate": 2,
             "expert_parallel": True,
         },
         "expert_parallel, chosen rows": {
             **fsdp,
             **SELECTIVE,
-            "model": f"hub:{make_folder('qwen3_moe', tmp_path)}",
+            "model": str(make_folder('qwen3_moe', tmp_path)),
             "expert_parallel": True,
         },
     }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models import find_model
 from distributed_training.models.peft import Adapters, read_folder, save_adapters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import Config
@@ -35,7 +35,7 @@ def test_peft_reads_all_adapters(case, tmp_path):
         config = type(config)(**{**config.to_dict(), **MIXTURES[model_type]})
     base = tmp_path / "model"
     random_model(config).save_pretrained(base)
-    spec = find_model(f"{HUB_PREFIX}{base}")
+    spec = find_model(str(base))
     parts, stacks = spec.size.part_names(None), spec.size.stack_names()
     choices = {"default": None}
     if stacks:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distributed_training.checkpoint.export import generate_ids
-from distributed_training.models import HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Decoder
 from distributed_training.models.hub.attention import attend_to_own_tokens
@@ -69,7 +69,7 @@ def find_type(model_type: str) -> ModelSpec | str:
     if reason:
         return f"{UNTRIED}: {reason}"
     try:
-        return find_model(f"{HUB_PREFIX}{folder}")
+        return find_model(str(folder))
     except UserError as error:
         return str(error).partition("config.json")[2].lstrip(":. ").partition(". ")[0]
 
@@ -175,7 +175,7 @@ def test_time_and_memory_grow_with_the_length(model_type):
     if spec.size.num_positions < NUM_POSITIONS - 1:  # the window of all blocks
         edit_json(folder / "config.json", sliding_window=NUM_POSITIONS)
     data = {"dataset": "embedded", "tokenizer": "embedded", "strategy": "dp"}
-    values = {"model": f"{HUB_PREFIX}{folder}", "weights": "random", **data}
+    values = {"model": str(folder), "weights": "random", **data}
     cluster = parse_cluster("H200")
     for lora_rank in (0, 4):
         seconds, num_bytes = [], []

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
-from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models import find_model
 from distributed_training.models.adapters import ADAPTER_WEIGHTS
 from distributed_training.models.attention import Documents, mask_documents
 from distributed_training.models.decoder import EXPERT_ENDS
@@ -121,7 +121,7 @@ def check_names_of_vllm(files, tensors, kind):
 def test_adapters_of_experts_are_those_of_peft(kind, tmp_path):
     """PEFT's files have an adapter per expert (qwen3_moe), or one for all experts."""
     folder = make_folder(kind, tmp_path / "model")
-    spec = find_model(f"{HUB_PREFIX}{folder}")
+    spec = find_model(str(folder))
     targets = "q_proj,experts.gate_up_proj,experts.down_proj"
     config = Config(lora_rank=RANK, lora_alpha=8.0, lora_targets=targets)
     model = read_model(spec, folder)
@@ -168,7 +168,7 @@ def test_quantized_experts_have_4_bits(kind, tmp_path):
     inner = "intermediate_size" if kind == "gpt_oss" else "moe_intermediate_size"
     sizes = {"hidden_size": 128, "head_dim": 32, inner: 64}
     folder = make_folder(kind, tmp_path, **sizes)
-    spec = find_model(f"{HUB_PREFIX}{folder}")
+    spec = find_model(str(folder))
     weights = {name: p.detach() for name, p in read_model(spec, folder).named_parameters()}
 
     def source(name, slices):

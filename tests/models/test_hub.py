@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import distributed_training
 import distributed_training.models.hub as hub_family
 from distributed_training.checkpoint.export import generate_ids
-from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models import HUB, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import KVCache
@@ -46,7 +46,7 @@ LENGTH = 40  # longer than the sliding windows
 
 
 def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
-    spec = find_model(f"{HUB_PREFIX}{folder}")
+    spec = find_model(str(folder))
     assert spec.family == HUB
     return spec, read_model(spec, folder)
 
@@ -177,7 +177,7 @@ def test_models_that_mix_packed_documents_do_not_pack(kind, tmp_path):
     """Nemotron's blocks drop the document mask, falcon and mpt use custom attention code, and the
     states of the others pass on from document to document. In falcon_h1, such a state is beside
     attention that separates documents."""
-    assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
+    assert not find_model(str(make_folder(kind, tmp_path))).size.packs
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
@@ -339,15 +339,3 @@ def test_a_size_depends_only_on_the_config(tmp_path, monkeypatch):
         monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / f"cache {name}"))
         sizes.append(hub_family.read_size(make_folder("gemma2", tmp_path / name)))
     assert sizes[0] == sizes[1]
-
-
-def test_options_missing_in_native_families_use_transformers_blocks(tmp_path):
-    windowed = make_folder("mistral-window", tmp_path / "windowed")
-    assert find_model(str(windowed)).family == HUB
-    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
-    config |= {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config))
-    assert find_model(str(tmp_path)).family == "llama"
-    edit_json(file, mlp_bias=True)
-    assert find_model(str(tmp_path)).family == HUB

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import JambaConfig
 
-from distributed_training.models import HUB_PREFIX, find_model, nf4
+from distributed_training.models import find_model, nf4
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.models.quantized import dequantized_source, quantize_matrices
 from tests.models.hub_folders import random_model
@@ -101,7 +101,7 @@ def test_matrices_whose_weights_other_code_reads_are_not_quantized(tmp_path):
     shape = {**sizes, "vocab_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
     random_model(JambaConfig(**shape, pad_token_id=0, mamba_dt_rank=8)).save_pretrained(tmp_path)
-    spec = find_model(f"{HUB_PREFIX}{tmp_path}")
+    spec = find_model(str(tmp_path))
     original = spec.weights_source(tmp_path)
     logits = []
     for is_quantized in (True, False):

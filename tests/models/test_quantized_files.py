@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, FineGrainedFP8Config, Mxfp4Config
 
-from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models import find_model
 from distributed_training.models.weights import stored_dtype
 from tests.models.hub_folders import make_folder
 from tests.models.test_multimodal import make_whole
@@ -61,7 +61,7 @@ def test_quantized_files_are_dequantized_as_in_transformers(kind, quantize, conf
     config.dequantize = True
     options = {"quantization_config": config, "dtype": torch.bfloat16}
     _, expected = call_reference(read_tensors, folder, **options)
-    spec = find_model(f"{HUB_PREFIX}{folder}")
+    spec = find_model(str(folder))
     assert stored_dtype(folder) == "bfloat16"
     ours = read_model(spec, folder)
     for name, values in ours.named_parameters():

@@ -70,7 +70,7 @@ def adapted_model(folder, base_dtype=None, num_hidden_layers=2, **values):
     """Return a model with adapters, and its adapters' parameters."""
     shape = {"hidden_size": 64, "intermediate_size": UNITS, "num_hidden_layers": num_hidden_layers}
     make_folder("qwen2", folder, **shape)
-    spec = find_model(f"hub:{folder}")
+    spec = find_model(str(folder))
     model, source = spec.build_meta_model(), spec.weights_source(folder)
     if base_dtype:
         source = quantize_matrices(model, source, CPU, base_dtype)
@@ -118,7 +118,7 @@ def test_layers_with_the_same_input_are_computed_together(targets, tmp_path):
 
 
 def test_layers_with_and_without_biases_are_computed_separately(tmp_path):
-    spec = find_model(f"hub:{make_folder('qwen2', tmp_path)}")
+    spec = find_model(str(make_folder("qwen2", tmp_path)))
     model = read_model(spec, tmp_path)
     first, second = (block.self_attn for block in model.blocks.values())
     first.k_proj.bias = None
@@ -160,7 +160,7 @@ def test_compiled_blocks_share_their_graphs(mode, tmp_path):
 def test_tracing_finds_what_can_be_computed_together(
     kind, changes, same_inputs, gated_mlps, tmp_path
 ):
-    for block in find_model(f"hub:{make_folder(kind, tmp_path, **changes)}").size.kinds:
+    for block in find_model(str(make_folder(kind, tmp_path, **changes))).size.kinds:
         assert {*block.same_inputs} == same_inputs
         assert {*block.gated_mlps} == gated_mlps
 

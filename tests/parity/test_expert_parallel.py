@@ -55,7 +55,7 @@ def work(tmp_path_factory):
     def model(kind):
         wide = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
         changes = wide if kind == "qwen3_moe" else {}  # for groups of 64 values
-        return f"hub:{make_folder(kind, tmp_path_factory.mktemp(kind), **changes)}"
+        return str(make_folder(kind, tmp_path_factory.mktemp(kind), **changes))
 
     def values(name):
         kind, _, form = name.partition("/")[0].partition(", ")

@@ -79,7 +79,7 @@ def deep_model(kind, make):
     for key in ("layer_types", "layers_block_type", "no_rope_layers"):
         if key in KINDS[kind][1]:
             changes[key] = (NUM_BLOCKS * KINDS[kind][1][key])[:NUM_BLOCKS]
-    return f"hub:{make_folder(kind, make(kind), **changes)}"
+    return str(make_folder(kind, make(kind), **changes))
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,6 @@ def test_a_resumed_layout_is_bitwise_equal(work):
 def test_a_run_resumed_under_another_layout_equals_one_process(tmp_path):
     """tp pads the vocabulary, whose size is odd."""
     model = make_folder("olmo2", tmp_path / "model", vocab_size=2051)
-    work = {**BASE, "model": f"hub:{model}"}
+    work = {**BASE, "model": str(model)}
     pairs = [("tp x 2", "fsdp x 2"), ("fsdp x 2", "3d-tp-pp x 4")]
     assert_goes_on(pairs, tmp_path, work)

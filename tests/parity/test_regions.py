@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from distributed_training.models import HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.gradients import all_reduce_sum
@@ -42,7 +42,7 @@ def compare_types(model_types: list[str]) -> dict[str, Any]:
         for model_type, folder in folders.items():
             if dist.get_rank():  # Rank 0 measures a size, and the others read it from the cache.
                 dist.barrier()
-            spec = find_model(f"{HUB_PREFIX}{folder}")
+            spec = find_model(str(folder))
             if not dist.get_rank():
                 dist.barrier()
             reason = spec.size.unsplit.get("tp")

@@ -18,7 +18,7 @@ from tests.support import refused
     ],
 )
 def test_refused_by_a_property(kind, shape, values, words, tmp_path):
-    model = f"hub:{make_folder(kind, tmp_path / 'model', **shape)}"
+    model = str(make_folder(kind, tmp_path / "model", **shape))
     given = {
         "strategy": "tp",
         "max_length": 32,

@@ -254,15 +254,15 @@ def test_state_bytes_on_four_processes(name, precision, expected):
     assert state(named_strategy(name), precision, **{axis: 4}) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("model", "replaced"), [("Qwen3-0.6B", 1024), ("Llama-3.2-1B", 2 * 512)])
-def test_fp16_keeps_keys_and_values_of_every_query_head(model, replaced, tmp_path):
-    """In fp16, k and v with 2048 values each replace k and, without a norm of q and k, v. The
-    output layer's gradient is kept in fp32, and a chunk's share of it exists twice, beside the
-    chunk's logits. In bf16, only the fp32 copy counts."""
+@pytest.mark.parametrize(("model", "kv"), [("Qwen3-0.6B", 1024), ("Llama-3.2-1B", 512)])
+def test_fp16_keeps_keys_and_values_of_every_query_head(model, kv, tmp_path):
+    """In fp16, k and v with 2048 values each replace k and v. The output layer's gradient is kept
+    in fp32, and a chunk's share of it exists twice, beside the chunk's logits. In bf16, only the
+    fp32 copy counts."""
     config = {"strategy": "dp", "model": model, "batch_size": 8, "loss_chunk_tokens": 1024}
     half, full = (peak(tmp_path, **config, precision=p).peak_by_component for p in ("fp16", "bf16"))
     size = find_model(model).size
-    kept_bytes = 2 * (2 * 2048 - replaced) * 8 * T * size.num_layers
+    kept_bytes = 2 * 2 * (2048 - kv) * 8 * T * size.num_layers
     assert half["activations"] - full["activations"] == pytest.approx(kept_bytes)
     vocabulary = size.padded_vocab_size
     logits = 2 * 1024 * vocabulary + (4 + 6 - 2 - 4) * vocabulary * size.hidden_size

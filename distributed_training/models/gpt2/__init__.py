@@ -47,12 +47,7 @@ def gpt2_size(
         layers=tuple(range(num_layers)),
         attention_width=d,
         matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
-        hf_matrices={
-            "qkv": {_NAMES["qkv"]: 3 * d},
-            "attention_out": {_NAMES["attention_out"]: d},
-            "mlp_in": {_NAMES["mlp_in"]: 4 * d},
-            "mlp_out": {_NAMES["mlp_out"]: d},
-        },
+        hf_matrices={name: _NAMES[name] for name in ("qkv", "attention_out", "mlp_in", "mlp_out")},
         parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
         split_parameters=12 * d**2 + 7 * d,
         norm_parameters=4 * d,

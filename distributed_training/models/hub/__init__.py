@@ -12,11 +12,17 @@ import re
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import TypeAdapter
 
-from distributed_training.models.config_file import CONFIG_FILE, cached_json, read_config
+from distributed_training.models.config_file import (
+    CONFIG_FILE,
+    cached_json,
+    complete_config,
+    read_config,
+)
+from distributed_training.models.hub.dense import ModelType, dense_size
 from distributed_training.models.size import ModelSize
 from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
@@ -31,19 +37,26 @@ HUB_IDS: dict[str, str] = {}
 MODEL = "distributed_training.models.hub.model:HubDecoder"
 STORES_TRANSPOSED = False
 SUPPORTED = "use a decoder such as gemma2, phi3, olmo2, qwen3_5 or the text of gemma3"
-_VERSION = 104  # version of the format of cached sizes
+_VERSION = 105  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
 def listed_size(entry: dict[str, Any]) -> ModelSize:
     """Return the size of a model in models/table.json."""
-    return TypeAdapter(ModelSize).validate_python(entry["size"])
+    if "size" in entry:
+        return TypeAdapter(ModelSize).validate_python(entry["size"])
+    return dense_size(complete_config(entry["config"]), "models/table.json")
 
 
 def read_size(folder: Path) -> ModelSize:
     """Return the size of the model in `folder`. Raises UserError if the model is not supported."""
     document = read_config(folder)
     file = folder / CONFIG_FILE
+    size = wrong = None
+    try:
+        size = dense_size(document, file)
+    except UserError as error:
+        wrong = error
 
     def measure() -> str:
         try:
@@ -51,10 +64,15 @@ def read_size(folder: Path) -> ModelSize:
         except UnsupportedError as error:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
+        except Exception:  # transformers may raise any exception for a wrong value
+            if document.get("model_type") in get_args(ModelType):
+                raise wrong from None
+            raise
 
-    text = json.dumps(document, sort_keys=True)
-    key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
-    size = TypeAdapter(ModelSize).validate_json(cached_json(key, measure))
+    if size is None:
+        text = json.dumps(document, sort_keys=True)
+        key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
+        size = TypeAdapter(ModelSize).validate_json(cached_json(key, measure))
     tied = is_tied(folder, size.tied, size.config["embedding"])
     return replace(size, tied=tied)
 

@@ -196,7 +196,8 @@ class HubDecoder(private.MovedModule, Decoder):
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(size, dropout)
-        document = text_document(size.config["document"])
+        # The weights decide whether the output layer is tied, as in transformers.
+        document = text_document(size.config["document"]) | {"tie_word_embeddings": size.tied}
         net = build_net(make_config(document, dropout))
         path, inner, layers = find_blocks(net)
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(layers)})

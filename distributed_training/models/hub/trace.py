@@ -247,8 +247,8 @@ def _describe_kind(
         attention_width=max(0, round(per_key / 2)),
         matrices=tuple(matrices.values()),
         hf_matrices={
-            name: {} if name in routers or model.is_read_directly(block, name) else {name: rows}
-            for name, (rows, _) in matrices.items()
+            name: None if name in routers or model.is_read_directly(block, name) else name
+            for name in matrices
         },
         parameters=sum(sizes),
         split_parameters=0,

@@ -136,8 +136,15 @@ def activation_bytes(rank: PipelineRank) -> float:
     # The inputs of the regions that tp shards, which are gathered, and those of other matrices
     num_regions = rank.kind.num_regions
     values += num_regions + (2 - num_regions) * rank.hidden_share
+    num_kv_heads = rank.size.num_kv_heads or rank.size.num_heads
     if rank.config.precision != "bf16" and rank.plan.machine.num_gpus:
-        values += rank.kind.repeated_values / rank.size.hidden_size / rank.tp
+        # models/attention.py repeats k and v for each query head.
+        repeated = 2 * rank.kind.attention_width * (1 - num_kv_heads / rank.size.num_heads)
+        values += repeated / rank.size.hidden_size / rank.tp
+    has_rms_norms = rank.size.final_norm_parameters == rank.size.hidden_size
+    if has_rms_norms and rank.compile_mode == "eager" and rank.dtype_bytes == 4:
+        # Blocks are traced in bf16, in which two norms keep fp32 copies of their inputs.
+        values -= 4
     if rank.config.dropout:  # two masks with one byte per value
         values += 2 * rank.hidden_share / rank.dtype_bytes
     return rank.hidden_bytes * values + statistics_bytes(rank)

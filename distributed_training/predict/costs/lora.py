@@ -25,7 +25,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     with a matrix is added to the adapters' output (parallel/lora.py), and for the first matrix of a
     fused MLP (parallel/gated_mlp.py)."""
     config = timing.config
-    adapted = timing.kind.adapted_parts(config.lora_targets)
+    adapted = timing.kind.adapted_matrices(config.lora_targets)
     matrices = zip(timing.kind.hf_matrices, timing.kind.matrices, strict=True)
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
     fused = {name for gate, up, *_ in _fused_mlps(timing) for name in (gate, up)}

@@ -18,23 +18,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distributed_training.models import HUB_PREFIX
-from distributed_training.models.llama import SIZES
 from distributed_training.records.record import RECORD_FILE, load_record, provenance, write_json
 from distributed_training.settings.files import ROOT
 
 NUM_STEPS = 45  # The record's median leaves out the first 5.
 
 
-def model_key(model: str) -> str:
-    """Return our value of `model` for the name of a Llama or the folder of a config.json."""
-    return model if model in SIZES else f"{HUB_PREFIX}{model}"
-
-
 def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     """Train with this suite. Return the measurements and the prediction."""
     options: dict[str, object] = {
-        "strategy": "dp", "model": model_key(args.model), "weights": "random",
+        "strategy": "dp", "model": args.model, "weights": "random",
         "dataset": "embedded", "tokenizer": "embedded", "batch_size": args.batch,
         "max_length": args.length, "lora_rank": 16, "lora_alpha": 32,
         "activation_checkpointing": args.mode, "max_steps": NUM_STEPS, "eval_samples": 2,

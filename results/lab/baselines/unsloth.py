@@ -17,7 +17,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from distributed_training.models.llama import SIZES
+from distributed_training.models import find_model
 
 MATRICES = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 WARM_UP, MEASURED = 10, 30
@@ -28,12 +28,7 @@ def save_random_model(name: str, tokenizer: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if name in SIZES:
-        values = SIZES[name].config.model_dump(exclude={"rope_parameters"})
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        config.rope_parameters = SIZES[name].config.rope_parameters.model_dump(exclude_unset=True)
-    else:
-        config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.for_model(**find_model(name).size.config["document"])
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
