@@ -16,11 +16,12 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from distributed_training.models import find_model
 
 MATRICES = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-WARM_UP, MEASURED = 10, 30
+WARM_UP, MEASURED = 6, 18
 
 
 def save_random_model(name: str, tokenizer: str, folder: Path) -> None:
@@ -37,11 +38,30 @@ def save_random_model(name: str, tokenizer: str, folder: Path) -> None:
     tokens.save_pretrained(folder)
 
 
+def time_steps(trainer: Any) -> dict[str, float]:
+    """Train. Return the median milliseconds per step and the peak memory in GiB."""
+    import torch
+    from transformers import TrainerCallback
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: object, **__: object) -> None:
+            torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    trainer.add_callback(Clock())
+    torch.cuda.reset_peak_memory_stats()  # Loading is not part of training.
+    trainer.train()
+    times = zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
+    seconds = statistics.median(end - begin for begin, end in times)
+    return {"ms": 1e3 * seconds, "GiB": torch.cuda.max_memory_allocated() / 2**30}
+
+
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """Train for some steps, and print what they took."""
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
     from unsloth import FastLanguageModel
 
@@ -56,13 +76,6 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         target_modules=args.targets.split(","),
         use_gradient_checkpointing=checkpointing,
     )
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: object, **__: object) -> None:
-            torch.cuda.synchronize()
-            ends.append(time.perf_counter())
-
     num_steps = WARM_UP + MEASURED
     ids = torch.randint(50_000, (num_steps * args.batch, args.length)).tolist()
     config = SFTConfig(
@@ -72,18 +85,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         save_strategy="no", logging_strategy="no", gradient_checkpointing=bool(checkpointing),
     )  # fmt: skip
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    trainer = SFTTrainer(
-        model=model, processing_class=tokenizer, train_dataset=data, args=config,
-        callbacks=[Clock()],
-    )  # fmt: skip
-    torch.cuda.reset_peak_memory_stats()  # Loading is not part of training.
-    trainer.train()
-    seconds = statistics.median(
-        b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
-    )
+    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=data, args=config)
     versions = {package: metadata.version(package) for package in ("torch", "unsloth", "trl")}
-    gib = torch.cuda.max_memory_allocated() / 2**30
-    print(json.dumps({"ms": 1e3 * seconds, "GiB": gib, "versions": versions}))
+    print(json.dumps(time_steps(trainer) | {"versions": versions}))
 
 
 def main() -> None:
