@@ -45,6 +45,12 @@ class QuantizedLinear(Linear):
         return y if bias is None else y + bias
 
 
+def adds_to_product(linear: Any) -> bool:
+    """Return whether a product with the matrix of a Linear can be added to other values, because
+    the GPU multiplies in the compute dtype."""
+    return type(linear) is Linear or getattr(linear, "base_dtype", None) == "nf4"
+
+
 def stored_matrix(linear: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the matrix of a Linear in `dtype`, or its codes and scales."""
     if isinstance(linear, QuantizedLinear):

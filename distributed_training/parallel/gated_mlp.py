@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.quantized import stored_matrix
+from distributed_training.models.quantized import adds_to_product, stored_matrix
 from distributed_training.parallel.lora import matrix_gradient, sum_of_linears
 
 # Tokens and units of the kernels' tiles, and warps. Each program computes every n-th tile of
@@ -50,7 +50,8 @@ def fuse_gated_mlps(model: Decoder, targets: str | None) -> None:
 @functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
 def _fused_class(cls: Any, layers: tuple[str, ...], activation: str) -> Any:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return compute(*[getattr(self, name) for name in layers], x, activation)
+        gate, up, down = (getattr(self, name) for name in layers)
+        return compute(gate, up, down, x, activation)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
@@ -61,55 +62,55 @@ def compute(gate: Any, up: Any, down: Any, x: torch.Tensor, activation: str) -> 
     (gate_a, gate_b), (up_a, up_b), (a, b) = (
         layer.adapter.matrices(x.dtype) for layer in (gate, up, down)
     )
-    base = getattr(down, "base", None)
-    stored = [tensor for layer in (gate, up, down) for tensor in stored_matrix(layer, x.dtype)]
+    matrices = [stored_matrix(layer, x.dtype) for layer in (gate, up, down)]
+    stored = [tensors[i] for i in range(len(matrices[0])) for tensors in matrices]
+    rules = activation, getattr(down, "base", None), adds_to_product(down)
     first_a = torch.cat([gate_a, up_a])
-    return _GatedMLP.apply(x, first_a, gate_b, up_b, a, b, activation, base, *stored)  # type: ignore[no-any-return]
+    return _GatedMLP.apply(x, first_a, gate_b, up_b, a, b, *rules, *stored)  # type: ignore[no-any-return]
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Compute a gated MLP. `stored` are the tensors of the three frozen matrices.
+    """Compute a gated MLP. `stored` are the three frozen matrices, or their codes and then their
+    scales.
 
     The activations are not saved. The backward pass computes them again, for the gradient of A."""
 
     @staticmethod
-    def forward(ctx, x, first_a, gate_b, up_b, a, last_b, activation, base, *stored):  # type: ignore[no-untyped-def]
-        multiply = F.linear if base is None else base.product
-        num = len(stored) // 3
-        gate, up = (multiply(x, *stored[i : i + num]) for i in (0, num))
+    def forward(ctx, x, first_a, gate_b, up_b, a, last_b, activation, base, adds, *stored):  # type: ignore[no-untyped-def]
+        weights, scales = list(stored[:3]), list(stored[3:])
+        multiply = base.product if scales else F.linear
+        gate, up = (multiply(x, weights[i], *scales[i : i + 1]) for i in (0, 1))
         hidden = F.linear(x, first_a)
         act = activate(gate, up, hidden, gate_b, up_b, activation)
         last_hidden = F.linear(act, a)
         factors = first_a, gate_b, up_b, a, last_b
         ctx.save_for_backward(x, gate, up, hidden, last_hidden, *factors, *stored)
-        ctx.base, ctx.activation = base, activation
-        if base is None:
-            return sum_of_linears([act], stored[-1:], last_hidden, last_b, None)
-        return base.product(act, *stored[-num:]) + F.linear(last_hidden, last_b)
+        ctx.activation, ctx.base, ctx.adds = activation, base, adds
+        if adds:
+            return sum_of_linears([act], weights[2:], scales[2:], last_hidden, last_b)
+        return base.product(act, weights[2], scales[2]) + F.linear(last_hidden, last_b)
 
     @staticmethod
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         x, gate, up, hidden, last_hidden, *others = ctx.saved_tensors
         first_a, gate_b, up_b, a, last_b, *stored = others
-        base, num = ctx.base, len(stored) // 3
+        base, weights, scales = ctx.base, stored[:3], stored[3:]
         d_last_hidden = d_out @ last_b
-        if base is None:
-            d_act = d_out @ stored[-1]
-        else:
-            d_act = base.input_gradient(d_out, *stored[-num:])
+        d_act = base.input_gradient(d_out, weights[2], scales[2]) if scales else d_out @ weights[2]
         d_gate, d_up, d_gate_b, d_up_b, d_a = activate_backward(
             d_act, d_last_hidden, a, gate, up, hidden, gate_b, up_b, ctx.activation
         )
         d_hidden = torch.cat([d_gate @ gate_b, d_up @ up_b], -1)
-        if base is None:
-            weights = [matrix.t() for matrix in stored[:2]]
-            d_x = sum_of_linears([d_gate, d_up], weights, d_hidden, first_a.t(), None)
+        if ctx.adds:
+            matrices = weights[:2], scales[:2], d_hidden, first_a.t()
+            d_x = sum_of_linears([d_gate, d_up], *matrices, transposes=True)
         else:
-            d_x = base.input_gradient(d_gate, *stored[:num]) + d_hidden @ first_a
-            d_x = d_x + base.input_gradient(d_up, *stored[num:-num])
+            d_x = base.input_gradient(d_gate, weights[0], scales[0]) + d_hidden @ first_a
+            d_x = d_x + base.input_gradient(d_up, weights[1], scales[1])
         d_first_a = matrix_gradient(d_hidden, x)
         d_last_b = matrix_gradient(d_out, last_hidden)
-        return d_x, d_first_a, d_gate_b, d_up_b, d_a, d_last_b, None, None, *[None] * len(stored)
+        nothing = [None] * (3 + len(stored))
+        return d_x, d_first_a, d_gate_b, d_up_b, d_a, d_last_b, *nothing
 
 
 # These are not `triton_op`s, because torch.compile would see inside them, and copy their inputs

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.models.private import shard_for
+from distributed_training.models.quantized import adds_to_product, dequantize, stored_matrix
 from distributed_training.parallel.mesh import local_part
 from distributed_training.settings.config import Config
 
@@ -66,7 +67,7 @@ def apply_lora(
         block = model.blocks[number]
         for names in kind.same_inputs:
             layers: list[Any] = [block.get_submodule(name) for name in names]
-            adapted = [layer for layer in layers if layer.adapter and type(layer) is Linear]
+            adapted = [layer for layer in layers if layer.adapter and adds_to_product(layer)]
             num_biases = sum(layer.bias is not None for layer in adapted)
             if len(adapted) > 1 and num_biases in (0, len(adapted)):
                 adapted[0].adapter.group = adapted
@@ -118,7 +119,7 @@ class Adapter(nn.Module):
             y, self.output = self.output, None
             return y
         drops = self.dropout > 0 and self.training
-        is_plain = type(linear) is Linear and linear.matmul_override is None
+        is_plain = adds_to_product(linear) and linear.matmul_override is None
         if is_plain and not drops and not isinstance(x, DTensor):
             layers = self.group or [linear]
             for layer, y in zip(layers, _multiply_adapted(layers, x), strict=True):
@@ -148,15 +149,17 @@ class Adapter(nn.Module):
 
 def _multiply_adapted(layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
     """Return the outputs of layers with frozen matrices and adapters, for the same input."""
-    weights, biases, a, b = [], [], [], []
+    weights, scales, biases, a, b = [], [], [], [], []
     for layer in layers:  # torch.compile does not understand zip(*...) here (torch 2.14).
-        weights.append(shard_for(x, layer.weight).to(x.dtype))
+        weight, *scale = stored_matrix(layer, x.dtype)
+        weights.append(shard_for(x, weight))
+        scales += scale
         own_a, own_b = layer.adapter.matrices(x.dtype)
         a.append(own_a)
         b.append(own_b)
         if (bias := layer.cast_bias(x)) is not None:
             biases.append(bias)
-    outputs: list[torch.Tensor] = adapted_linears(x, weights, biases, torch.cat(a), b)
+    outputs: list[torch.Tensor] = adapted_linears(x, weights, scales, biases, torch.cat(a), b)
     return outputs[:-1]
 
 
@@ -165,20 +168,26 @@ def _multiply_adapted(layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tens
 def sum_of_linears(
     xs: list[torch.Tensor],
     weights: list[torch.Tensor],
+    scales: list[torch.Tensor],
     hidden: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    transposes: bool = False,
 ) -> torch.Tensor:
     """Return the sum of `hidden b^T + bias` for hidden [.., R], and of `x weight^T` for each x
-    [.., in] and its weight, [.., out]."""
+    [.., in] and its weight, [.., out], or of `x weight` if `transposes`. With `scales`, the weights
+    are codes in NF4."""
     out = F.linear(hidden, b, bias)
-    for x, weight in zip(xs, weights, strict=True):
-        out.flatten(0, -2).addmm_(x.flatten(0, -2), weight.t())
+    for index, x in enumerate(xs):
+        weight = weights[index]
+        if scales:
+            weight = dequantize(weight, scales[index], "nf4")
+        out.flatten(0, -2).addmm_(x.flatten(0, -2), weight if transposes else weight.t())
     return out
 
 
 @sum_of_linears.register_fake
-def _(_xs, _weights, hidden, b, _bias):  # type: ignore[no-untyped-def]
+def _(_xs, _weights, _scales, hidden, b, *_):  # type: ignore[no-untyped-def]
     return hidden.new_empty(*hidden.shape[:-1], len(b))
 
 
@@ -187,43 +196,47 @@ def _(_xs, _weights, hidden, b, _bias):  # type: ignore[no-untyped-def]
 def adapted_linears(
     x: torch.Tensor,
     weights: list[torch.Tensor],
+    scales: list[torch.Tensor],
     biases: list[torch.Tensor],
     a: torch.Tensor,
     b: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the outputs of linear layers with frozen matrices and adapters, [.., out], and the
-    product of their input with their stacked A matrices, which has no gradient. `biases` are those
-    of all layers or empty. Each pass reads and writes the sums of products less often than separate
-    operations do."""
+    product of their input with their stacked A matrices, which has no gradient. `scales` and
+    `biases` are those of all layers or empty. Each pass reads and writes the sums of products less
+    often than separate operations do."""
     hidden = F.linear(x, a)
-    parts = hidden.chunk(len(b), -1)
-    terms = zip(weights, parts, b, biases or [None] * len(b), strict=True)
-    outputs = [sum_of_linears([x], [weight], *others) for weight, *others in terms]
+    outputs = [
+        sum_of_linears(
+            [x], weights[i : i + 1], scales[i : i + 1], part, b[i], biases[i] if biases else None
+        )
+        for i, part in enumerate(hidden.chunk(len(b), -1))
+    ]
     return [*outputs, hidden]
 
 
 @adapted_linears.register_fake
-def _(x, weights, _biases, a, _b):  # type: ignore[no-untyped-def]
+def _(x, weights, _scales, _biases, a, _b):  # type: ignore[no-untyped-def]
     return [x.new_empty(*x.shape[:-1], len(matrix)) for matrix in (*weights, a)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, biases, a, b = inputs
-    ctx.num_layers, ctx.num_biases = len(weights), len(biases)
-    ctx.save_for_backward(x, output[-1], a, *weights, *b)
+    x, weights, scales, biases, a, b = inputs
+    ctx.num_layers, ctx.num_scales, ctx.num_biases = len(b), len(scales), len(biases)
+    ctx.save_for_backward(x, output[-1], a, *b, *weights, *scales)
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     x, hidden, a, *others = ctx.saved_tensors
-    num_layers = ctx.num_layers
-    weights, b = others[:num_layers], others[num_layers:]
+    num = ctx.num_layers
+    b, weights, scales = others[:num], others[num : 2 * num], others[2 * num :]
     d_ys = gradients[:-1]
     d_hidden = torch.cat([d_y @ matrix for d_y, matrix in zip(d_ys, b, strict=True)], -1)
     d_x = None
     if ctx.needs_input_grad[0]:
-        d_x = sum_of_linears(d_ys, [matrix.t() for matrix in weights], d_hidden, a.t(), None)
-    d_b = map(matrix_gradient, d_ys, hidden.chunk(len(b), -1))
-    no_gradients = [None] * num_layers, [None] * ctx.num_biases
+        d_x = sum_of_linears(d_ys, weights, scales, d_hidden, a.t(), transposes=True)
+    d_b = map(matrix_gradient, d_ys, hidden.chunk(num, -1))
+    no_gradients = [[None] * count for count in (num, ctx.num_scales, ctx.num_biases)]
     return d_x, *no_gradients, matrix_gradient(d_hidden, x), list(d_b)
 
 
@@ -237,14 +250,14 @@ adapted_linears.register_autograd(_backward, setup_context=_save)
 
 
 # torch.compile computes operations again that seem to cost nothing.
-@register_flop_formula(  # type: ignore[untyped-decorator]
-    [torch.ops.distributed_training.sum_of_linears, torch.ops.distributed_training.adapted_linears]
-)
-def _(x_shapes: Any, weight_shapes: Any, *_: Any, **__: Any) -> int:
-    if isinstance(x_shapes[0], int):  # one input of all layers
-        x_shapes = [x_shapes] * len(weight_shapes)
-    products = zip(x_shapes, weight_shapes, strict=True)
-    return sum(2 * math.prod(x_shape) * rows for x_shape, (rows, _) in products)
+@register_flop_formula(torch.ops.distributed_training.sum_of_linears)  # type: ignore[untyped-decorator]
+def _(xs: Any, _weights: Any, _scales: Any, _hidden: Any, b: Any, *_: Any, **__: Any) -> int:
+    return sum(2 * math.prod(x) * b[0] for x in xs)
+
+
+@register_flop_formula(torch.ops.distributed_training.adapted_linears)  # type: ignore[untyped-decorator]
+def _(x: Any, _weights: Any, _scales: Any, _biases: Any, _a: Any, b: Any, **_: Any) -> int:
+    return sum(2 * math.prod(x) * rows for rows, _ in b)
 
 
 def move_embedding_to_host(layer: nn.Embedding) -> None:

@@ -79,7 +79,7 @@ def test_counted_bytes_equal_the_formulas(tmp_path):
         "expert_parallel, chosen rows": {
             **fsdp,
             **SELECTIVE,
-            "model": str(make_folder('qwen3_moe', tmp_path)),
+            "model": str(make_folder("qwen3_moe", tmp_path)),
             "expert_parallel": True,
         },
     }

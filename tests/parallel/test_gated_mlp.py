@@ -102,9 +102,11 @@ def test_only_mlps_with_all_adapters_are_fused(base_dtype, tmp_path):
         assert (one - other).norm() < (1e-2 if base_dtype == "fp8" else 1e-5) * other.norm()
 
 
-@pytest.mark.parametrize("targets", [None, "q_proj,v_proj,up_proj"])
-def test_layers_with_the_same_input_are_computed_together(targets, tmp_path):
-    model, adapters = adapted_model(tmp_path, lora_targets=targets)
+@pytest.mark.parametrize(
+    ("targets", "base_dtype"), [(None, None), ("q_proj,v_proj,up_proj", None), (None, "nf4")]
+)
+def test_layers_with_the_same_input_are_computed_together(targets, base_dtype, tmp_path):
+    model, adapters = adapted_model(tmp_path, base_dtype, lora_targets=targets)
     layers = [layer for layer in model.modules() if getattr(layer, "adapter", None)]
     groups = [layer.adapter.group for layer in layers if layer.adapter.group]
     assert sorted(map(len, groups)) == ([2, 2] if targets else [2, 2, 3, 3])

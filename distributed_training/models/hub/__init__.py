@@ -65,7 +65,7 @@ def read_size(folder: Path) -> ModelSize:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
         except Exception:  # transformers may raise any exception for a wrong value
-            if document.get("model_type") in get_args(ModelType):
+            if wrong and document.get("model_type") in get_args(ModelType):
                 raise wrong from None
             raise
 

@@ -9,14 +9,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # Functions of gated MLPs in parallel/gated_mlp.py
-ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+}
 _Calls = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name of a module -> its input and output
 
 
 @torch.no_grad()
 def find_fusions(
     block: nn.Module, inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
-) -> dict[str, tuple[tuple[str, ...], ...]]:
+) -> dict[str, Any]:
     """Return `same_inputs` and `gated_mlps` of a block's BlockKind. The block has random weights,
     and gets random `inputs`."""
     x, others, options = inputs

@@ -30,7 +30,7 @@ def adapter_costs(timing: Timing) -> PassCosts:
     outputs = {name: rows / timing.tp for name, (rows, _) in matrices if name in adapted}
     fused = {name for gate, up, *_ in _fused_mlps(timing) for name in (gate, up)}
     in_fused = sum(outputs.pop(name) for name in fused)
-    adds_product = timing.tp == 1 and not (config.lora_dropout or config.has_quantized_base)
+    adds_product = timing.tp == 1 and not config.lora_dropout and config.base_dtype != "fp8"
     times_forward, times_backward = (2, 5) if adds_product else (4, 7)
     values = math.fsum(outputs.values())
     forward = times_forward * values

@@ -35,7 +35,7 @@ def write_pairs(path: Path, count: int, length: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_DIR)
-    tokens = (tokenizer.decode([index]) for index in range(len(tokenizer)))
+    tokens = (str(tokenizer.decode([index])) for index in range(len(tokenizer)))
     words = [token for token in tokens if token[0] == " " and token[1:].isalpha()]
     generator = random.Random(0)
 
@@ -95,7 +95,8 @@ def measure_trl(args: argparse.Namespace, folder: Path) -> None:
     from trl import DPOConfig, DPOTrainer
 
     save_random_model(args.model, str(EMBEDDED_DIR), folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.to("cuda")  # type: ignore[arg-type]
     checkpointing = "checkpointing" in args.trl
     config = DPOConfig(
         output_dir=str(folder / "out"), per_device_train_batch_size=args.pairs, bf16=True,
