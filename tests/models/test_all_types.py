@@ -71,7 +71,8 @@ def find_type(model_type: str) -> ModelSpec | str:
     try:
         return find_model(str(folder))
     except UserError as error:
-        return str(error).partition("config.json")[2].lstrip(":. ").partition(". ")[0]
+        _, _, reason = str(error).partition(str(folder))
+        return reason.removeprefix("/config.json").lstrip(":. ").partition(". ")[0]
 
 
 def _ids() -> torch.Tensor:
