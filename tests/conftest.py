@@ -36,7 +36,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Use a cache that contains no costs of models that other versions of the code have computed.
 CACHE = Path(tempfile.gettempdir(), f"distributed-training-{os.geteuid()}")
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = str(CACHE)
-shutil.rmtree(CACHE / "configs", ignore_errors=True)
 
 # clean_environment sets this variable to hide the Hub. Tests with a stub of the Hub remove it.
 HUB_OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
@@ -179,6 +178,12 @@ LONGEST_FIRST = (
     "tests/parity/test_expert_parallel.py", "tests/parity/test_resharding.py",
     "tests/checkpoint/test_export.py",
 )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Empty the cache once per session, not in its workers and in processes that import this."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(CACHE / "configs", ignore_errors=True)
 
 
 def _refuse_processes(event: str, _: object) -> None:

@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tests.models.hub_folders import randomize
 
-NUM_POSITIONS = 8192
+NUM_POSITIONS = 4096
 # Values of a config's keys, for those keys that a type has
 _SMALL = {
     "vocab_size": 67, "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 48,
@@ -39,10 +38,11 @@ _SMALL = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "block_types": ["recurrent", "attention"],
     "ffn_hidden_size": 48, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8,
 }  # fmt: skip
-# Without attention, transformers cannot continue text with a cache.
-_WITH_ATTENTION = {
+_CHANGES = {
+    # Without attention, transformers cannot continue text with a cache.
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "prophetnet": {"max_position_embeddings": 64},  # builds tables of pairs of positions
 }
 _MAX_PARAMETERS = 20_000_000
 
@@ -169,6 +169,8 @@ def gpt_oss_attention(
     qkv: list[torch.Tensor], sinks: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, ...]:
     """Return the attention of gpt_oss, and the gradients of the sum of its squares."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
     module = SimpleNamespace(num_key_value_groups=3, sinks=sinks, training=True)
     y, _ = eager_attention_forward(module, *qkv, mask, scaling=scale)
     return (y.detach(), *torch.autograd.grad(y.square().sum(), [*qkv, sinks]))
@@ -184,8 +186,8 @@ def small_config(model_type: str) -> Any:
         values.pop("head_dim", None)
         values["num_key_value_heads"] = 4
     kinds = list(dict.fromkeys(defaults.get("layer_types") or []))
-    if model_type in _WITH_ATTENTION:
-        values |= _WITH_ATTENTION[model_type]
+    if model_type in _CHANGES:
+        values |= _CHANGES[model_type]
     elif kinds:
         values["num_hidden_layers"] = max(2, len(kinds))
         values["layer_types"] = (2 * kinds)[: values["num_hidden_layers"]]

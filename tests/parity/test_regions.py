@@ -26,7 +26,6 @@ from tests.models.theirs import small_config
 pytestmark = pytest.mark.usefixtures("run_if_changed")
 CPU = torch.device("cpu")
 LIMIT = 2e-6
-GROUP = 12  # types that one job compares
 
 
 def compare_types(model_types: list[str]) -> dict[str, Any]:
@@ -55,6 +54,7 @@ def _compare(spec: ModelSpec, folder: Path, mesh: Any) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, spec.size.vocab_size, (2, length), generator=generator)
     losses, gradients = [], []
+    weights = InitialWeights(source=spec.weights_source(folder))
     layouts = [None, (2, 1)] if spec.size.needs_whole_samples else [None, (2, 1), (1, 2)]
     for tp_parts in layouts:
         model = spec.build_meta_model()
@@ -64,7 +64,7 @@ def _compare(spec: ModelSpec, folder: Path, mesh: Any) -> list[float]:
             apply_regions(model, mesh, tp_parts)
             names = tp_partial_names(model)
             model.loss = shard_loss(model.loss, mesh, tp_parts)
-        InitialWeights(source=spec.weights_source(folder)).fill(model, CPU)
+        weights.fill(model, CPU)
         loss = model(ids[:, :-1], ids[:, 1:].contiguous())
         loss.backward()
         losses.append(loss.detach())
@@ -83,16 +83,19 @@ def _compare(spec: ModelSpec, folder: Path, mesh: Any) -> list[float]:
     return errors
 
 
-@functools.cache
-def results_of_group(index: int) -> dict[str, Any]:
-    types = ACCEPTED_TYPES[index * GROUP :][:GROUP]
-    return heavy_pool().call(f"{__name__}:compare_types", types, num_processes=2)
+@pytest.fixture(scope="module")
+def results(request):
+    """Return a function that compares all selected types in one job when it is first called."""
+    items = [item for item in request.session.items if item.path == request.path]
+    types = [item.callspec.params["model_type"] for item in items]
+    job = f"{__name__}:compare_types"
+    return functools.cache(lambda: heavy_pool().call(job, types, num_processes=2))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("model_type", ACCEPTED_TYPES)
-def test_shards_compute_the_loss_and_gradients_or_the_type_is_refused(model_type):
-    result = results_of_group(ACCEPTED_TYPES.index(model_type) // GROUP)[model_type]
+def test_shards_compute_the_loss_and_gradients_or_the_type_is_refused(model_type, results):
+    result = results()[model_type]
     if RECORDED["tp"][model_type].startswith(SPLIT):
         assert max(result) < LIMIT
     else:
