@@ -1,16 +1,37 @@
 """Measure how fast a process computes on this machine's CPU cores. Planning does not import torch,
 so it starts `python -m distributed_training.start.cores`."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 import timeit
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.detect import threads_per_process
+from distributed_training.settings.files import replace_file
+
+FRESH_S = 600.0
+
+
+def recent_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
+    """Return the result of `measure_cores`, which takes seconds, or its result within the last ten
+    minutes."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    file = cache_folder() / f"cores-{num_processes}-{threads}.json"
+    with contextlib.suppress(OSError):
+        if time.time() - file.stat().st_mtime < FRESH_S:
+            return json.loads(file.read_text())  # type: ignore[no-any-return]
+    if rates := measure_cores(num_processes, num_cpus):
+        with contextlib.suppress(OSError):  # a folder that is not writable
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, json.dumps(rates).encode())
+    return rates
 
 PACKAGES = Path(__file__).parents[2]  # folder that contains distributed_training/
 

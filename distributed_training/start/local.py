@@ -12,18 +12,19 @@ from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import CPU_PROCESSES
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import load_strategy
-from distributed_training.start.cores import measure_cores
+from distributed_training.start.cores import recent_cores
 
 
 def requested_cluster(
     request: Request, num_gpus: str | None, *, times_cores: bool = False
 ) -> Cluster:
     """Return a cluster that consists of this machine, with the number of processes requested by
-    --num_gpus. With `times_cores`, the CPU cores of a machine without GPUs are measured."""
+    --num_gpus. With `times_cores`, the CPU cores of a machine without GPUs are measured,
+    unless they were minutes ago."""
     machine = detect_machine()
     mesh = {} if request.strategy == AUTO else load_strategy(request).mesh
     count = requested_processes(num_gpus, machine, mesh)
-    cores = measure_cores(count, machine.num_cpus) if times_cores and not machine.num_gpus else None
+    cores = recent_cores(count, machine.num_cpus) if times_cores and not machine.num_gpus else None
     return local_cluster(machine, count, count, cores)
 
 
