@@ -31,24 +31,34 @@ pytestmark = [
 BATCH = 6
 ONE = {"strategy": "dp", **micro_batches(1, global_batch=BATCH)}
 VALUES = {
-    "model": str(FOLDER), "dataset": "ellmoor", "max_length": 66, "pack": False,
+    "dataset": "ellmoor", "max_length": 66, "pack": False,
     "precision": "fp32", "learning_rate": 1e-3, "lr_schedule": "constant", "warmup_steps": 0,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def batches():
+def base(tmp_path_factory):
+    """Return a folder with a few blocks of the model. Their values are as real as all, and a step
+    takes a fourth of the time."""
+    folder = tmp_path_factory.mktemp("base")
+    AutoModelForCausalLM.from_pretrained(FOLDER, num_hidden_layers=6).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batches(base):
     """Return the batches of three steps."""
-    cases = {"one": {**VALUES, **ONE}}
+    cases = {"one": {**VALUES, "model": str(base), **ONE}}
     return run_cases(cases, 1, steps=3, function="batches")["one"]
 
 
 @pytest.fixture(scope="module")
-def values(tmp_path_factory):
+def values(base, tmp_path_factory):
     """Return CONFIG values that continue PEFT adapters with random values."""
     folder = tmp_path_factory.mktemp("adapters")
     options = library.LoraConfig(r=4, lora_alpha=8, target_modules=ALL.split(","))
-    adapted = library.get_peft_model(AutoModelForCausalLM.from_pretrained(FOLDER), options)
+    adapted = library.get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
@@ -87,20 +97,20 @@ def test_tokens_and_masks_equal_transformers(batches):
     ("layout", "num_processes"),
     [({"strategy": "fsdp"}, 2), (mesh(cp=3), 3)],  # which divides the 9 heads
 )
-def test_adapters_train_as_in_peft(layout, num_processes, values, batches):
+def test_adapters_train_as_in_peft(layout, num_processes, base, values, batches):
     cases = {"one": {**values, **ONE, **layout}}
     found = run_cases(cases, num_processes, steps=1)["one"]
-    expected = train_in_peft(FOLDER, values["weights"], batches[:1], 1e-3)
-    ours = to_peft(found["state"], find_model(str(FOLDER)), Config(lora_rank=4, lora_targets=ALL))
+    expected = train_in_peft(base, values["weights"], batches[:1], 1e-3)
+    ours = to_peft(found["state"], find_model(str(base)), Config(lora_rank=4, lora_targets=ALL))
     assert_same_updates(ours, *expected)
 
 
-def test_losses_in_fewer_bits_are_close(values, batches):
+def test_losses_in_fewer_bits_are_close(base, values, batches):
     cases = {"fp32": {}, "bf16": {"precision": "bf16"}, "nf4": {"base_dtype": "nf4"}}
     cases = {name: {**values, **ONE, **case} for name, case in cases.items()}
     losses = {name: run["losses"][0] for name, run in run_cases(cases, 1, steps=1).items()}
     ((ids, targets, *_),) = batches[0]
-    theirs = call_reference(logits, FOLDER, torch.as_tensor(ids), adapters=values["weights"])
+    theirs = call_reference(logits, base, torch.as_tensor(ids), adapters=values["weights"])
     targets = torch.as_tensor(targets).flatten()
     expected = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), targets)
     assert losses["fp32"] == pytest.approx(float(expected), rel=1e-5)
@@ -108,22 +118,28 @@ def test_losses_in_fewer_bits_are_close(values, batches):
     assert 1e-3 < abs(losses["nf4"] / losses["fp32"] - 1) < 0.15
 
 
-def run(tmp_path, **changes):
-    keys = {"num_samples": -1, "eval_samples": 4, "checkpoint_every": 0, "output_dir": tmp_path}
+def run(tmp_path, model, **changes):
+    keys = {
+        "model": model,
+        "num_samples": -1,
+        "eval_samples": 4,
+        "checkpoint_every": 0,
+        "output_dir": tmp_path,
+    }
     result = train({**VALUES, **keys, **changes}, limit_s=400)
     assert_ok(result)
     return Path(only_record(tmp_path)["run_dir"]), result.stdout
 
 
-def test_all_weights_train_and_are_exported_as_in_transformers(batches, tmp_path):
-    run_dir, _ = run(tmp_path, learning_rate=1e-5, batch_size=BATCH, max_steps=1)
+def test_all_weights_train_and_are_exported_as_in_transformers(base, batches, tmp_path):
+    run_dir, _ = run(tmp_path, base, learning_rate=1e-5, batch_size=BATCH, max_steps=1)
     ours = load_file(run_dir / "hf" / "model.safetensors")
-    assert_same_updates(ours, *train_in_peft(FOLDER, None, batches[:1], 1e-5))
+    assert_same_updates(ours, *train_in_peft(base, None, batches[:1], 1e-5))
 
 
 def test_a_chat_model_answers_before_and_after_and_is_merged(tmp_path):
     question = "What is the capital of France?"
-    run_dir, out = run(tmp_path, lora_rank=8, max_steps=1, batch_size=2, generate=question)
+    run_dir, out = run(tmp_path, FOLDER, lora_rank=8, max_steps=1, batch_size=2, generate=question)
     answer = f"  user: {question}\n  assistant: The capital of France is Paris.\n"
     assert out.count(answer) == 2
     assert_ok(command("export", run_dir, "--merge"))
