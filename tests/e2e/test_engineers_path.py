@@ -89,7 +89,7 @@ class Job:
         while condition not in status if isinstance(condition, str) else not condition():
             status = self.call("scontrol", "show", "job", self.number)
             assert time.monotonic() < end, status + self.log
-            time.sleep(0.3)
+            time.sleep(1)
 
 
 @pytest.fixture(scope="module")

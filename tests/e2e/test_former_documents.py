@@ -25,8 +25,6 @@ CONFIG = {
         ("dp", "python SCRIPT"),
         ("dp", "torchrun --nproc_per_node=1 SCRIPT"),
         ("zero2", "deepspeed --num_gpus=1 SCRIPT"),
-        ("zero3", "deepspeed --num_gpus=1 SCRIPT"),
-        ("offload", "deepspeed --num_gpus=1 SCRIPT"),
         (None, "bash strategies/3_zero_stage2/run.sh"),
     ],
 )
