@@ -41,9 +41,10 @@ LIGHT = (
 HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
-    "transformers.models.gpt2.configuration_gpt2",
+    "transformers.models.gpt2.configuration_gpt2", "transformers.convert_slow_tokenizer",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
-    f"{PACKAGE}.start.worker", "results.lab.harness", "tests.build_extensions:load_built",
+    f"{PACKAGE}.start.worker", "results.lab.harness", f"{PACKAGE}.cli", "tests.support",
+    "tests.build_extensions:load_built",
 )  # fmt: skip
 CALL_LIMIT_S = 500.0
 GRACE_S = 10.0  # time for the other processes to end after one has failed
