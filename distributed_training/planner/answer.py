@@ -88,7 +88,8 @@ class Answer:
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of the run, or None if its work or its speed is unknown."""
-        return count_gpu_hours(self.first, self.amount)
+        seconds = estimate_run_s(self.first, self.amount)
+        return seconds and seconds * self.first.plan.num_processes / 3600
 
     def as_dict(self) -> JsonObject:
         """Return the answer as JSON."""
@@ -203,25 +204,25 @@ def judge_fit(asked: Prediction, first: Prediction) -> MemoryFit:
     return "no" if _kind(first.plan) != _kind(asked.plan) else asked.memory_fit
 
 
-def count_gpu_hours(choice: Prediction, amount: Amount | str) -> float | None:
-    """Return the GPU-hours of a run, or None if its work or its speed is unknown."""
+def estimate_run_s(choice: Prediction, amount: Amount | str) -> float | None:
+    """Return the duration of a run in seconds, or None if its work or its speed is unknown."""
     if isinstance(amount, str) or choice.step is None:
         return None
     seconds = amount.num_steps * choice.step.seconds
     if choice.plan.config.has_reference and amount.epochs:  # a pass before the first step
         seconds += amount.num_steps / amount.epochs * choice.step.forward_s
-    return seconds * choice.plan.num_processes / 3600
+    return seconds
 
 
 def describe_total(choice: Prediction, amount: Amount | str, price: Price | None = None) -> str:
     """Return the time and cost of a whole run as a sentence, or "" if the time is unknown."""
-    gpu_hours = count_gpu_hours(choice, amount)
-    if isinstance(amount, str) or gpu_hours is None:
+    seconds = estimate_run_s(choice, amount)
+    if isinstance(amount, str) or seconds is None:
         return ""
     work = describe_amount(amount)
-    text = format_duration(gpu_hours * 3600 / choice.plan.num_processes)
+    text = format_duration(seconds)
     if price is not None:
-        text += f", cost {price.of(gpu_hours)}"
+        text += f", cost {price.of(seconds * choice.plan.num_processes / 3600)}"
     return f" {work[0].upper()}{work[1:]}: about {text}."
 
 

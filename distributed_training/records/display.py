@@ -241,12 +241,10 @@ def _options(r: Record) -> str:
     return ", ".join(texts)
 
 
-def describe_prediction(
-    prediction: JsonObject | None, num_steps: int | None, *, on_gpu: bool
-) -> str:
-    """Describe the predicted GPU memory and RAM per process, the time per step, the total time and
-    the main bottleneck. Without a GPU, the size of the tensors is given instead of the GPU memory.
-    Return "" if there is no prediction."""
+def describe_prediction(prediction: JsonObject | None, *, on_gpu: bool) -> str:
+    """Describe the predicted GPU memory and RAM per process, the time per step and the main
+    bottleneck. Without a GPU, the size of the tensors is given instead of the GPU memory. Return ""
+    if there is no prediction."""
     if prediction is None:
         return ""
     allocated, needed = prediction["peak_bytes"], prediction["needed_bytes"]
@@ -258,10 +256,8 @@ def describe_prediction(
     seconds = prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown"
-    text += f"; {describe_time(prediction)}"
-    if num_steps is not None:
-        text += f", about {format_duration(num_steps * seconds)} in total"
-    return f"{text}; bottleneck: {bottleneck_name(prediction['bound_by'])}"
+    bottleneck = bottleneck_name(prediction["bound_by"])
+    return f"{text}; {describe_time(prediction)}; bottleneck: {bottleneck}"
 
 
 def describe_time(prediction: JsonObject) -> str:

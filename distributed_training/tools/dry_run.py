@@ -55,8 +55,7 @@ def describe_plan(plan: Plan, command: str, *, explain: bool) -> str:
     """Describe a plan: its verdict, batch, steps and notes, and the launch command. With `explain`,
     add the resolved CONFIG, mesh and DeepSpeed configuration."""
     source = os.path.relpath(plan.strategy.source)
-    num_steps = plan.amount.num_steps if plan.amount else None
-    predicted = describe_prediction(plan.prediction, num_steps, on_gpu=plan.machine.num_gpus > 0)
+    predicted = describe_prediction(plan.prediction, on_gpu=plan.machine.num_gpus > 0)
     lines = [
         fold(plan.verdict),
         f"  batch: {plan.batch.describe()}",

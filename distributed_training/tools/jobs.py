@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.plan.plan import Draft
-from distributed_training.planner.answer import Answer, build_options
+from distributed_training.planner.answer import Answer, build_options, estimate_run_s
 from distributed_training.records.display import describe_time
 from distributed_training.settings.errors import printable
 from distributed_training.settings.files import IS_INSTALLED, MARK, ROOT
@@ -65,13 +65,13 @@ def build_batch_script(
     time = "04:00:00"
     if isinstance(amount, str):
         header.append(f"The time is unknown: {amount}.")
-    elif choice.step is None:
+    elif (run_s := estimate_run_s(choice, amount)) is None:
         header.append("The time is unknown: the GPU's speed is unknown.")
     else:
         steps = math.ceil(amount.num_steps * (1 + amount.error))
         header.append(f"Predicted: {steps:,} steps, {describe_time(choice.as_record())}.")
-        longest_s = choice.likely_s[1] if choice.likely_s else UNKNOWN_FACTOR * choice.step.seconds
-        limit_s = SAFETY_FACTOR * steps * longest_s + OVERHEAD_S
+        factor = choice.evidence.shares[1] if choice.evidence.shares else UNKNOWN_FACTOR
+        limit_s = SAFETY_FACTOR * factor * (1 + amount.error) * run_s + OVERHEAD_S
         time = str(5 * math.ceil(limit_s / 300))  # SLURM reads a number alone as minutes
     # A user's text cannot leave its comment.
     comments = "\n".join(f"# {printable(line)}" for line in header)

@@ -4,6 +4,7 @@ the ranked plans."""
 import dataclasses
 import json
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,10 +17,13 @@ import yaml
 
 import distributed_training.planner.make_plan as planning
 from distributed_training import cli
+from distributed_training.plan.layout import Amount
 from distributed_training.plan.plan import Draft
+from distributed_training.planner.answer import answer
 from distributed_training.planner.sort import describe_suggestion
+from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.request import PRESETS_DIR
+from distributed_training.settings.request import PRESETS_DIR, build_config
 from distributed_training.settings.strategies import MESH_AXES
 from distributed_training.tools import dry_run, jobs
 from distributed_training.tools import plan as command
@@ -240,6 +244,22 @@ def test_a_job_runs_in_the_folder_of_its_relative_paths(call, tmp_path, monkeypa
     options = "--strict --resume auto --preset own.json --dataset "
     assert f"\ncd {tmp_path}\nrun=({SCRIPT} {options}" in job
     assert "# Submit:  sbatch job.slurm\n" in job
+
+
+def test_a_job_has_time_for_the_reference_of_preference_tuning():
+    pairs = Amount(num_samples=400_000, unit="pairs", epochs=1, num_steps=100_000)
+    run_minutes = {}
+    for kind in ("dpo", "simpo"):
+        request = build_config({"model": "Llama-3.1-8B", "lora_rank": 8, "preference": kind})
+        found = dataclasses.replace(answer(request, parse_cluster("H200")), amount=pairs)
+        job = jobs.build_batch_script(
+            found, Path("job.slurm"), SCRIPT, machine_options=[], plan_command=""
+        )
+        minutes = re.search(r"^#SBATCH --time=(\d+)$", job, re.MULTILINE)
+        run_minutes[kind] = int(minutes[1]) - jobs.OVERHEAD_S / 60
+    step = found.first.step
+    longer = run_minutes["dpo"] / run_minutes["simpo"]
+    assert longer == pytest.approx(1 + step.forward_s / step.seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["skypilot", "kubeflow-trainjob"])
