@@ -62,7 +62,7 @@ class Draft:
     steps_between_exchanges: int | None = None
     engine_bytes_per_parameter: float = 0  # bytes of state that the strategy's engine adds
     packing: Packing | None = None  # None if records are not packed, or not read yet
-    tokenized: bool = False  # whether the token cache contained the samples before this plan
+    tokenized: bool = False  # whether the run tokenizes nothing, neither samples nor chats' prompts
 
     def with_config(self, **values: Any) -> "Draft":
         """Return a copy with other values of CONFIG's keys."""

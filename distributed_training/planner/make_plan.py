@@ -65,7 +65,9 @@ def make_plan(
     amount = None
     if data is not None:
         draft, amount = resolve_data_values(draft, data, notes)
-        draft = replace(draft, tokenized=data.cache in cached_names)
+        # Samples of chats need the tokenizer even if the text is tokenized.
+        tokenized = data.cache in cached_names and not data.is_chat
+        draft = replace(draft, tokenized=tokenized)
     prediction = Prediction(draft, cluster.rates)
     fields = {
         **vars(draft),

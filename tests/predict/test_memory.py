@@ -120,12 +120,15 @@ def test_1f1b_holds_most_activations_on_the_first_rank(tmp_path):
     assert many[0] == pytest.approx(4 * few[0], rel=0.1)
 
 
-def test_tokenizing_adds_ram_only_without_a_cache_on_one_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dataset", ["", "ellmoor"])
+def test_tokenizing_adds_ram_on_one_process_for_chats_or_without_a_cache(
+    dataset, tmp_path, monkeypatch
+):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path / "cache"))
     values = {
         "model": "gpt2-tiny",
         "strategy": "dp",
-        "dataset": str(small_text()),
+        "dataset": dataset or str(small_text()),
         "num_samples": 4,
     }
     config = build_config({**values, "output_dir": str(tmp_path)})
@@ -134,7 +137,7 @@ def test_tokenizing_adds_ram_only_without_a_cache_on_one_process(tmp_path, monke
         for count in (1, 1, 2)
     )
     saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
-    assert saved == FITTED.process_bytes.tokenizing
+    assert saved == (0 if dataset else FITTED.process_bytes.tokenizing)
     assert two.prediction["host_bytes"] < first.prediction["host_bytes"]
 
 
