@@ -3,12 +3,15 @@
     python results/lab/short_answers.py MODEL [FOLDER]
 
 MODEL is SmolLM2-135M-Instruct or its folder. It answers each question greedily. The rejected answer
-is its answer, up to the last whole sentence in NUM_TOKENS. The chosen answer is the first sentence
-of it. Questions whose first sentence is at least half of the answer are left out. FOLDER is by
+is its answer, up to the last whole sentence in NUM_TOKENS. The chosen answer is its first two
+sentences, because many a first sentence says nothing ("The study of living things!"): trained with
+one sentence, the model answered general questions without the fact. Answers of fewer than three
+sentences are left out. The pairs are shuffled, because num_samples takes the first. FOLDER is by
 default configs/chats/short-answers. The questions about every tenth topic are for validation.
 """
 
 import json
+import random
 import re
 import sys
 from collections.abc import Sequence
@@ -74,13 +77,12 @@ def list_questions() -> dict[str, list[str]]:
 
 
 def build_pair(question: str, text: str) -> dict[str, str] | None:
-    """Return a pair, or None if the answer has no first sentence that is short."""
+    """Return a pair, or None if the answer has fewer than three sentences."""
     text = text.strip()
-    first = SENTENCE.match(text)
-    sentences = list(SENTENCE.finditer(text))
-    if first is None or 2 * first.end() > sentences[-1].end():
+    ends = [sentence.end() for sentence in SENTENCE.finditer(text)]
+    if len(ends) < 3:
         return None
-    return {"prompt": question, "chosen": first[0], "rejected": text[: sentences[-1].end()]}
+    return {"prompt": question, "chosen": text[: ends[1]], "rejected": text[: ends[-1]]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for split, questions in list_questions().items():
         texts = ask(model, questions, NUM_TOKENS)
         pairs = [build_pair(*each) for each in zip(questions, texts, strict=True)]
+        random.Random(0).shuffle(pairs)
         lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs if pair]
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{split}: {len(lines)} pairs of {len(questions)} questions")

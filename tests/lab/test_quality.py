@@ -17,13 +17,14 @@ def test_no_question_is_trained_on_and_each_fact_is_held_out():
     assert not trained_on & {*QUESTIONS["facts"], *QUESTIONS["general"]}
 
 
-def test_pairs_are_a_first_sentence_and_what_follows_it():
+def test_pairs_are_two_sentences_and_what_follows_them():
     questions = list_questions()
     first = "Steel, e.g. that of the U.S. Navy, is iron with carbon."
-    text = f"{first} It is harder than iron, but it can rust. It is used for bridges and tools."
+    short = f"{first} It is harder than iron, but it can rust."
+    text = f"{short} It is used for bridges and tools."
     pair = build_pair("What is steel?", f"{text} And it")
-    assert pair == {"prompt": "What is steel?", "chosen": first, "rejected": text}
-    assert build_pair("What is steel?", f"{first} It is harder than iron.") is None
+    assert pair == {"prompt": "What is steel?", "chosen": short, "rejected": text}
+    assert build_pair("What is steel?", f"{short} And it") is None
     for split, asked in questions.items():
         lines = (CHATS_DIR / "short-answers" / f"{split}.jsonl").read_text().splitlines()
         pairs = [json.loads(line) for line in lines]
