@@ -5,6 +5,8 @@ import functools
 import math
 import re
 import statistics
+from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,13 +78,23 @@ def distance(run: JsonObject, other: JsonObject) -> float:
 
 def compare(run: JsonObject, runs: list[JsonObject]) -> Evidence:
     """Return what `runs` say about the predicted time of `run`: the errors of the nearest runs,
-    each widened by its distance."""
+    each widened by its distance. If its GPU's generation has few comparable runs, runs of the other
+    generations are used, and the range is widened by the errors that other GPUs had. There is no
+    range for a generation without any run."""
     constants = FITTED.comparison
-    ranked = sorted(((distance(run, other), other) for other in runs), key=lambda pair: pair[0])
-    ranked = ranked[: constants.neighbors]
-    shortest, nearest = ranked[0]
-    if shortest > constants.limit:
+    counts = Counter(other["generation"] for other in runs)
+    often = [other for other in runs if counts[other["generation"]] >= constants.neighbors]
+    same = [other for other in often if other["generation"] == run["generation"]]
+    others = often if counts[run["generation"]] else []
+    choices = ((same, (1.0, 1.0)), (others, constants.other_generation))
+    for candidates, factors in choices:
+        ranked = sorted(((distance(run, other), other) for other in candidates), key=itemgetter(0))
+        ranked = ranked[: constants.neighbors]
+        if ranked and ranked[0][0] <= constants.limit:
+            break
+    else:
         return Evidence("no comparable run was measured", None)
+    shortest, nearest = ranked[0]
     name, seconds = nearest["name"], nearest["seconds"]
     text = f"measured: {seconds:.3g} s, this very run on {nearest['place']}"
     if shortest:
@@ -97,4 +109,4 @@ def compare(run: JsonObject, runs: list[JsonObject]) -> Evidence:
         )[index]
         for index, sign in ((0, -1), (-1, 1))
     ]
-    return Evidence(text, (ends[0], ends[1]))
+    return Evidence(text, (ends[0] * factors[0], ends[1] * factors[1]))

@@ -259,11 +259,13 @@ def _published_errors() -> list[tuple[str, float]]:
             error = blind.prediction_errors(row, Path(folder))[0]
             if error is not None:
                 source = row["source"].partition(",")[0]
-                runs.append((f"{source}, {row['cluster'].replace('x', ' x ')}", error))
+                cluster = row["cluster"]
+                gpus = cluster.replace("x", " x ") if "x" in cluster else "one GPU"
+                runs.append((f"{source}, {gpus}", error))
     return runs
 
 
-GROUPS = ("one GPU", "several GPUs", "mixtures", "low bits", "published by others")
+GROUPS = ("one GPU", "several GPUs", "mixtures", "low bits", "published, H100", "published, A100")
 
 
 @functools.cache
@@ -280,7 +282,10 @@ def covered() -> dict[str, list[tuple[bool, float, float] | None]]:
             entry = shares[0] <= run["seconds"] / run["predicted_s"] <= shares[1], *shares
         is_low = run["base_dtype"] in ("nf4", "fp8")
         index = 2 if run["experts"] else 3 if is_low else int(run["processes"] > 1)
-        by_group[GROUPS[4 if "github" in run["record"] else index]].append(entry)
+        if not run["torch"]:  # published by others
+            index = 4 if run["gpu"].startswith("H100") else 5
+        if "RunPod" not in run["record"]:  # the width of ranges on other GPUs
+            by_group[GROUPS[index]].append(entry)
     return by_group
 
 
@@ -297,18 +302,22 @@ def coverage() -> str:
 
 
 def kept_back() -> str:
-    """Return a sentence on the published runs that no range was fitted to."""
-    num_ranges = num_inside = 0
-    rows = [row for row in json.loads(blind.TABLE.read_text(encoding="utf-8")) if row["is_blind"]]
+    """Return a table of the published runs that no range was fitted to."""
+    by_gpu: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        for row in rows:
-            low, high = blind.predict_row(row, Path(folder))[0].likely_s or (0.0, 0.0)
-            num_ranges += high > 0
-            num_inside += low <= (blind.measured_s(row) or 0.0) <= high
-    return (
-        f"Of {len(rows)} runs of torchtitan and NVIDIA that are in no table of the planner, "
-        f"{num_ranges} have a range, and {num_inside} are inside."
-    )
+        for row in json.loads(blind.TABLE.read_text(encoding="utf-8")):
+            if row["is_blind"]:
+                prediction = blind.predict_row(row, Path(folder))[0]
+                low, high = prediction.likely_s or (0.0, 0.0)
+                is_inside = low <= (blind.measured_s(row) or 0.0) <= high
+                generation = prediction.plan.machine.compute_capability
+                name = "H100 and H200" if generation == (9, 0) else "other generations"
+                by_gpu[name].append((high > 0, is_inside))
+    rows = [
+        [name, *map(str, (len(runs), *map(sum, zip(*runs, strict=True))))]
+        for name, runs in by_gpu.items()
+    ]
+    return _table(rows, ["GPUs", "published runs kept back", "with a range", "inside"])
 
 
 def published() -> str:
