@@ -76,6 +76,14 @@ def distance(run: JsonObject, other: JsonObject) -> float:
     return math.fsum(differing + doublings)
 
 
+def _rank(run: JsonObject, runs: list[JsonObject]) -> list[tuple[float, JsonObject]]:
+    """Return the nearest runs with their distances, or [] if even the nearest is too far away."""
+    constants = FITTED.comparison
+    ranked = sorted(((distance(run, other), other) for other in runs), key=itemgetter(0))
+    is_near = bool(ranked) and ranked[0][0] <= constants.limit
+    return ranked[: constants.neighbors] if is_near else []
+
+
 def compare(run: JsonObject, runs: list[JsonObject]) -> Evidence:
     """Return what `runs` say about the predicted time of `run`: the errors of the nearest runs,
     each widened by its distance. If its GPU's generation has few comparable runs, runs of the other
@@ -86,13 +94,10 @@ def compare(run: JsonObject, runs: list[JsonObject]) -> Evidence:
     often = [other for other in runs if counts[other["generation"]] >= constants.neighbors]
     same = [other for other in often if other["generation"] == run["generation"]]
     others = often if counts[run["generation"]] else []
-    choices = ((same, (1.0, 1.0)), (others, constants.other_generation))
-    for candidates, factors in choices:
-        ranked = sorted(((distance(run, other), other) for other in candidates), key=itemgetter(0))
-        ranked = ranked[: constants.neighbors]
-        if ranked and ranked[0][0] <= constants.limit:
-            break
-    else:
+    ranked, factors = _rank(run, same), (1.0, 1.0)
+    if not ranked:
+        ranked, factors = _rank(run, others), constants.other_generation
+    if not ranked:
         return Evidence("no comparable run was measured", None)
     shortest, nearest = ranked[0]
     name, seconds = nearest["name"], nearest["seconds"]

@@ -52,7 +52,7 @@ def test_ranges_hold_what_they_claim_for_families_that_they_do_not_know():
     for name, entries in validate.covered().items():
         ranges = [entry for entry in entries if entry is not None]
         assert len(ranges) >= (5 if name == "published, H100" else 18), name
-        most = 1 if "A100" in name else 0.9  # runs on H100s say how far off an A100 may be
+        most = 1 if "A100" in name else 0.92  # runs on H100s say how far off an A100 may be
         assert 0.75 <= sum(inside for inside, _, _ in ranges) / len(ranges) <= most, name
     one_gpu = [entry[2] - entry[1] for entry in validate.covered()["one GPU"] if entry]
     assert statistics.median(one_gpu) < 0.2
