@@ -16,6 +16,7 @@ from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.detect import threads_per_process
 from distributed_training.settings.files import replace_file
 
+PACKAGES = Path(__file__).parents[2]  # folder that contains distributed_training/
 FRESH_S = 600.0
 
 
@@ -32,8 +33,6 @@ def recent_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, json.dumps(rates).encode())
     return rates
-
-PACKAGES = Path(__file__).parents[2]  # folder that contains distributed_training/
 
 
 def measure_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
