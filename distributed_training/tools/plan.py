@@ -63,6 +63,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     price_help = "also print the cost at this price per GPU-hour, such as 2.5 or '2.5 USD'"
     add("--price", type=parse_price, metavar="P", help=price_help)
     add("--json", action="store_true", help="print all layouts as JSON")
+    for_help = "answer what another trainer needs: trainer (of transformers)"
+    add("--for", dest="trainer", metavar="TRAINER", help=for_help)
 
 
 def run(
@@ -88,6 +90,10 @@ def run(
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
+    if arguments.trainer:
+        from distributed_training.tools import plan_for
+
+        return plan_for.run(arguments, request, cluster, script)
     # CONFIG's strategy restricts the layouts only if it is typed or has keys of its own.
     if "strategy" not in request.typed and not request.engine_options:
         request = request.model_copy(update={"strategy": AUTO})
