@@ -131,7 +131,7 @@ def test_upper_bounds_are_the_tested_versions():
         assert f"<{major}.{minor + 1}" in bounds[name]
 
 
-FENCES = {"private.py", "private_pipelining.py"}
+FENCES = {"private.py", "private_pipelining.py", "trace_step.py"}
 # Public interfaces whose names begin with an underscore, argparse's table of options, and a
 # script that runs before anything is installed
 PUBLIC = {"_exit", "_replace", "_option_string_actions", "_vendor"}

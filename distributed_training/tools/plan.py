@@ -63,8 +63,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     price_help = "also print the cost at this price per GPU-hour, such as 2.5 or '2.5 USD'"
     add("--price", type=parse_price, metavar="P", help=price_help)
     add("--json", action="store_true", help="print all layouts as JSON")
-    for_help = "answer what another trainer needs: trainer (of transformers)"
-    add("--for", dest="trainer", metavar="TRAINER", help=for_help)
+    for_help = (
+        "answer what trainer (of transformers), trl, axolotl or llamafactory needs; FILE: its YAML"
+    )
+    add("--for", dest="trainer", nargs="+", metavar=("TRAINER", "FILE.yaml"), help=for_help)
+    add("--python", metavar="FILE", help="with --for: Python of the environment to train in")
 
 
 def run(
@@ -81,6 +84,10 @@ def run(
             fix = "write job.slurm, or copy configs/skypilot.yaml or configs/kubeflow-trainjob.yaml"
             raise UserError("--write writes SLURM jobs", fix=fix)
         check_replaced(job_file)
+    if arguments.trainer:
+        from distributed_training.tools import plan_for
+
+        return plan_for.run(arguments, configure, planned_cluster(arguments), script)
     request = configure(arguments.overrides)
     cluster = planned_cluster(arguments)
     if cluster is None:
@@ -90,10 +97,6 @@ def run(
     if job_file is not None and not cluster.machine.num_gpus:
         what = "--write writes a job for GPUs, but this machine has none"
         raise UserError(what, fix="add --cluster 2x8xH100-80GB, with the GPUs of the job")
-    if arguments.trainer:
-        from distributed_training.tools import plan_for
-
-        return plan_for.run(arguments, request, cluster, script)
     # CONFIG's strategy restricts the layouts only if it is typed or has keys of its own.
     if "strategy" not in request.typed and not request.engine_options:
         request = request.model_copy(update={"strategy": AUTO})

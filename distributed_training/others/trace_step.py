@@ -14,7 +14,6 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections import Counter
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -29,26 +28,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "liger-kernel")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl", "liger-kernel")
 BLOCK = 512  # the allocator rounds sizes up to multiples of this number of bytes
-CAUSAL = 0.5  # share of the products that causal attention computes
 # Functions that compute in fp32 under autocast on CUDA but not on the CPU
 FP32 = {
     torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.rsqrt, torch.Tensor.rsqrt,
     torch.exp, torch.log, torch.sum, torch.Tensor.sum, torch.Tensor.norm, F.softmax,
     torch.softmax, torch.Tensor.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.layer_norm,
 }  # fmt: skip
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0}  # index of first factor
 
 
 class Tracker(TorchDispatchMode):
-    """Count the bytes of all tensors that are alive, and the work of each operation."""
+    """Count the bytes of all tensors that are alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.storages: dict[int, int] = {}
-        self.work: Counter[str] = Counter()
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -76,23 +72,10 @@ class Tracker(TorchDispatchMode):
             result = args[0] if name.endswith("_") else args[0].clone()
         else:
             result = func(*args, **kwargs or {})
-        outputs = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
-        for tensor in outputs:
-            self.add(tensor)
-        if outputs and not (func.is_view or name.startswith(("empty", "new_empty"))):
-            self.count(name, [t for t in tree_leaves(args) if torch.is_tensor(t)], outputs)
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf):
+                self.add(leaf)
         return result
-
-    def count(self, name: str, inputs: list[Any], outputs: list[Any]) -> None:
-        self.work["launches"] += 1
-        if name in PRODUCTS:
-            factor = inputs[PRODUCTS[name]]
-            kind = "fp32_flops" if factor.dtype == torch.float32 else "flops"
-            self.work[kind] += 2 * factor.numel() * outputs[0].shape[-1]
-            return
-        if name == "embedding":
-            inputs = inputs[1:]
-        self.work["bytes"] += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
 
 
 class FusedAttention(torch.autograd.Function):
@@ -104,7 +87,6 @@ class FusedAttention(torch.autograd.Function):
         result = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         statistics = q.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, result, statistics)
-        TRACKER.work["attention_flops"] += int(4 * CAUSAL * q.numel() * k.shape[2])
         return result
 
     @staticmethod
@@ -114,7 +96,6 @@ class FusedAttention(torch.autograd.Function):
         heads = q.shape[1]
         gradients = [q.new_empty(t.shape[0], heads, *t.shape[2:]) for t in (q, k, v)]
         del sums
-        TRACKER.work["attention_flops"] += int(10 * CAUSAL * q.numel() * k.shape[2])
         for i, t in ((1, k), (2, v)):
             if t.shape[1] != heads:
                 gradients[i] = gradients[i].unflatten(1, (t.shape[1], -1)).sum(2)
@@ -141,6 +122,19 @@ class CudaFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Nf4Product(torch.autograd.Function):
+    """Multiply by a 4-bit weight as bitsandbytes does, which keeps the weight in 4 bits only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, shape: tuple[int, int]) -> Any:
+        ctx.weight, ctx.shape = weight, shape
+        return x @ weight.new_empty(shape, dtype=x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient @ ctx.weight.new_empty(ctx.shape, dtype=gradient.dtype), None, None
+
+
 TRACKER = Tracker()
 
 
@@ -156,7 +150,7 @@ def pretend_gpu() -> None:
         import triton
     except ModuleNotFoundError:
         return
-    triton.runtime.jit.JITFunction.run = count_kernel
+    triton.runtime.jit.JITFunction.run = lambda *_, **__: None
     with suppress(ModuleNotFoundError):
         import liger_kernel.ops.fused_linear_cross_entropy as liger_loss
 
@@ -178,13 +172,6 @@ def convert(module: Any, function: Any, recurse: bool = True) -> Any:
     return module
 
 
-def count_kernel(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Count a Triton kernel instead of running it."""
-    tensors = [a for a in (*args, *kwargs.values()) if torch.is_tensor(a)]
-    TRACKER.work["launches"] += 1
-    TRACKER.work["bytes"] += sum(t.numel() * t.element_size() for t in tensors)
-
-
 def build_model(question: dict[str, Any], num_layers: int) -> Any:
     """Return the model with `num_layers` blocks, on fake tensors."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -195,7 +182,32 @@ def build_model(question: dict[str, Any], num_layers: int) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     dtype = getattr(torch, question["dtype"])
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if question["nf4"]:
+        quantize(model, **question["nf4"])
+    return model
+
+
+def quantize(model: Any, double: bool) -> None:
+    """Replace the matrices of the blocks by 4-bit matrices of bitsandbytes."""
+    from bitsandbytes.nn import Linear4bit
+
+    def forward(self: Any, x: Any) -> Any:
+        shape = (self.out_features, self.in_features)
+        return Nf4Product.apply(x.to(torch.bfloat16), self.weight, shape).to(x.dtype)
+
+    Linear4bit.forward = forward
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and layer is not model.get_output_embeddings():
+            layer.__class__ = Linear4bit
+            layer.compute_dtype = torch.bfloat16
+            # One scale for 64 weights. With double quantization, it has 8 bits, and 256 share one.
+            num_weights = layer.weight.numel()
+            scale_bytes = num_weights // 64 * (1 + 4 / 256 if double else 4)
+            packed = torch.empty(num_weights // 2 + int(scale_bytes), dtype=torch.uint8)
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+            layer.weight.compress_statistics, layer.weight.quant_type = double, "nf4"
+    model.is_loaded_in_4bit = True
 
 
 def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
@@ -209,15 +221,16 @@ def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     if question["class"] == "SFTTrainer":
         import trl
-        import trl.kernels.chunked_logprob
         from datasets import Dataset
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
 
-        trl.kernels.chunked_logprob._use_triton = lambda device: True
-        trl.trainer.utils._use_triton = lambda device: True
+        trainer_class = trl.SFTTrainer
+        for name, module in list(sys.modules.items()):
+            if name.startswith("trl.") and hasattr(module, "_use_triton"):
+                module._use_triton = lambda device: True
         words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-        return trl.SFTTrainer(
+        return trainer_class(
             model,
             trl.SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True}),
             train_dataset=Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}),
@@ -227,8 +240,11 @@ def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
     from transformers import Trainer, TrainingArguments
 
     if lora:
-        from peft import get_peft_model
+        from peft import get_peft_model, prepare_model_for_kbit_training
 
+        if question["nf4"]:
+            checkpoints = bool(arguments.get("gradient_checkpointing"))
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints)
         model = get_peft_model(model, lora)
         if arguments.get("gradient_checkpointing"):
             model.enable_input_require_grads()
@@ -236,7 +252,7 @@ def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
 
 
 def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return bytes and work of a step with `num_layers` blocks, and the arguments in effect."""
+    """Return the bytes of a step with `num_layers` blocks, and the arguments in effect."""
     gc.collect()  # a trainer is in cycles of references
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -252,26 +268,16 @@ def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], di
         inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
         trainer.get_train_dataloader = lambda: [inputs] * 2 * args.gradient_accumulation_steps
         weights = TRACKER.live - before
-        parameters = [p for p in trainer.model.parameters() if p.requires_grad]
         optimizer = trainer.create_optimizer()
         for group in optimizer.param_groups:
             group["foreach"] = not group.get("fused")  # as on a GPU
         TRACKER.peak = TRACKER.live
-
-        def finish_step(*_: Any) -> None:
-            if trainer.state.global_step == 0:
-                TRACKER.work.clear()
-
-        optimizer.register_step_post_hook(finish_step)
         trainer.train()
         states = [t for state in optimizer.state.values() for t in state.values()]
         sizes = {
             "weights": weights,
             "optimizer": sum(t.numel() * t.element_size() for t in states if torch.is_tensor(t)),
-            "gradients": sum(p.numel() * p.element_size() for p in parameters),
-            "trainable": sum(p.numel() for p in parameters),
             "peak": TRACKER.peak - before,
-            **TRACKER.work,
         }
     names = ("gradient_checkpointing", "bf16", "optim")
     used = {"batch_size": ids.shape[0], "max_length": length}
@@ -306,7 +312,9 @@ def main() -> None:
             more, _ = trace(question, 2 * few)
             share = (total - few) / few
             sizes = {k: round(less[k] + share * (more[k] - less[k])) for k in more}
-    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    installed = {
+        d.metadata["Name"].lower().replace("_", "-") for d in importlib.metadata.distributions()
+    }
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     print(json.dumps({"sizes": sizes, "used": used, "versions": versions}))
 
