@@ -171,10 +171,12 @@ def assert_same_bits(
         assert torch.equal(actual["state"][name], weight), name
 
 
-def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **options: Any) -> None:
+def assert_resumes(
+    cases: dict[str, dict[str, Any]], count: int, *, steps: int = 4, **options: Any
+) -> None:
     """Check that runs that continue from a checkpoint are bitwise equal to uninterrupted runs. Also
     check that steps with a learning rate of 0 do not change the weights."""
-    for found in run_cases(cases, count, function="resume", **options).values():
+    for found in run_cases(cases, count, function="resume", steps=steps, **options).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():
             torch.testing.assert_close(found["kept"][key], weight, rtol=1e-6, atol=1e-6)

@@ -87,9 +87,6 @@ CASES = {
         },
         "twelve/hybrid-3": {**HYBRID, **micro_batches(3, global_batch=12)},
     },
-    8: {
-        "packed/shard2-tp2-pp2": {**mesh(dp_shard=2, tp=2, pp=2), **micro_batches(2)},
-    },
 }  # fmt: skip
 if has_libaio():  # test_shipped_config.py runs infinity with the shipped buffers
     CASES[2]["packed/infinity"] = {**small_infinity(), **micro_batches(2)}
@@ -102,12 +99,10 @@ TRACED = {
     1: {"packed/dp-traced": {"strategy": "dp", **micro_batches(1), **COMPILED, **CHUNKED}},
     2: {
         "packed/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
-        "packed/pp2-zb-h1": {**mesh(pp=2), **micro_batches(4), **ZB_H1, **COMPILED},
         "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
         "tied/dp-cp2-traced": {"strategy": "dp", "cp": 2, **micro_batches(2), **COMPILED, **FULL},
-        "lora/cp2-traced": {**mesh(cp=2), **micro_batches(1), **COMPILED, **SELECTIVE},
         # Only in this family do the blocks receive the embeddings unchanged.
         "tied/tp2-traced": {**mesh(tp=2), **micro_batches(1), **COMPILED},
     },
@@ -195,9 +190,9 @@ def test_zero_in_bf16_follows_one_process(function, strategies):
     (DeepSpeed#8224), and of all micro-batches (#7718). The chunks of the loss and the inputs share
     the tied embedding."""
     work = {**DEEP, "precision": "bf16", **micro_batches(4), **CHUNKED}
-    one = reference(work, steps=8, function=function)
+    one = reference(work, steps=4, function=function)
     cases = {name: {**work, "strategy": name, **FULL} for name in strategies}
-    for name, values in run_cases(cases, 2, steps=8, function=function).items():
+    for name, values in run_cases(cases, 2, steps=4, function=function).items():
         assert values["losses"] == pytest.approx(one["losses"], rel=1e-4), name
         assert values["grad_norms"] == pytest.approx(one["grad_norms"], rel=2e-3), name
 

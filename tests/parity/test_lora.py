@@ -86,22 +86,11 @@ def train_in_peft(base, adapters, steps, learning_rate=1e-2):
     return call_reference(train, base, adapters, batches, learning_rate)
 
 
-# These run transformers' code, which is not split over processes.
-HUB_KINDS = ("gemma2", "qwen3_5_text", "gemma4_text")
 # Adam divides by small gradients, so that at 1e-2, PEFT in fp32 and in fp64 differ by 6e-4 for
 # qwen3_5_text. Transformers' eager attention and convolutions round differently.
 RATES = {"gemma4_text": 1e-3, "qwen3_5_text": 1e-3}
 LIMITS = {"gemma4_text": 1e-4, "qwen3_5_text": 1e-4, "qwen2": 2e-5}
-# Kind of model -> targets of adapters. GPT-2 has one fused matrix for q, k and v.
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-TARGETS = {
-    "gpt2": {"all": "c_attn,attn.c_proj,c_fc,mlp.c_proj"},
-    "llama": {"all": ALL, "qv": "q_proj,v_proj", "gate": "gate_proj"},
-    "qwen3": {"all": ALL},
-    "gemma2": {"all": ALL},
-    "qwen3_5_text": {"all": f"{ALL},in_proj_qkv,in_proj_z,out_proj"},
-    "gemma4_text": {"all": ALL},
-}
 LAYOUTS = {
     "dp": {"strategy": "dp", **micro_batches(2)},
     "fsdp": {"strategy": "fsdp", **micro_batches(1)},
@@ -109,7 +98,17 @@ LAYOUTS = {
     "pp": {**mesh(pp=2), **micro_batches(2)},
     "zero3": {"strategy": "zero3", **micro_batches(2)},
 }
-UNSPLIT = {name: LAYOUTS[name] for name in ("dp", "fsdp", "zero3")}
+# (kind of model, targets of adapters) -> layouts. GPT-2 has one fused matrix for q, k and v.
+ADAPTED = {
+    ("gpt2", "c_attn,attn.c_proj,c_fc,mlp.c_proj"): [*LAYOUTS],
+    ("llama", ALL): [*LAYOUTS],
+    ("llama", "q_proj,v_proj"): ["tp", "zero3"],
+    ("llama", "gate_proj"): ["tp", "pp"],
+    ("qwen3", ALL): ["tp", "pp"],
+    ("gemma2", ALL): ["fsdp"],
+    ("qwen3_5_text", f"{ALL},in_proj_qkv,in_proj_z,out_proj"): ["zero3"],
+    ("gemma4_text", ALL): ["dp"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -117,47 +116,45 @@ def compared(tmp_path_factory):
     """Return {"kind targets layout": (results of our run, (model, PEFT's values before and after
     five steps))}. Each layout has two processes. Batches and initial values are equal."""
     cases, peft_values = {}, {}
-    for kind, named_targets in TARGETS.items():
-        for name, targets in named_targets.items():
-            folder = tmp_path_factory.mktemp("peft")
-            base, adapters = made_by_peft(folder, kind, target_modules=targets.split(","))
-            values = {
-                **BASE, "model": "auto", "weights": str(adapters), "pack": False,
-                "learning_rate": RATES.get(kind, 1e-2), "lr_schedule": "constant",
-                "warmup_steps": 0,
-            }  # fmt: skip
-            for layout, keys in (UNSPLIT if kind in HUB_KINDS else LAYOUTS).items():
-                cases[f"{kind} {name} {layout}"] = {**values, **keys}
-            one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
-            steps = run_cases(one, 1, steps=5, function="batches")["one"]
-            trained = train_in_peft(base, adapters, steps, RATES.get(kind, 1e-2))
-            peft_values[kind, name] = (find_model(str(base)), *trained)
+    for (kind, targets), layouts in ADAPTED.items():
+        folder = tmp_path_factory.mktemp("peft")
+        base, adapters = made_by_peft(folder, kind, target_modules=targets.split(","))
+        values = {
+            **BASE, "model": "auto", "weights": str(adapters), "pack": False,
+            "learning_rate": RATES.get(kind, 1e-2), "lr_schedule": "constant",
+            "warmup_steps": 0,
+        }  # fmt: skip
+        for layout in layouts:
+            cases[f"{kind} {targets} {layout}"] = {**values, **LAYOUTS[layout]}
+        one = {"one": {**values, "strategy": "dp", **micro_batches(1)}}
+        steps = run_cases(one, 1, steps=5, function="batches")["one"]
+        trained = train_in_peft(base, adapters, steps, RATES.get(kind, 1e-2))
+        peft_values[kind, targets] = (find_model(str(base)), *trained)
     found = run_cases(cases, 2, steps=5)
     return {name: (found[name], peft_values[tuple(name.split()[:2])]) for name in cases}
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [(kind, layout) for kind in TARGETS for layout in (UNSPLIT if kind in HUB_KINDS else LAYOUTS)],
+    ("kind", "targets", "layout"),
+    [(*adapted, layout) for adapted, layouts in ADAPTED.items() for layout in layouts],
 )
-def test_every_adapter_trains_as_in_peft(kind, layout, compared):
-    for name, targets in TARGETS[kind].items():
-        found, (spec, before, expected) = compared[f"{kind} {name} {layout}"]
-        adapters = to_peft(found["state"], spec, Config(lora_rank=4, lora_targets=targets))
-        assert adapters.keys() == expected.keys()
-        num_trained = sum(values.numel() for values in expected.values())
-        assert sum(values.numel() for values in found["state"].values()) == num_trained
-        assert spec.size.num_trained_parameters(4, targets) == num_trained
-        for key, values in expected.items():
-            assert (values - before[key]).norm() > 0.005 * values.norm(), key
-            error = (adapters[key] - values).norm() / values.norm()
-            assert error <= LIMITS.get(kind, 1e-5), f"{name}: {key} differs by {error:.1e}"
+def test_every_adapter_trains_as_in_peft(kind, targets, layout, compared):
+    found, (spec, before, expected) = compared[f"{kind} {targets} {layout}"]
+    adapters = to_peft(found["state"], spec, Config(lora_rank=4, lora_targets=targets))
+    assert adapters.keys() == expected.keys()
+    num_trained = sum(values.numel() for values in expected.values())
+    assert sum(values.numel() for values in found["state"].values()) == num_trained
+    assert spec.size.num_trained_parameters(4, targets) == num_trained
+    for key, values in expected.items():
+        assert (values - before[key]).norm() > 0.005 * values.norm(), key
+        error = (adapters[key] - values).norm() / values.norm()
+        assert error <= LIMITS.get(kind, 1e-5), f"{key} differs by {error:.1e}"
 
 
 EXCHANGED = [
     ("llama", {}),
     ("llama", {"target_modules": ALL.split(","), "use_rslora": True}),
-    ("gpt2", {"target_modules": TARGETS["gpt2"]["all"].split(",")}),
+    ("gpt2", {"target_modules": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]}),
     ("gemma2", {}),
     ("gpt_neox", {"target_modules": ["query_key_value", "dense", "dense_4h_to_h"]}),
     ("opt", {"target_modules": ["q_proj", "k_proj", "out_proj", "fc1", "fc2"]}),

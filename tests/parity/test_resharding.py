@@ -20,7 +20,7 @@ PAIRS = [
 ]
 # The resumed run computes the reference again, under its own layout and with its initial weights.
 ANSWERS = {**EIGHT_LAYERS, **preference.PAIRS, "pack": True}
-ANSWERS_PAIRS = [("3d-tp-pp x 4", "offload x 2"), ("zero2 x 2", "3d-shard-cp x 4")]
+ANSWERS_PAIRS = [("3d-tp-pp x 4", "offload x 2")]
 
 
 def assert_goes_on(pairs, folder, work):
