@@ -181,7 +181,9 @@ LONGEST_FIRST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Empty the cache once per session, not in its workers and in processes that import this."""
+    """Empty the cache once per session, not in its workers and in processes that import this. Do
+    not collect garbage while modules are imported."""
+    gc.disable()
     if not hasattr(config, "workerinput"):
         shutil.rmtree(CACHE / "configs", ignore_errors=True)
 
@@ -205,6 +207,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.addaudithook(_refuse_processes)
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000)
 
 

@@ -145,6 +145,7 @@ class Pool:
 
 def serve(modules: Iterable[str]) -> None:
     """Import the modules, then run one job per line until the input ends."""
+    gc.disable()  # it would traverse the modules many times during the imports
     for name in modules:
         name, _, function = name.partition(":")
         base, star, _ = name.partition(".*")
@@ -159,6 +160,7 @@ def serve(modules: Iterable[str]) -> None:
     assert threads == 1, f"{threads} threads: a fork could hang"
     gc.collect()
     gc.freeze()  # so that garbage collection in forks does not copy the imports' memory
+    gc.enable()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that printed text is not mixed with answers
     for line in sys.stdin:

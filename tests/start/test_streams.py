@@ -21,7 +21,8 @@ def test_a_closed_reader_does_not_end_the_run():
 
 
 def test_closed_and_full_streams_do_not_end_a_run(tmp_path):
-    options = settings({**SMALL, "strategy": "dp", "max_steps": 1, "output_dir": tmp_path})
+    values = {**SMALL, "strategy": "dp", "max_steps": 1, "export": False, "output_dir": tmp_path}
+    options = settings(values)
     words = shlex.join(map(str, [sys.executable, SCRIPT, "--num_gpus", "2", *options]))
     assert run_command(["bash", "-c", f"{words} >&- 2>/dev/full <&-"]).returncode == 0
     assert only_record(tmp_path)["status"] == "ok"
