@@ -133,7 +133,9 @@ class Engine(abc.ABC):
 def evaluation_mode(module: nn.Module, *, compiles: bool = False) -> Iterator[None]:
     """Put `module` in evaluation mode. Within the `with` block, disable gradients and
     torch.compile, which would otherwise recompile the model for new shapes. Pairs of answers need
-    the same arithmetic as in training, so that `compiles` allows it."""
+    the same arithmetic as in training, so that `compiles` allows both: code that is compiled
+    without gradients rounds at other places."""
     module.eval()
-    with torch.no_grad(), torch.compiler.set_stance("default" if compiles else "force_eager"):
+    stance = torch.compiler.set_stance("default" if compiles else "force_eager")
+    with torch.set_grad_enabled(compiles), stance:
         yield

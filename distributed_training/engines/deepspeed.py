@@ -112,7 +112,7 @@ class DeepSpeedEngine(base.Engine):
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         with base.evaluation_mode(self.engine, compiles=self.plan.config.has_pairs):
-            return self.engine(*to_device(self.topology.device, *arrays))
+            return self.engine(*to_device(self.topology.device, *arrays)).detach()
 
     def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         with base.evaluation_mode(self.engine):

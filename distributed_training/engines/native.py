@@ -371,7 +371,7 @@ class NativeEngine(base.Engine):
             loss = self._forward(*to_device(self.topology.device, *arrays))
             if loss is None or self.topology.tp_rank > 0:
                 return total
-            return total + loss
+            return total + loss.detach()
 
     def logits(self, input_ids: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
         with base.evaluation_mode(self.stages):

@@ -127,7 +127,6 @@ class Pipeline:
         self._results.append(result.detach())
         return result.sum() * self._scale  # Only the loss has a gradient, not the metrics of pairs.
 
-    @torch.no_grad()
     def forward(
         self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
@@ -140,7 +139,8 @@ class Pipeline:
                 dist.recv(out, group=self.group, group_src=self.stage_ranks[index - 1])
             out = stage(out, targets, *documents)
             if not stage.is_last and index + 1 not in self.stages:
-                dist.send(out.contiguous(), group=self.group, group_dst=self.stage_ranks[index + 1])
+                target = self.stage_ranks[index + 1]
+                dist.send(out.detach().contiguous(), group=self.group, group_dst=target)
         return out if self.last_stage is not None else None
 
     def add_tied_gradients(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from distributed_training.data.samples import StepBatch
-from distributed_training.engines import native
+from distributed_training.engines import base, native
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models import find_model
 from distributed_training.models.decoder import COMPUTE_DTYPES
@@ -102,3 +102,13 @@ def test_a_loss_scale_falls_at_an_overflow_and_rises_again(tmp_path, monkeypatch
     steps = train(engine, 0, 1, 2)
     assert not any(step.skipped for step in steps)
     assert engine.loss_scale == 2.0**5
+
+
+def test_only_pairs_are_evaluated_with_the_code_that_training_compiles():
+    """Code that is compiled without gradients rounds at other places, so that answers in bf16 would
+    differ from their reference before the first step."""
+    layer = torch.nn.Linear(2, 2)
+    for compiles in (True, False):
+        with base.evaluation_mode(layer, compiles=compiles):
+            assert layer(torch.ones(2)).requires_grad == compiles
+            assert not layer.training

@@ -177,7 +177,9 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
             model.read_logit_transform(whole, whole.base_model) != settings["head"]
         ):
             raise UnsupportedError("computes other logits than the class of its text decoder")
-    traced = trace(net, inner, blocks)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # The router of a mixture may separate tokens only mostly.
+        traced = trace(net, inner, blocks)
     kinds = traced.kinds
     if not any(kind.matrices for kind in kinds):
         raise UnsupportedError("has no linear layers")
