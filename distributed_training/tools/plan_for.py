@@ -10,6 +10,7 @@ here and, if not every value is kept as it is, the meaning of each value. A mean
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def translate(dialect: JsonObject, document: JsonObject) -> tuple[JsonObject, li
                 continue
             value = choices[0][str(value).lower()]
         elif meaning == "lora_targets":
-            value = ",".join(value) if isinstance(value, list) else value
+            value = ",".join(map(str, value)) if isinstance(value, list) else value
             value = None if value in ("all", "all-linear") else value
         if value is not None:
             values.setdefault(meaning, value)
@@ -180,14 +181,15 @@ def trace(question: JsonObject, python: str) -> JsonObject:
     try:
         completed = subprocess.run(
             [python, "-I", str(OTHERS / "trace_step.py")],
-            input=json.dumps(question),
+            input=json.dumps(question, default=str),  # YAML also has dates and sets
             capture_output=True,
             text=True,
             timeout=TRACE_S,
         )
         if completed.returncode == 0:
             return json.loads(completed.stdout)  # type: ignore[no-any-return]
-        why = completed.stderr.strip().rpartition("\n")[2]
+        errors = re.findall(r"^[\w.]+(?:Error|Exception).*", completed.stderr, re.MULTILINE)
+        why = errors[-1] if errors else completed.stderr[-300:]
         if "ModuleNotFoundError" in why:
             fix = "install it, or name the Python that you train with: --python FILE"
     except (OSError, subprocess.TimeoutExpired) as error:
