@@ -24,18 +24,17 @@ warnings.simplefilter("ignore")
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl", "liger-kernel")
 BLOCK = 512  # the allocator rounds sizes up to multiples of this number of bytes
 # Functions that compute in fp32 under autocast on CUDA but not on the CPU
-FP32 = {
-    torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.rsqrt, torch.Tensor.rsqrt,
-    torch.exp, torch.log, torch.sum, torch.Tensor.sum, torch.Tensor.norm, F.softmax,
-    torch.softmax, torch.Tensor.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.layer_norm,
-}  # fmt: skip
+FP32 = (
+    (torch, "pow rsqrt exp log sum softmax log_softmax"),
+    (torch.Tensor, "pow __pow__ rsqrt exp log sum norm softmax log_softmax"),
+    (F, "softmax log_softmax cross_entropy nll_loss layer_norm"),
+)
 
 
 class Tracker(TorchDispatchMode):
@@ -103,23 +102,24 @@ class FusedAttention(torch.autograd.Function):
 
 
 def attend(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
-    """Replace torch's attention, in the recomputation of blocks, too, where no mode is active."""
+    """Replace torch's attention."""
     if torch.is_autocast_enabled("cpu"):
         q, k, v = (t.to(torch.get_autocast_dtype("cpu")) for t in (q, k, v))
     return FusedAttention.apply(q, k, v)
 
 
-class CudaFunctions(TorchFunctionMode):
-    """Apply CUDA's autocast to functions in FP32."""
+def in_fp32(function: Any) -> Any:
+    """Apply CUDA's autocast to a function, in the recomputation of blocks, too."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in FP32 and torch.is_autocast_enabled("cpu"):
-            low = (torch.bfloat16, torch.float16)
-            args = [a.float() if torch.is_tensor(a) and a.dtype in low else a for a in args]
-            with torch.autocast("cpu", enabled=False):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        low = (torch.bfloat16, torch.float16)
+        args = tuple(a.float() if torch.is_tensor(a) and a.dtype in low else a for a in args)
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return compute
 
 
 class Nf4Product(torch.autograd.Function):
@@ -146,6 +146,11 @@ def pretend_gpu() -> None:
     transformers.masking_utils.is_tracing = lambda *_: False
     torch.nn.Module._apply = convert
     F.scaled_dot_product_attention = attend
+    for owner, names in FP32:
+        for name in names.split():
+            setattr(owner, name, in_fp32(getattr(owner, name)))
+    is_autocast_enabled = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda *_: is_autocast_enabled("cpu")  # PEFT asks for CUDA
     try:
         import triton
     except ModuleNotFoundError:
@@ -182,7 +187,7 @@ def build_model(question: dict[str, Any], num_layers: int) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     dtype = getattr(torch, question["dtype"])
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if question["nf4"]:
         quantize(model, **question["nf4"])
     return model
@@ -258,7 +263,6 @@ def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], di
         tempfile.TemporaryDirectory() as folder,
         FakeTensorMode(allow_non_fake_inputs=True),
         TRACKER,
-        CudaFunctions(),
     ):
         before = TRACKER.live
         trainer = build_trainer(question, build_model(question, num_layers), folder)

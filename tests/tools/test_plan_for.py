@@ -14,6 +14,7 @@ TINY = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
     "tie_word_embeddings": True, "max_position_embeddings": 512,
+    "hidden_act": "gelu_new",  # computes powers in fp32 under CUDA's autocast
 }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_a_file_with_4_bits_is_traced(plan, tmp_path):  # noqa: F811
         ("trl", {"use_peft": False, "lora_r": 8}, {"lora_rank": 0, "dtype": "float32"}),
         ("trl", {"use_peft": True, "torch_dtype": "auto"}, {"lora_rank": 16, "dtype": "bfloat16"}),
         ("llamafactory", {"lora_target": "all"}, {"lora_rank": 8, "max_length": 2048}),
-        ("axolotl", {"lora_target_modules": ["q", "v"]}, {"lora_targets": "q,v", "batch_size": 1}),
+        ("axolotl", {"lora_target_modules": ["q", 1]}, {"lora_targets": "q,1", "batch_size": 1}),
         (
             "axolotl",
             {"adapter": "qlora", "lora_r": 32, "load_in_4bit": True, "optimizer": "adamw_8bit"},
