@@ -76,7 +76,7 @@ def measure(model: str, folder: str, text: str, preset: str) -> dict[str, Any]:
         lines = (CHATS_DIR / preset / "validation.jsonl").read_text().splitlines()
         questions = [json.loads(line)["prompt"] for line in lines]
         all_answers = dict(zip(questions, ask(folder, questions, 200), strict=True))
-        row["words"] = statistics.median(len(text.split()) for text in all_answers.values())
+        row["words"] = round(statistics.median(len(text.split()) for text in all_answers.values()))
     for kind, keywords in kinds.items():
         answers = dict(zip(keywords, ask(folder, list(keywords)), strict=True))
         row[kind] = sum(

@@ -28,6 +28,7 @@ HEADINGS = {
     "real_share": "share of real tokens",
     "real_tokens_per_s": "real tokens/s",
     "step_time_s": "step time, s",
+    "words": "words per answer (median)",
 }  # keys of published JSON files whose column headings differ from the key
 
 
