@@ -75,6 +75,8 @@ falcon 40b instruct = tiiuae/falcon-40b-instruct
 phi-2 = microsoft/phi-2
 qwen2.5 math 7b = Qwen/Qwen2.5-Math-7B
 unsloth/Qwen3-8B = unsloth/Qwen3-8B
+pythia 70m = EleutherAI/pythia-70m
+phi-1.5 = microsoft/phi-1_5
 """
 
 
