@@ -50,7 +50,7 @@ def fill_sentences(document: Path, *, write: bool) -> None:
     """Update the figures in a page's sentences. Without `write`, raise UserError if a figure is out
     of date."""
     text = document.read_text(encoding="utf-8")
-    filled = sentences.fill(text)
+    filled = sentences.fill(text, sentences.read_formulas(document))
     if write:
         document.write_text(filled, encoding="utf-8")
     elif filled != text:

@@ -49,11 +49,12 @@ def test_readme_names_every_strategy():
 
 def test_a_figure_without_a_value_is_refused_and_an_outdated_one_is_filled_in():
     at = 'at("text.json", "num_cpus")'
-    text = f"On 24 GB, it took 7 s.\n\n<!-- figures: ..., {at} -->\n\n    10 GB of code\n"
+    formulas = {"1": f"..., {at}"}
+    text = "On 24 GB, it took 7 s.\n\n<!-- figures 1 -->\n\n    10 GB of code\n"
     with refused("2 figures (24 GB, 7 s) have 0 values"):
-        fill(text)
+        fill(text, formulas)
     held = text.replace("s.\n\n", "s.\n")
-    assert fill(held) == held.replace("7 s", "8 s")
+    assert fill(held, formulas) == held.replace("7 s", "8 s")
 
 
 VERSIONS = {"torch": "2.14.1+cpu"}

@@ -1,11 +1,13 @@
 """Fill in the figures in the sentences, lists and tables that people write.
 
 A figure is a number with a unit of time, memory or speed, or a percentage. A comment below the
-paragraph has one value per figure, in the order of the text. `...` stands for a number that was
-chosen and not measured, such as the size of a card:
+paragraph numbers the entry of figures.toml that has one value per figure, in the order of the text.
+`...` stands for a number that was chosen and not measured, such as the size of a card:
 
     On cards with 24 GB, `fsdp` reaches 99% of `dp`'s speed.
-    <!-- figures: ..., speed("h200-x4/fsdp") / speed("h200-x4/dp") -->
+    <!-- figures 1 -->
+
+    1 = '''..., speed("h200-x4/fsdp") / speed("h200-x4/dp")'''
 """
 
 import functools
@@ -15,6 +17,8 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -24,6 +28,11 @@ from distributed_training.settings.machine import GIB
 from results.lab.pages import tables, validate
 from results.lab.planner_page.ask import ask
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 UNITS = "[KMGT]i?B|TFLOP/s|tokens/s|tokens per second|times|words|[mµ]?s|seconds?|minutes?|hours?"
 FIGURE = re.compile(rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)((?:\s+|-)(?:{UNITS})\b|%)")
 # Parts of a page that are not sentences
@@ -31,7 +40,8 @@ FENCED = r"^```.*?^```"
 INDENTED = r"(?<=\n\n) {4}.*?(?=\n\n|\Z)"
 GENERATED = r"^<!-- ?\[\[\[cog.*?\[\[\[end\]\]\] ?-->"
 OTHER = re.compile(f"({FENCED}|{INDENTED}|{GENERATED})", re.M | re.S)
-MARK = "<!-- figures:"
+MARK = re.compile(r"<!-- figures (\d+) -->")
+FORMULAS = Path(__file__).with_name("figures.toml")
 
 
 def printed(arguments: str) -> str:
@@ -64,7 +74,7 @@ def reserved(run: str) -> float:
     return float(at(f"records/{run}.json", "memory", "peak_reserved_bytes")) / GIB
 
 
-# Names that comments may use
+# Names that figures.toml may use
 NAMES = {
     "GIB": GIB,
     "at": at,
@@ -77,31 +87,46 @@ NAMES = {
 }
 
 
-def fill(text: str) -> str:
+def read_formulas(document: Path) -> dict[str, str]:
+    """Return the entries of a page in figures.toml."""
+    pages = tomllib.loads(FORMULAS.read_text(encoding="utf-8"))
+    entries: dict[str, str] = pages.get(document.resolve().relative_to(ROOT).as_posix(), {})
+    return entries
+
+
+def fill(text: str, formulas: Mapping[str, str]) -> str:
     """Return a page with the figures that records and `plan` give today. Raises UserError if a
     figure has no value."""
     parts = OTHER.split(text)
-    parts[::2] = ["\n\n".join(map(_fill_paragraph, part.split("\n\n"))) for part in parts[::2]]
+    parts[::2] = [
+        "\n\n".join(_fill_paragraph(paragraph, formulas) for paragraph in part.split("\n\n"))
+        for part in parts[::2]
+    ]
     return "".join(parts)
 
 
-def _fill_paragraph(paragraph: str) -> str:
-    sentences, mark, comment = paragraph.partition(MARK)
-    values: list[float | EllipsisType] = eval(f"[{comment.partition('-->')[0]}]", dict(NAMES))
+def _fill_paragraph(paragraph: str, formulas: Mapping[str, str]) -> str:
+    mark = MARK.search(paragraph)
+    end = mark.start() if mark else len(paragraph)
+    sentences, rest = paragraph[:end], paragraph[end:]
+    formula = formulas[mark[1]] if mark else ""
+    values: list[float | EllipsisType] = eval(f"[{formula}]", dict(NAMES))
     found = FIGURE.findall(sentences)
     if len(values) != len(found):
         figures = ", ".join(number + unit for number, unit in found)
         what = f"{len(found)} figures ({figures}) have {len(values)} values: {sentences.strip()}"
-        raise UserError(what, fix=f"add a comment: {MARK} VALUE, ... -->")
-    rest = iter(values)
+        raise UserError(
+            what, fix=f"write <!-- figures N --> below it and N = 'VALUE, ...' in {FORMULAS.name}"
+        )
+    remaining = iter(values)
 
     def current(figure: re.Match[str]) -> str:
         number, unit = figure.groups()
-        value = next(rest)
+        value = next(remaining)
         if isinstance(value, EllipsisType):
             return figure[0]
         scale = 100 if unit == "%" else 1
         decimals = len(number.partition(".")[2])
         return f"{scale * value:,.{decimals}f}{unit}"
 
-    return FIGURE.sub(current, sentences) + mark + comment
+    return FIGURE.sub(current, sentences) + rest
