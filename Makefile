@@ -2,7 +2,7 @@
 setup := source strategies/setup_env.sh requirements.txt tests/requirements.txt
 rooms := $(addprefix tests/,settings models data plan predict planner records)
 SHELL := bash
-.PHONY: help setup test quick ends lint docs sizes report page
+.PHONY: help setup test quick ends lint docs sizes report page dist
 
 help:  ## List these
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -37,3 +37,6 @@ report:  ## Table of your runs
 
 page:  ## The planner as a web page, in build/page/
 	bash results/lab/planner_page/build.sh build/page
+
+dist:  ## The wheel and the source package of a release, in build/dist/
+	$(setup) && python -m pip install -q build && python -m build --outdir build/dist .
