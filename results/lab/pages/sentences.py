@@ -12,6 +12,7 @@ paragraph numbers the entry of figures.toml that has one value per figure, in th
 
 import functools
 import json
+import os
 import re
 import shlex
 import statistics
@@ -90,7 +91,7 @@ NAMES = {
 def read_formulas(document: Path) -> dict[str, str]:
     """Return the entries of a page in figures.toml."""
     pages = tomllib.loads(FORMULAS.read_text(encoding="utf-8"))
-    entries: dict[str, str] = pages.get(document.resolve().relative_to(ROOT).as_posix(), {})
+    entries: dict[str, str] = pages.get(os.path.relpath(document, ROOT), {})
     return entries
 
 
