@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.records.record import RECORD_FILE, load_record, provenance, write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT
+from results.lab.baselines.beside_unsloth import train
 from results.lab.baselines.unsloth import MATRICES, MEASURED, WARM_UP, save_random_model, time_steps
 
 NUM_PROMPT_TOKENS = 64
@@ -60,21 +61,7 @@ def run_ours(args: argparse.Namespace, pairs: Path, checkpointing: str) -> dict[
         "activation_checkpointing": checkpointing, "max_steps": WARM_UP + MEASURED,
         "eval_samples": args.pairs, "checkpoint_every": 0, "export": False, "generate": "none",
     }  # fmt: skip
-    words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
-    with tempfile.TemporaryDirectory() as folder:
-        script = str(ROOT / "real_model_example.py")
-        command = [sys.executable, script, *words, "--output_dir", folder]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        record = load_record(next(Path(folder).glob(f"*/{RECORD_FILE}")).parent)
-    performance: Any = record.performance
-    predicted: Any = record.prediction
-    memory: Any = record.memory
-    return {
-        "ms": 1e3 * performance["step_time_s"]["p50"],
-        "GiB": memory["peak_allocated_bytes"] / 2**30,
-        "predicted ms": 1e3 * predicted["step_time_s"],
-        "predicted GiB": predicted["peak_bytes"] / 2**30,
-    }
+    return train(options)
 
 
 def run_trl(args: argparse.Namespace, pairs: Path, setting: str) -> dict[str, Any]:
@@ -130,6 +117,7 @@ def main() -> None:
         if args.trl:
             measure_trl(args, folder)
             return
+        args.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
         pairs = folder / "pairs.jsonl"
         write_pairs(pairs, args.pairs * (WARM_UP + MEASURED + 1), args.length)
         command = shlex.join(["python", *sys.argv])

@@ -36,6 +36,11 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     options |= {"lora_targets": args.targets} if args.targets else {}
     options |= {"base_dtype": "nf4"} if args.nf4 else {}
     options |= {"checkpointed_blocks": args.blocks} if args.blocks else {}
+    return train(options)
+
+
+def train(options: dict[str, object]) -> dict[str, Any]:
+    """Train with this suite. Return the measurements and the prediction."""
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     with tempfile.TemporaryDirectory() as folder:
         script = str(ROOT / "real_model_example.py")
