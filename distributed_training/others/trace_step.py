@@ -38,12 +38,18 @@ FP32 = (
 
 
 class Tracker(TorchDispatchMode):
-    """Count the bytes of all tensors that are alive."""
+    """Count the bytes of all tensors that are alive, and keep the peak of each part of a step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = 0
+        self.part = "forward"
+        self.peaks: dict[str, int] = {}
         self.storages: dict[int, int] = {}
+
+    def begin(self, part: str) -> None:
+        self.part = part
+        self.peaks[part] = max(self.live, self.peaks.get(part, 0))
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -52,7 +58,7 @@ class Tracker(TorchDispatchMode):
             return
         self.storages[key] = -(-storage.nbytes() // BLOCK) * BLOCK
         self.live += self.storages[key]
-        self.peak = max(self.peak, self.live)
+        self.peaks[self.part] = max(self.peaks.get(self.part, 0), self.live)
         weakref.finalize(storage, self.remove, key)
 
     def remove(self, key: int) -> None:
@@ -64,6 +70,8 @@ class Tracker(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 4096
         if name == "equal":
             return True
+        if name == "add" and args[0].dim() == 2 and torch._C._current_graph_task_id() >= 0:
+            return args[0]  # Autograd sums the gradients of a matrix with two uses in place.
         masks = [i for i in tree_leaves(args[1:2]) if torch.is_tensor(i) and i.dtype == torch.bool]
         if masks and name in ("index", "masked_select"):  # every element is selected
             result = args[0].reshape(-1, *args[0].shape[masks[0].dim() :]).clone()
@@ -108,6 +116,24 @@ def attend(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
     return FusedAttention.apply(q, k, v)
 
 
+class FusedDropout(torch.autograd.Function):
+    """Keep what a fused kernel keeps: a mask of one byte per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(torch.empty_like(x, dtype=torch.bool))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return torch.empty_like(gradient)
+
+
+def drop(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Replace torch's dropout."""
+    return FusedDropout.apply(x) if p and training else x
+
+
 def in_fp32(function: Any) -> Any:
     """Apply CUDA's autocast to a function, in the recomputation of blocks, too."""
 
@@ -146,6 +172,7 @@ def pretend_gpu() -> None:
     transformers.masking_utils.is_tracing = lambda *_: False
     torch.nn.Module._apply = convert
     F.scaled_dot_product_attention = attend
+    F.dropout = drop
     for owner, names in FP32:
         for name in names.split():
             setattr(owner, name, in_fp32(getattr(owner, name)))
@@ -234,6 +261,7 @@ def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
         for name, module in list(sys.modules.items()):
             if name.startswith("trl.") and hasattr(module, "_use_triton"):
                 module._use_triton = lambda device: True
+                module._addmm_fp32 = lambda *_: None  # without the copies that a CPU needs
         words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
         return trainer_class(
             model,
@@ -256,6 +284,25 @@ def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
     return Trainer(model, TrainingArguments(**arguments))
 
 
+def watch_parts(model: Any, num_layers: int) -> None:
+    """Let the tracker tell the parts of a step apart. What lives in each is linear in the number of
+    blocks, but which part needs most depends on this number."""
+    blocks = next(
+        m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers
+    )
+    # The gradient of a block's output comes before the block's backward pass.
+    parts = {num_layers - 1: "upper blocks", num_layers // 2 - 1: "lower blocks", 0: "first block"}
+
+    def watch(part: str, output: Any) -> None:
+        tensor = tree_leaves(output)[0]
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: TRACKER.begin(part))
+
+    for index, part in parts.items():
+        blocks[index].register_forward_hook(lambda _, __, output, part=part: watch(part, output))
+    model.register_forward_pre_hook(lambda *_: TRACKER.begin("forward"))
+
+
 def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the bytes of a step with `num_layers` blocks, and the arguments in effect."""
     gc.collect()  # a trainer is in cycles of references
@@ -265,7 +312,9 @@ def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], di
         TRACKER,
     ):
         before = TRACKER.live
-        trainer = build_trainer(question, build_model(question, num_layers), folder)
+        model = build_model(question, num_layers)
+        watch_parts(model, num_layers)
+        trainer = build_trainer(question, model, folder)
         args = trainer.args
         length = question["length"] or args.max_length
         ids = torch.zeros(args.per_device_train_batch_size, length, dtype=torch.long)
@@ -275,17 +324,20 @@ def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], di
         optimizer = trainer.create_optimizer()
         for group in optimizer.param_groups:
             group["foreach"] = not group.get("fused")  # as on a GPU
-        TRACKER.peak = TRACKER.live
+        optimizer.register_step_pre_hook(lambda *_: TRACKER.begin("optimizer"))
+        TRACKER.peaks.clear()
         trainer.train()
         states = [t for state in optimizer.state.values() for t in state.values()]
         sizes = {
             "weights": weights,
             "optimizer": sum(t.numel() * t.element_size() for t in states if torch.is_tensor(t)),
-            "peak": TRACKER.peak - before,
         }
+        sizes |= {f"peak: {part}": peak - before for part, peak in TRACKER.peaks.items()}
     names = ("gradient_checkpointing", "bf16", "optim")
     used = {"batch_size": ids.shape[0], "max_length": length}
     used["grad_accum_steps"] = args.gradient_accumulation_steps
+    if question["lora"] and not question["lora"]["target_modules"]:  # PEFT has chosen
+        used["lora_targets"] = ",".join(sorted(trainer.model.peft_config["default"].target_modules))
     return sizes, used | {name: getattr(args, name) for name in names}
 
 
@@ -306,7 +358,7 @@ def main() -> None:
         config = AutoConfig.for_model(**question["config"])
         total = config.num_hidden_layers
         kinds = getattr(config, "layer_types", None) or [""]
-        few = max(2, period(kinds))
+        few = -(-4 // period(kinds)) * period(kinds)  # at least 4
         few += getattr(config, "first_k_dense_replace", None) or 0
         if total <= 2 * few:
             sizes, used = trace(question, total)
@@ -316,6 +368,7 @@ def main() -> None:
             more, _ = trace(question, 2 * few)
             share = (total - few) / few
             sizes = {k: round(less[k] + share * (more[k] - less[k])) for k in more}
+        sizes["peak"] = max(size for key, size in sizes.items() if key.startswith("peak"))
     installed = {
         d.metadata["Name"].lower().replace("_", "-") for d in importlib.metadata.distributions()
     }

@@ -5,8 +5,8 @@ neither.
 
 others/dialects.json describes each trainer. A rule in `keys` is a key of its files, what it means
 here and, if not every value is kept as it is, the meaning of each value. A meaning that begins with
-"=" is an argument of the trainer, and the others are CONFIG's keys, "dtype" (of the weights) and
-"double" (quantization)."""
+"=" is an argument of the trainer, and the others are CONFIG's keys, "dtype" (of the weights),
+"double" (quantization) and "targets" (all-linear, or else PEFT chooses the matrices)."""
 
 import argparse
 import json
@@ -73,6 +73,8 @@ def run(
     document = read_yaml(Path(files[0])) if files else {}
     values, unknown, ignored = translate(DIALECTS[name], document)
     keys = {key: str(value) for key, value in values.items() if key in KEYS}
+    if not (keys | arguments.overrides).get("lora_rank"):
+        keys.pop("lora_dropout", None)
     request = configure(keys | arguments.overrides)
     if request.batch_size == AUTO:
         raise UserError("--for needs a number for batch_size", fix="add --batch_size 4")
@@ -85,6 +87,8 @@ def run(
         traced = estimate_step(question["config"], config, free_bytes)
     else:
         traced = trace(question, arguments.python or sys.executable)
+    if question["lora"] and not question["lora"]["target_modules"]:
+        request = as_typed(request, lora_targets=traced["used"]["lora_targets"])
     found = {"trainer": name, "model": model.label} | describe(traced, request, cluster, script)
     found["settings"] = {"weights": question["dtype"], **traced["used"]}
     found["not_modeled"] = [*ignored, *DIALECTS[name]["not_modeled"]]
@@ -135,7 +139,8 @@ def translate(dialect: JsonObject, document: JsonObject) -> tuple[JsonObject, li
             value = choices[0][str(value).lower()]
         elif meaning == "lora_targets":
             value = ",".join(map(str, value)) if isinstance(value, list) else value
-            value = None if value in ("all", "all-linear") else value
+            if value in ("all", "all-linear"):
+                meaning, value = "targets", "all-linear"
         if value is not None:
             values.setdefault(meaning, value)
     for key, why in dialect["not_modeled_keys"].items():
@@ -161,7 +166,7 @@ def build_question(dialect: JsonObject, config: Request, values: JsonObject) -> 
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
-        "target_modules": targets.split(",") if targets else "all-linear",
+        "target_modules": targets.split(",") if targets else values.get("targets"),
     }
     is_fp32 = config.precision == "fp32"
     is_bf16 = config.lora_rank and not is_fp32

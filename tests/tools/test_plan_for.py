@@ -1,6 +1,8 @@
 """Test `plan --for`: what another trainer needs, beside what this suite needs."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.planner.test_command import CONFIG, main, plan  # noqa: F401
 from tests.support import refused
 
 LORA = "--model", "Qwen/Qwen3-0.6B", "--lora_rank", "16"
+ALL = "--lora_targets", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 TINY = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
@@ -21,7 +24,7 @@ TINY = {
 @pytest.mark.processes
 def test_the_peak_of_a_trainer_is_the_measured_one(plan):  # noqa: F811
     shape = "--batch_size", "8", "--max_length", "1024", "--for", "trainer"
-    found = json.loads(plan(*LORA, *shape, "--cluster", "H100-80GB", "--json"))
+    found = json.loads(plan(*LORA, *ALL, *shape, "--cluster", "H100-80GB", "--json"))
     assert found["peak_bytes"] / 2**30 == pytest.approx(30.60, rel=0.003)  # on an H100
     assert sum(found["memory_bytes"].values()) == found["peak_bytes"]
     assert found["memory_bytes"]["optimizer"] == 8 * 10_092_544 + 4 * 392  # with steps of tensors
@@ -51,12 +54,46 @@ def test_a_file_with_4_bits_is_traced(plan, tmp_path):  # noqa: F811
     assert "--base_dtype nf4" in found["suite"]["command"]
 
 
+@pytest.mark.processes
+def test_dropout_keeps_a_byte_per_element_of_the_matrices_that_peft_chooses(plan, tmp_path):  # noqa: F811
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"vocab_size": 8192}))
+    options = "--batch_size", "2", "--max_length", "64", "--for", "trainer", "--cluster", "4090"
+    lora = "--model", str(tmp_path), "--lora_rank", "4", "--json"
+    peaks = [
+        json.loads(plan(*lora, *options, "--lora_dropout", p))["peak_bytes"] for p in ("0.0", "0.1")
+    ]
+    # Blocks after the first, whose input needs no gradient; tokens; inputs of q_proj and v_proj
+    assert peaks[1] - peaks[0] == 7 * 128 * 2 * 64
+
+
+@pytest.mark.processes
+def test_few_blocks_tell_the_peak_of_many():
+    """With 4 and 8 blocks, the head needs most; with 20, the gradients of all blocks do."""
+    question = {
+        "class": "Trainer", "dtype": "bfloat16", "lora": None, "nf4": None, "length": 48,
+        "config": TINY | {"num_hidden_layers": 20, "vocab_size": 8192, "intermediate_size": 1024},
+        "arguments": {"per_device_train_batch_size": 1, "gradient_checkpointing": True},
+    }  # fmt: skip
+    code = "import json, sys, trace_step as t; t.pretend_gpu(); q = json.load(sys.stdin)"
+    code += "; print(json.dumps(t.trace(q, 20)[0]), file=sys.stderr)"
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(
+        command, cwd=plan_for.OTHERS, input=json.dumps(question), capture_output=True, text=True
+    )
+    sizes = json.loads(answer.stderr.splitlines()[-1])
+    peaks = {key: size for key, size in sizes.items() if key.startswith("peak")}
+    assert max(peaks, key=peaks.__getitem__) == "peak: first block"
+    found = plan_for.trace(question, sys.executable)["sizes"]
+    assert found["peak"] == pytest.approx(max(peaks.values()), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("trainer", "document", "expected"),
     [
         ("trl", {"use_peft": False, "lora_r": 8}, {"lora_rank": 0, "dtype": "float32"}),
         ("trl", {"use_peft": True, "torch_dtype": "auto"}, {"lora_rank": 16, "dtype": "bfloat16"}),
-        ("llamafactory", {"lora_target": "all"}, {"lora_rank": 8, "max_length": 2048}),
+        ("trl", {}, {"lora_dropout": 0.05}),
+        ("llamafactory", {"lora_target": "all"}, {"lora_rank": 8, "targets": "all-linear"}),
         ("axolotl", {"lora_target_modules": ["q", 1]}, {"lora_targets": "q,1", "batch_size": 1}),
         (
             "axolotl",

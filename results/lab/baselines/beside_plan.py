@@ -2,6 +2,7 @@
 
     python -m results.lab.baselines.beside_plan predict OUT.json [PYTHON]      before any run
     python -m results.lab.baselines.beside_plan measure OUT.json [ROW ...]     on the GPU
+    python -m results.lab.baselines.beside_plan correct OUT.json [PYTHON]      after changes to plan
 
 Each row is a YAML file of that trainer. Weights and tokens are random, and each row is measured in
 a process of its own: median seconds of a step, and the bytes that PyTorch allocated and reserved at
@@ -176,9 +177,9 @@ def measure(row: str, cap_bytes: int | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["predict", "measure", "row"])
+    parser.add_argument("action", choices=["predict", "measure", "row", "correct"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("words", nargs="*", help="predict: PYTHON; measure: names of rows")
+    parser.add_argument("words", nargs="*", help="PYTHON, or names of rows to measure")
     parser.add_argument("--cap", type=int, help="bytes that PyTorch may reserve")
     args = parser.parse_args()
     if args.action == "row":
@@ -196,6 +197,11 @@ def main() -> None:
             write_json(args.out, document)
         return
     document = json.loads(args.out.read_text())
+    if args.action == "correct":
+        for row, entry in document["rows"].items():
+            entry["corrected"] = predict(row, *(args.words or [sys.executable]))
+        write_json(args.out, document)
+        return
     for row in args.words or ROWS:
         entry = document["rows"][row]
         run = [sys.executable, "-m", "results.lab.baselines.beside_plan", "row", str(args.out), row]
