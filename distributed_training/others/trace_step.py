@@ -45,6 +45,7 @@ class Tracker(TorchDispatchMode):
         self.live = 0
         self.part = "forward"
         self.peaks: dict[str, int] = {}
+        self.work = dict.fromkeys(("flops", "fp32_flops", "attention_flops", "bytes", "kernels"), 0)
         self.storages: dict[int, int] = {}
 
     def begin(self, part: str) -> None:
@@ -64,6 +65,25 @@ class Tracker(TorchDispatchMode):
     def remove(self, key: int) -> None:
         self.live -= self.storages.pop(key)
 
+    def count(self, name: str, args: Any, result: Any) -> None:
+        """Count what an operation's kernel computes, reads and writes. Views have no kernel."""
+        inputs = [leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf)]
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        outputs = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+        written = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        written = written or (inputs if name.endswith("_") else [])
+        if not written or name.startswith("empty") or name.startswith("new_empty"):
+            return
+        self.work["kernels"] += 1
+        if name in ("mm", "addmm", "bmm", "baddbmm"):
+            first, second = inputs[-2:]
+            kind = "fp32_flops" if first.dtype == torch.float32 else "flops"
+            self.work[kind] += 2 * first.numel() * second.shape[-1]
+            return
+        if name == "embedding":
+            inputs = []
+        self.work["bytes"] += sum(t.numel() * t.element_size() for t in inputs + written)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense":  # losses are finite, masks are full, lengths are positive
@@ -79,10 +99,17 @@ class Tracker(TorchDispatchMode):
             result = args[0] if name.endswith("_") else args[0].clone()
         else:
             result = func(*args, **kwargs or {})
+        self.count(name, args, result)
         for leaf in tree_leaves(result):
             if torch.is_tensor(leaf):
                 self.add(leaf)
         return result
+
+
+def count_attention(q: Any, k: Any, num_products: int) -> None:
+    """Count half of each product of [tokens, keys], because attention is causal."""
+    TRACKER.work["attention_flops"] += num_products * q.numel() * k.shape[2]
+    TRACKER.work["kernels"] += num_products - 1
 
 
 class FusedAttention(torch.autograd.Function):
@@ -94,11 +121,13 @@ class FusedAttention(torch.autograd.Function):
         result = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         statistics = q.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, result, statistics)
+        count_attention(q, k, 2)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         q, k, v, _, statistics = ctx.saved_tensors
+        count_attention(q, k, 5)
         sums = torch.empty_like(statistics), torch.empty_like(q, dtype=torch.float32)
         heads = q.shape[1]
         gradients = [q.new_empty(t.shape[0], heads, *t.shape[2:]) for t in (q, k, v)]
@@ -148,17 +177,23 @@ def in_fp32(function: Any) -> Any:
     return compute
 
 
+def dequantize(weight: Any, shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    result = weight.new_empty(shape, dtype=dtype)
+    TRACKER.count("dequantize", weight, result)
+    return result
+
+
 class Nf4Product(torch.autograd.Function):
     """Multiply by a 4-bit weight as bitsandbytes does, which keeps the weight in 4 bits only."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, shape: tuple[int, int]) -> Any:
         ctx.weight, ctx.shape = weight, shape
-        return x @ weight.new_empty(shape, dtype=x.dtype).t()
+        return x @ dequantize(weight, shape, x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient @ ctx.weight.new_empty(ctx.shape, dtype=gradient.dtype), None, None
+        return gradient @ dequantize(ctx.weight, ctx.shape, gradient.dtype), None, None
 
 
 TRACKER = Tracker()
@@ -182,7 +217,11 @@ def pretend_gpu() -> None:
         import triton
     except ModuleNotFoundError:
         return
-    triton.runtime.jit.JITFunction.run = lambda *_, **__: None
+
+    def skip_kernel(_: Any, *args: Any, **__: Any) -> None:
+        TRACKER.count("triton_", args, [a for a in args if torch.is_tensor(a)][:1])
+
+    triton.runtime.jit.JITFunction.run = skip_kernel
     with suppress(ModuleNotFoundError):
         import liger_kernel.ops.fused_linear_cross_entropy as liger_loss
 
@@ -326,12 +365,14 @@ def trace(question: dict[str, Any], num_layers: int) -> tuple[dict[str, int], di
             group["foreach"] = not group.get("fused")  # as on a GPU
         optimizer.register_step_pre_hook(lambda *_: TRACKER.begin("optimizer"))
         TRACKER.peaks.clear()
+        TRACKER.work = dict.fromkeys(TRACKER.work, 0)
         trainer.train()
         states = [t for state in optimizer.state.values() for t in state.values()]
         sizes = {
             "weights": weights,
             "optimizer": sum(t.numel() * t.element_size() for t in states if torch.is_tensor(t)),
         }
+        sizes |= {key: number // args.max_steps for key, number in TRACKER.work.items()}
         sizes |= {f"peak: {part}": peak - before for part, peak in TRACKER.peaks.items()}
     names = ("gradient_checkpointing", "bf16", "optim")
     used = {"batch_size": ids.shape[0], "max_length": length}

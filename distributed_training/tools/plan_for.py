@@ -22,7 +22,7 @@ from distributed_training.planner.answer import answer
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.sort import as_typed
 from distributed_training.predict.predict import Cluster
-from distributed_training.predict.rates import FITTED
+from distributed_training.predict.rates import FITTED, Rates
 from distributed_training.records.display import fold
 from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError, first_line, printable
@@ -44,6 +44,11 @@ MAX_FILE_BYTES = 2**20
 # Share by which PyTorch's allocator reserved more than it had allocated, in 8 of 10 of this
 # suite's runs that have more than 4 GiB
 RESERVED = (0.01, 0.14)
+# Shares of the rates in predict/rates.py that other trainers' kernels reach, and seconds of Python
+# for each kernel. They are fitted to the measured steps in records/trainers.json and
+# records/h200-2026/beside-plan.json, four of five of which are inside the ranges.
+GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, KERNEL_S = 0.8, 0.95, 0.7, 35e-6
+GPU_RANGE, PYTHON_RANGE = (0.85, 1.15), (0.9, 1.9)
 # Arguments of transformers' Trainer that CONFIG's keys set
 ARGUMENTS = {
     "batch_size": "per_device_train_batch_size",
@@ -223,7 +228,11 @@ def describe(traced: JsonObject, request: Request, cluster: Cluster, script: Pat
     same["activation_checkpointing"] = checkpointing
     changes = {key: value for key, value in same.items() if getattr(request, key) != value}
     ours = answer(as_typed(request, **changes), cluster)
-    return {
+    times: dict[str, object] = {"step_time_s": None}
+    if cluster.rates is not None and "kernels" in sizes:
+        seconds, is_slow = estimate_times(sizes, cluster.rates)
+        times = {"step_time_s": seconds, "python_may_be_slower": is_slow}
+    return times | {
         "gpu": machine.gpu_name,
         "gpu_memory_bytes": machine.gpu_memory_bytes,
         "memory_bytes": parts,
@@ -234,6 +243,29 @@ def describe(traced: JsonObject, request: Request, cluster: Cluster, script: Pat
         "versions": traced["versions"],
         "suite": ours.as_dict() | {"command": launch_command(ours.first.plan, script)},
     }
+
+
+def estimate_times(sizes: JsonObject, rates: Rates) -> tuple[list[float], bool]:
+    """Return the range of a step's seconds, and whether Python may be slower than the GPU."""
+    gpu_s = (
+        sizes["flops"] / (GEMM_SHARE * rates.gemm_flops)
+        + sizes["fp32_flops"] / (GEMM_SHARE * rates.fp32_gemm_flops)
+        + sizes["attention_flops"] / (ATTENTION_SHARE * rates.attention_flops)
+        + sizes["bytes"] / (MEMORY_SHARE * rates.memory_bytes_per_s)
+    )
+    python_s = sizes["kernels"] * KERNEL_S
+    if python_s < 0.8 * gpu_s:
+        return [share * gpu_s for share in GPU_RANGE], False
+    return [PYTHON_RANGE[0] * gpu_s, PYTHON_RANGE[1] * max(gpu_s, python_s)], True
+
+
+def time_line(found: JsonObject) -> str:
+    """Return the line about a step's time."""
+    if found["step_time_s"] is None:
+        return "The time of a step is not known."
+    low, high = (f"{seconds:.2g}" for seconds in found["step_time_s"])
+    why = ": Python may be slower than the GPU" if found["python_may_be_slower"] else ""
+    return f"A step takes {low} to {high} s{why}."
 
 
 def report(found: JsonObject) -> list[str]:
@@ -249,6 +281,7 @@ def report(found: JsonObject) -> list[str]:
         f"{found['peak_bytes'] / GIB:8.2f} GiB  peak of all tensors",
         f"The allocator of PyTorch reserves {RESERVED[0]:.0%} to {RESERVED[1]:.0%} more (in 8 of "
         f"10 runs of this suite), and CUDA needs {found['context_bytes'] / GIB:.2g} GiB.",
+        time_line(found),
         f"{'By a formula' if found['trainer'] == 'unsloth' else 'Traced without a GPU'}: "
         f"{versions}, with {settings}.",
     ]

@@ -13,8 +13,10 @@ from typing import Any
 import checkout
 
 from distributed_training.models import find_model
+from distributed_training.predict.rates import gpu_rates
 from distributed_training.records.record import provenance
-from distributed_training.tools.plan_for import trace
+from distributed_training.settings.machine import parse_gpu
+from distributed_training.tools.plan_for import estimate_times, trace
 from distributed_training.tools.unsloth import estimate_step
 
 GIB = 2**30
@@ -26,18 +28,43 @@ SOURCES = (
     "records/h200-trainer, h100-large, h200-large, h200-torch-2.14, h100-hub, h100-unsloth, "
     "h200-unsloth, and earlier runs whose logs are lost"
 )
-# Model, batch, length, rank of the adapters, arguments, and the peaks of the runs in GiB
+# Model, batch, length, rank of the adapters, arguments, the peaks of the runs in GiB, and the
+# medians of their steps in milliseconds
 TRAINER: tuple[Any, ...] = (
-    ("gpt2-medium", 4, 512, 0, {}, [9.79]),
-    ("gpt2", 64, 1024, 0, {}, [86.08]),
-    ("Qwen3-0.6B", 8, 1024, 0, {}, [39.36]),
-    ("SmolLM2-135M", 32, 1024, 0, {}, [47.84]),
-    ("Llama-3.2-1B", 4, 2048, 0, LIGER, [29.663, 29.70, 29.663, 29.663, 29.663]),
-    ("Qwen3-0.6B", 8, 1024, 0, LIGER, [20.665, 20.665]),
-    ("Qwen3-0.6B", 8, 1024, 16, {}, [30.60]),
-    ("Qwen3-8B", 1, 1024, 16, CHECKPOINTS, [17.80]),
-    ("Llama-3.1-8B", 1, 4096, 16, LIGER | CHECKPOINTS, [17.573, 17.60, 17.573, 17.60, 17.573]),
-    ("Qwen3-8B", 1, 1024, 16, LIGER | CHECKPOINTS, [16.349, 16.30, 16.349, 16.349]),
+    ("gpt2-medium", 4, 512, 0, {}, [9.79], {"H200": 69.35}),
+    ("gpt2", 64, 1024, 0, {}, [86.08], {"H200": 405.5}),
+    ("Qwen3-0.6B", 8, 1024, 0, {}, [39.36], {"H200": 207.8}),
+    ("SmolLM2-135M", 32, 1024, 0, {}, [47.84], {"H200": 220.7}),
+    (
+        "Llama-3.2-1B",
+        4,
+        2048,
+        0,
+        LIGER,
+        [29.663, 29.70, 29.663, 29.663, 29.663],
+        {"H100-80GB": 204.95, "H200": 180.5},
+    ),
+    ("Qwen3-0.6B", 8, 1024, 0, LIGER, [20.665, 20.665], {"H100-80GB": 304.4}),
+    ("Qwen3-0.6B", 8, 1024, 16, {}, [30.60], {"H100-80GB": 274.9}),
+    ("Qwen3-8B", 1, 1024, 16, CHECKPOINTS, [17.80], {"H100-80GB": 508.2}),
+    (
+        "Llama-3.1-8B",
+        1,
+        4096,
+        16,
+        LIGER | CHECKPOINTS,
+        [17.573, 17.60, 17.573, 17.60, 17.573],
+        {"H100-80GB": 567.6, "H200": 509.9},
+    ),
+    (
+        "Qwen3-8B",
+        1,
+        1024,
+        16,
+        LIGER | CHECKPOINTS,
+        [16.349, 16.30, 16.349, 16.349],
+        {"H100-80GB": 633.55, "H200": 558.9},
+    ),
 )
 # Model, batch, length, dtype of the base, checkpointing, and the peaks
 UNSLOTH = (
@@ -77,7 +104,7 @@ def main() -> int:
         config: Any = SimpleNamespace(**values)
         answer = estimate_step(read_document(model), config, 79 * GIB)
         add("Unsloth", f"{model} LoRA {batch} x {length}, {dtype}, {mode}", answer, measured)
-    for model, batch, length, rank, options, measured in TRAINER:
+    for model, batch, length, rank, options, measured, times_ms in TRAINER:
         question = {
             "class": "Trainer",
             "config": read_document(model),
@@ -91,7 +118,12 @@ def main() -> int:
             ["Trainer"] + ["PEFT"] * bool(rank) + ["Liger"] * ("use_liger_kernel" in options)
         )
         name = f"{model}{' LoRA' if rank else ''} {batch} x {length}"
-        add(trainer, name, trace(question, arguments.python), measured)
+        answer = trace(question, arguments.python)
+        add(trainer, name, answer, measured)
+        rows[-1]["seconds"] = {
+            gpu: [*estimate_times(answer["sizes"], gpu_rates(parse_gpu(gpu)))[0], time_ms / 1e3]
+            for gpu, time_ms in times_ms.items()
+        }
     document = provenance("python results/lab/trainers.py OUT.json")
     document |= {"sources": SOURCES, "rows": rows}
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -74,7 +74,15 @@ def predict(row: str, python: str) -> dict[str, Any]:
         command = [sys.executable, str(ROOT / "real_model_example.py"), "plan", "--json"]
         command += ["--for", ROWS[row][0], str(file), "--cluster", "h200", "--python", python]
         answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    keys = ("memory_bytes", "peak_bytes", "needed_bytes", "versions", "settings", "unknown_keys")
+    keys = (
+        "step_time_s",
+        "memory_bytes",
+        "peak_bytes",
+        "needed_bytes",
+        "versions",
+        "settings",
+        "unknown_keys",
+    )
     return {key: answer[key] for key in keys}
 
 

@@ -7,7 +7,10 @@ from tabulate import tabulate
 
 from distributed_training.settings.files import ROOT
 
-DOCUMENT = json.loads((ROOT / "results" / "records" / "trainers.json").read_text())
+RECORDS = ROOT / "results" / "records"
+DOCUMENT = json.loads((RECORDS / "trainers.json").read_text())
+LATER = json.loads((RECORDS / "h200-2026" / "beside-plan.json").read_text())
+CLASSES = {"trl": "TRL's SFTTrainer", "trainer": "Trainer"}
 
 
 def beside_trainers() -> str:
@@ -18,6 +21,14 @@ def beside_trainers() -> str:
         name = row["trainer"]
         errors.setdefault(name, []).extend(row["GiB"] / peak - 1 for peak in row["measured"])
         settings.setdefault(name, set()).add(row["settings"])
+    for key in ("predicted", "corrected"):
+        for label, row in LATER["rows"].items():
+            if "measured" not in row:
+                continue
+            name = f"{CLASSES[row['trainer']]}, {key}"
+            error = row[key]["peak_bytes"] / row["measured"]["allocated_bytes"] - 1
+            errors.setdefault(name, []).append(error)
+            settings.setdefault(name, set()).add(label)
     lines = [
         [
             name,
@@ -30,3 +41,12 @@ def beside_trainers() -> str:
     ]
     headers = ["trainer", "settings", "runs", "median error", "largest"]
     return tabulate(lines, headers, "github", disable_numparse=True)
+
+
+def count_times() -> tuple[int, int]:
+    """Return how many measured steps are inside their ranges, and how many there are."""
+    ranges = [seconds for row in DOCUMENT["rows"] for seconds in row.get("seconds", {}).values()]
+    for row in LATER["rows"].values():
+        if "measured" in row:
+            ranges.append([*row["corrected"]["step_time_s"], row["measured"]["step_time_s"]])
+    return sum(low <= seconds <= high for low, high, seconds in ranges), len(ranges)
