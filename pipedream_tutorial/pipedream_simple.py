@@ -10,6 +10,7 @@ of `python -m pipedream`.
 
 import itertools
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,9 @@ from typing import Any, NamedTuple
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: stages of the pipeline, one per rank
-    "num_microbatches": 8,  # m: microbatches per batch
+    "num_microbatches": 4,  # m: microbatches per batch
     "layers_per_stage": 1,  # layers on a rank, each with the durations below
-    "verbose": None,  # True: draw every schedule; False: none; None: only a schedule that you name
+    "verbose": True,  # True: draw every schedule; False: none; None: only a schedule that you name
     "schedule": "all",  # or naive, gpipe, 1f1b, pipedream, interleaved, zb-h1, zb-h2, zb-v
     "forward": 1,  # F: time of one microbatch's forward pass through a layer, in any unit
     "input_gradient": 1,  # I: time of the half of the backward pass that other ranks wait for
@@ -35,7 +36,7 @@ CONFIG: dict[str, Any] = {
 }
 # For keys that you remove from CONFIG
 DEFAULTS: dict[str, Any] = {
-    "num_stages": 4, "num_microbatches": 8, "layers_per_stage": 1, "verbose": None,
+    "num_stages": 4, "num_microbatches": 4, "layers_per_stage": 1, "verbose": True,
     "schedule": "all", "forward": 1, "input_gradient": 1, "weight_gradient": 1, "communication": 0,
     "chunks": 2, "num_batches": 4, "columns": None, "steps": 0,
 }  # fmt: skip
@@ -476,12 +477,37 @@ def main(config: dict[str, Any]) -> None:
     print(*notes(config), "More schedules, search, training: python -m pipedream", sep="\n")
 
 
-VERBOSE = {"True": True, "False": False, "None": None}
+# Key -> accepted texts, with their values
+CHOICES: dict[str, dict[str, Any]] = {
+    "schedule": {name: name for name in ("all", *SCHEDULES)},
+    "verbose": {"True": True, "False": False, "None": None},
+    "columns": {name: name for name in COLUMNS},  # one or several
+    "steps": {"0": 0},  # `python -m pipedream` trains
+}
+MAY_BE_0 = ("weight_gradient", "communication")
+
+
+def read_value(key: str, text: str) -> Any:
+    """Return the value of a key. Raises ValueError if the key does not accept the text."""
+    if key == "columns":
+        names = re.findall(r"[\w.-]+", text)  # with or without brackets, quotes and spaces
+        if set(names) <= {"None"}:
+            return None
+        if set(names) <= COLUMNS.keys():
+            return names
+    elif key in CHOICES:
+        if text in CHOICES[key]:
+            return CHOICES[key][text]
+    else:
+        value = Fraction(text) if key in DURATIONS else int(text)
+        if value > 0 or (value == 0 and key in MAY_BE_0):
+            return value
+    raise ValueError(text)
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """Return CONFIG, with defaults for missing keys, after applying each `--set key=value`. If a
-    value is not accepted, print one line and exit."""
+    key or value is not accepted, print one line and exit."""
     if "--help" in arguments:
         print(__doc__)
         sys.exit()
@@ -490,24 +516,16 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         key, _, text = change.partition("=")
         if change == "--set":
             continue
+        if key not in DEFAULTS:
+            names = ", ".join(DEFAULTS)
+            sys.exit(f"error: CONFIG has no key {key}; write --set KEY=VALUE with one of {names}")
         try:
-            if key == "schedule":
-                config[key] = text
-                accepted = text in ("all", *SCHEDULES)
-            elif key == "columns":
-                config[key] = None if text == "None" else text.split(",")
-                accepted = set(config[key] or ()) <= COLUMNS.keys()
-            elif key == "verbose":
-                accepted = text in VERBOSE
-                config[key] = VERBOSE.get(text)
-            else:
-                config[key] = Fraction(text) if key in DURATIONS else int(text)
-                may_be_0 = key in ("weight_gradient", "communication", "steps")
-                accepted = key in DEFAULTS and (config[key] > 0 or (config[key] == 0 and may_be_0))
-        except ValueError:
-            accepted = False
-        if not accepted:
-            sys.exit(f"error: {change} is not accepted; write --set KEY=VALUE with a key of CONFIG")
+            config[key] = read_value(key, text)
+        except (ValueError, ZeroDivisionError):
+            numbers = "a number" if key in DURATIONS else "a whole number"
+            numbers += " of at least 0" if key in MAY_BE_0 else " above 0"
+            accepted = ", ".join(CHOICES.get(key, [numbers]))
+            sys.exit(f"error: {change} is not accepted; use {accepted}")
     return config
 
 

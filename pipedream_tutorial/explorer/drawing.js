@@ -6,9 +6,9 @@
 const AXIS = 18;
 const NUM_VERSION_COLORS = 7;
 
-// Return the pixels per unit of time at which all cells of a run keep their letters.
-function readableRate(run) {
-  return (lettersWidth(run) + 1) / shortestOf(run);
+// Return the pixels per unit of time at which all cells of a run keep their labels.
+function readableRate(run, numLetters) {
+  return (labelWidth(run, numLetters) + 1) / shortestOf(run);
 }
 
 // Sizes in pixels. `longest`: the shown time. `room`: the largest height, if possible. `rate`: the
@@ -24,7 +24,7 @@ function buildLayout({ run, strips, chosen }, width, longest, room, rate) {
   }
   const rank = row + strips.length * strip + gap;
   const visible = (width - gutter) * chosen.zoom;
-  // In a narrow window, cells keep their letters if three screens are enough. The timeline scrolls.
+  // In a narrow window, cells keep their labels if three screens are enough. The timeline scrolls.
   const readable = longest * rate + 10;
   const whole = readable <= 3 * visible ? Math.max(visible, readable) : visible;
   const perUnit = (whole - 10) / (longest || 1);
@@ -80,10 +80,10 @@ function shortestOf({ timeline }) {
   return Math.min(...durations.filter(Boolean)) * timeline.tick;
 }
 
-// Return the width in pixels that a cell needs for its letter and number.
-function lettersWidth({ timeline }) {
+// Return the width in pixels that a cell needs for its number, and for its letter if there is one.
+function labelWidth({ timeline }, numLetters) {
   const digits = String(timeline.schedule.numMicrobatches - 1).length;
-  return (1 + digits) * 13 * 0.62 + 2;
+  return Math.max(11, (numLetters + digits) * 13 * 0.62 + 2);
 }
 
 function drawCells(view) {
@@ -93,7 +93,7 @@ function drawCells(view) {
   // none.
   const versions = [...run.use.values()].map(({ version }) => version ?? 0);
   const largest = chosen.byVersion ? Math.max(...versions) : run.timeline.schedule.numMicrobatches - 1;
-  const labels = { letters: shortestOf(run) * layout.perUnit > lettersWidth(run), digits: String(largest).length };
+  const labels = { letters: shortestOf(run) * layout.perUnit > labelWidth(run, 1), digits: String(largest).length };
   return cells.map((cell) => drawCell(view, cell, boxOf(view, cell), layout.row, labels));
 }
 

@@ -55,7 +55,9 @@ function place() {
   const top = byId("panes").getBoundingClientRect().top + scrollY;
   const shown = panes.filter((pane) => pane.run);
   const room = (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown.length) - 16;
-  const rate = Math.max(...shown.map((pane) => readableRate(pane.run)));
+  // Two timelines keep only their numbers, so that a window shows more of both.
+  const numLetters = shown.length === 1 ? 1 : 0;
+  const rate = Math.max(...shown.map((pane) => readableRate(pane.run, numLetters)));
   shown.forEach((pane) => pane.place(player.longest, WIDE.matches ? room : Infinity, rate));
 }
 
@@ -103,6 +105,9 @@ buildControls();
 attachHands(main, true);
 attachHands(beside, false);
 attachFiles();
+for (const pane of panes) {
+  pane.scroller.onscroll = () => panes.forEach((other) => other.scroller.scrollLeft = pane.scroller.scrollLeft);
+}
 byId("undo").onclick = () => store.change({ moves: store.chosen.moves.slice(0, -1) });
 byId("reset").onclick = () => store.change({ moves: [] });
 byId("earlier").onclick = () => move(-1);

@@ -35,7 +35,8 @@ from pipedream.simulate import comparison
 from pipedream.simulate.comparison import Refused, Row
 
 CONFIG: dict[str, Any] = {
-    **simple.CONFIG,  # pipedream_simple.py's keys; the schedule and the steps differ
+    **simple.CONFIG,  # pipedream_simple.py's keys; some defaults differ
+    "num_microbatches": 8,  # m: microbatches per batch
     "layers_per_stage": 2,  # residual blocks per stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only a schedule that you name
     "schedule": "all",  # a schedule, all, search (find an order), or the path of an order's CSV

@@ -311,6 +311,13 @@ def test_compared_timelines_have_one_scale_at_every_width(browser, width):
     browser.open(PAGE, "#schedule=1f1b&other=zb-v", width=width, height=800)
     rates = [browser.js(f"explorer.{pane}.layout.perUnit") for pane in ("main", "beside")]
     assert rates[0] == rates[1] > 0
+    if width >= 1280:  # both ends are in view
+        assert browser.js(
+            "panes.every(({ scroller }) => scroller.scrollWidth === scroller.clientWidth)"
+        )
+    else:
+        browser.js("explorer.beside.scroller.scrollLeft = 60")
+        browser.wait("explorer.main.scroller.scrollLeft === 60")
 
 
 CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: %s, configurable: true })"

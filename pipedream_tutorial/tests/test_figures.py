@@ -125,7 +125,7 @@ def shown_timelines() -> dict[str, list[Timeline]]:
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
     return {
-        "naive_pipeline": [measure("naive", CONFIG).batch],
+        "naive_pipeline": [measure("naive", CONFIG | {"num_microbatches": 3}).batch],
         "microbatch_forward": list(map(forwards_only, (measure("gpipe", uncut).batch, gpipe))),
         "microbatch_backward": [gpipe],
         "weight_versioning": [measure("pipedream", CONFIG).batch] * 2,

@@ -79,7 +79,7 @@ def test_script_passes_unknown_arguments_to_the_package(tmp_path, capsys, monkey
     with pytest.raises(SystemExit, match="0"):
         command.run_script(simple.main, simple.CONFIG)
     assert "V-Half" in capsys.readouterr().out
-    assert load_csv(path).orders == build_schedule("v-half", 4, 8).orders
+    assert load_csv(path).orders == build_schedule("v-half", 4, 4).orders
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -244,15 +244,19 @@ def test_script_runs_without_the_package(tmp_path):
         command = [sys.executable, path, "--set", *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
-    done = typed("schedule=zb-v", "weight_gradient=2", "columns=time,activ.")
+    done = typed("schedule=zb-v", "num_microbatches=8", "weight_gradient=2", "columns=time,activ.")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\nZB-V                      34.5      4\n" in done.stdout
     assert typed("--help").stdout.strip() == simple.__doc__.strip()
-    for wrong in ("stages=2", "num_stages=0", "schedule=v-half", "columns=span,tim", "forward=x"):
+    for wrong, fix in (
+        ("num_stages=0", "a whole number above 0"), ("forward=x", "a number above 0"),
+        ("communication=-1", "a number of at least 0"), ("forward=1/0", "a number above 0"),
+        ("schedule=v-half", "all, naive, gpipe, 1f1b, pipedream, interleaved, zb-h1, zb-h2, zb-v"),
+        ("columns=span,tim", ", ".join(simple.COLUMNS)), ("steps=3", "0"),
+    ):  # fmt: skip
         done = typed(wrong)
-        fix = "write --set KEY=VALUE with a key of CONFIG"
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == f"error: {wrong} is not accepted; {fix}\n"
+        assert done.stderr == f"error: {wrong} is not accepted; use {fix}\n"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,8 @@ def test_script_runs_without_the_package(tmp_path):
         ('"layers_per_stage": 3, "verbose": True', "F = 3, I = 3, W = 3"),
         ('"verbose": True', "\nGPipe\ntime  "),
         ('"columns": "time,bubble"', "  time bubble\n"),
-        ('"num_stage": 4', "error: num_stage=4 is not accepted"),
+        ('"columns": ["time", "bubble"]', "  time bubble\n"),
+        ('"num_stage": 4', "error: CONFIG has no key num_stage; write --set KEY=VALUE with one of"),
         ('"num_microbatches": 0', "error: num_microbatches=0 is not accepted"),
         ('"verbose": 3', "error: verbose=3 is not accepted"),
     ],

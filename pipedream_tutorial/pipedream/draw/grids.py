@@ -206,13 +206,16 @@ def durations_text(timeline: Timeline) -> str:
 
 
 def naive_pipeline(config: Config) -> Figure:
-    """Draw the naive schedule, in which only one rank works at a time."""
-    timeline = measure("naive", config).batch
+    """Draw the naive schedule, in which only one rank works at a time. Three microbatches fit on a
+    page that a phone shows without scrolling."""
+    few = {**config, "num_microbatches": min(3, config["num_microbatches"])}
+    timeline = measure("naive", few).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle for "
         f"{idle_share_text(timeline)} of {number(timeline.makespan)} time units"
     )
-    return lay_out(title, [Panel("", timeline)], height_factor=1.6)
+    narrow: dict[str, Any] = {"full_width": 5.2, "left": 0.65, "right": 0.15}
+    return lay_out(title, [Panel("", timeline)], height_factor=1.6, **narrow)
 
 
 def microbatch_forward(config: Config) -> Figure:

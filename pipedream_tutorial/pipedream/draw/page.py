@@ -1,8 +1,9 @@
 """Define the shared parts of pictures: the page, its colors, and labels beside points.
 
-A page is WIDTH inches wide, at DPI dots per inch. A README shows the page at about half this width,
-so no text is smaller than 8 points. The colors are from Okabe and Ito ("Color Universal Design",
-2008), except the dark green of W. Because W is dark, F, B, I and W also differ in lightness.
+A page is usually WIDTH inches wide, at DPI dots per inch. A README shows it at about half this
+width, so no text is smaller than 8 points. The colors are from Okabe and Ito ("Color Universal
+Design", 2008), except the dark green of W. Because W is dark, F, B, I and W also differ in
+lightness.
 """
 
 import pathlib
@@ -44,6 +45,7 @@ def new_figure(
     legend: Sequence[Artist] = (),
     legend_columns: int = 6,
     notes: Sequence[str] = (),
+    full_width: float = WIDTH,
     left: float = 0.95,
     right: float = 0.4,
     gap: float = 0.75,
@@ -52,14 +54,14 @@ def new_figure(
     inches. `panel_heights` contains the height of each row, and `gap` is the distance between
     rows."""
     # Use as few lines as possible, of about equal length.
-    lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
+    lines = min((textwrap.wrap(title, width) for width in range(1, int(7.8 * full_width))), key=len)
     legend_rows = -(-len(legend) // legend_columns)
     top = 0.6 + 0.29 * len(lines) + 0.33 * legend_rows
     bottom = 0.75 + 0.26 * len(notes) if notes else 0.7
     height = top + sum(panel_heights) + gap * (len(panel_heights) - 1) + bottom
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
+    figure = Figure(figsize=(full_width, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    edge = 0.2 / WIDTH
+    edge = 0.2 / full_width
     figure.text(edge, 1 - 0.12 / height, "\n".join(lines), size=TITLE, weight="bold", va="top")
     notes_text = "\n".join(notes)
     figure.text(edge, 0.1 / height, notes_text, size=SMALL - 1, color=GRAY, linespacing=1.3)
@@ -69,13 +71,14 @@ def new_figure(
             bbox_to_anchor=(edge, 1 - (0.17 + 0.29 * len(lines)) / height), fontsize=SMALL,
             frameon=False, borderaxespad=0.0, borderpad=0.2, columnspacing=1.6, handlelength=1.6,
         )  # fmt: skip
-    width = (WIDTH - left - right - (columns - 1) * left) / columns
+    width = (full_width - left - right - (columns - 1) * left) / columns
     y = height - top
     for panel_height in panel_heights:
         y -= panel_height
         for column in range(columns):
             x = left + column * (width + left)
-            ax = figure.add_axes((x / WIDTH, y / height, width / WIDTH, panel_height / height))
+            size = width / full_width, panel_height / height
+            ax = figure.add_axes((x / full_width, y / height, *size))
             ax.tick_params(labelsize=SMALL, color=GRAY)
             ax.set_axisbelow(True)
             ax.spines[["top", "right"]].set_visible(False)

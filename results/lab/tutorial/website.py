@@ -35,6 +35,7 @@ img {{ max-width: 100%; }}
 @media (max-width: 560px) {{  /* a picture scrolls sideways, so that its text stays readable */
  p:has(> img) {{ overflow-x: auto; }}
  p > img {{ max-width: none; width: 760px; }}
+ p > img[src*="naive"] {{ width: 100%; }}  /* narrow */
 }}
 pre {{ overflow-x: auto; background: #f3f5f6; padding: 10px; font-size: 13px; line-height: 1.35; }}
 table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
