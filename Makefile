@@ -39,4 +39,5 @@ page:  ## The planner as a web page, in build/page/
 	bash results/lab/planner_page/build.sh build/page
 
 dist:  ## The wheel and the source package of a release, in build/dist/
-	$(setup) && python -m pip install -q build && python -m build --outdir build/dist .
+	python3 -m venv build/dist-env && build/dist-env/bin/python -m pip install -q build && \
+	  build/dist-env/bin/python -m build --outdir build/dist .
