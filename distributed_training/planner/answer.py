@@ -15,6 +15,7 @@ from distributed_training.planner.sort import (
     REDUCED,
     as_typed,
     choose_batch_size,
+    describe_speed,
     layout_name,
     layout_settings,
     sort_by_speed,
@@ -266,8 +267,7 @@ def _describe_needs(choice: Prediction) -> str:
     if not choice.fits:
         needs.append(f"{choice.missing_bytes / GIB:.3g} GiB too much")
     elif choice.tokens_per_s is not None:
-        rounded = float(f"{choice.tokens_per_s:.3g}")
-        needs.append(f"{rounded:,.15g} tokens/s")
+        needs.append(describe_speed(choice.tokens_per_s))
     elif machine.num_gpus:
         needs.append("speed unknown")
     texts = [name_with_mode(choice)] if plan.num_processes > 1 else []

@@ -509,9 +509,14 @@ def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings,
         yield alternative, list(itertools.islice(fitting, 3))
 
 
+def describe_speed(tokens_per_s: float) -> str:
+    """Return a text such as "187,000 tokens/s", with three digits."""
+    return f"{float(f'{tokens_per_s:.3g}'):,.15g} tokens/s"
+
+
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:
     """Return a text such as "lora_rank=16 (18.9 GiB per GPU, 5,120 tokens/s)"."""
-    speed = "" if choice.tokens_per_s is None else f", {choice.tokens_per_s:,.0f} tokens/s"
+    speed = "" if choice.tokens_per_s is None else f", {describe_speed(choice.tokens_per_s)}"
     gib = choice.memory.needed_bytes / GIB
     return f"{format_settings(settings)} ({gib:.1f} GiB per GPU{speed})"
 

@@ -51,6 +51,12 @@ def printed(arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+def repository() -> str:
+    """Return the address of the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return str(project["urls"]["Repository"])
+
+
 def plan(options: str) -> dict[str, Any]:
     """Return the first layout of the planner's answer."""
     layout: dict[str, Any] = json.loads(ask(*shlex.split(options)))["layouts"][0]

@@ -25,9 +25,6 @@ python -m pip install --quiet --no-deps --no-compile --only-binary=:all: --requi
     --requirement "$here/requirements.txt" --target planner
 cp -r "$root"/{real_model_example.py,distributed_training,strategies,configs} planner
 cp "$here"/{index.html,page.css,page.js,worker.js,start.mjs,ask.py} page
-# The page's links lead to the repository that it was built from.
-home=$(git -C "$root" config --get remote.origin.url | sed 's|^git@\([^:]*\):|https://\1/|; s|\.git$||' || true)
-[[ $home != https://* ]] || sed -i "s|https://github.com/OWNER/NAME|$home|" page/index.html
 (cd planner && python -m zipfile --create ../page/planner.zip ./*)
 node "$here/pack.mjs" page
 
