@@ -182,7 +182,7 @@ def _predictions(records: Path) -> list[list[tuple[str, float, float]]]:
     """Return (name, measured, predicted) of all runs, for memory in GiB and for time in s."""
     memory_rows, time_rows = [], []
     for row in validate.gpu_rows(records):
-        name = f"{row.record.config['model']}, {row.record.layout_name}"
+        name = f"{row.record.config['model']} {row.record.layout_name}"
         time_rows.append((name, row.measured_s, row.measured_s * (1 + row.time_error)))
         if row.is_memory_comparable:
             gib = row.record.memory["peak_allocated_bytes"] / GIB
