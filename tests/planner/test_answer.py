@@ -10,6 +10,7 @@ import pytest
 
 from distributed_training.plan.layout import Amount
 from distributed_training.planner.answer import Price, answer
+from distributed_training.planner.sort import describe_suggestion
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.files import ROOT
 from distributed_training.tools.plan import parse_price
@@ -50,6 +51,12 @@ def test_the_first_line_answers_what_was_asked(gpus, settings, begin, changes):
     first = document["picks"][0]
     needed = sum(first["memory_bytes"].values()) + found.first.memory.context_bytes
     assert needed == first["needed_bytes"]
+
+
+def test_the_verdict_and_what_would_fit_have_the_same_speed():
+    found = find("RTX-4090")
+    speed = found.verdict.partition(" GiB, ")[2].removesuffix(".")
+    assert describe_suggestion(found.changes, found.first).endswith(f" per GPU, {speed})")
 
 
 def test_a_number_of_steps_gives_hours_and_a_cost():
