@@ -27,12 +27,12 @@ from distributed_training.settings.machine import (
 # followed by a space, unless it has four digits, like 3060. The end of 7900xtx is part of a name.
 _CLUSTER_PATTERN = re.compile(
     r"(?:(\d{1,4})(?:x(?!tx?$)\s*|\s+x\s+))?(?:(\d{1,4})(?:x(?!tx?$)\s*|\s+x\s+))?"
-    r"(?:(\d{1,3})(?:\s+|$))?(.*)",
+    r"(?:(\d{1,3})(?:\s+(?!gi?b\b)|$))?(.*)",
     re.IGNORECASE,
 )
 # A count after the name, as in T4 x2, 4090 (2) or 8xH100 x 2 nodes, but not the end of 2x3060
 _COUNT_LAST = re.compile(
-    r"(.*?(?:[a-z]|\d{4}).*?)\s*(?:\(x?(\d{1,3})x?\)|(?<!rt)(?<!gt)x\s*(\d{1,3})x?|\s(\d{1,3})x)",
+    r"(.*?(?:[a-z]|\d{4}).*?)\s*(?:\(x?(\d{1,3})x?\)|(?<!rt)(?<!gt)(?<!ma)x\s*(\d{1,3})x?|\s(\d{1,3})x)",
     re.IGNORECASE,
 )
 _NODES = re.compile(r"(?<=\d)\s*(?:nodes?|machines?|servers?)\b(?: of| x|,)?", re.IGNORECASE)

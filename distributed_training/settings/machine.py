@@ -67,7 +67,7 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     disk_gb: Positive = 1000  # local disk space of `host` per GPU
     source: str = ""  # where the values come from
     # Other names, such as those of machines in clouds, each with the text before `name` that counts
-    # the GPUs
+    # the GPUs. A name with $ must end the text.
     also: dict[str, str] = {}
 
     @property
@@ -87,7 +87,7 @@ _OTHER_NAMES = {
 # Words that distinguish GPUs whose names are otherwise equal
 _FORM_WORDS = {"MIG", "PCIE", "NVL", "TI", "SUPER", "LAPTOP", "D", "MAX", "Q"}
 _OTHER_VENDORS = re.compile(
-    r"\b(AMD|APPLE|INTEL|M[1-9]|MI\d+\w*|INSTINCT|RADEON|RX|XTX?|RYZEN|STRIX|GAUDI|TPU|TRN|ARC)\b"
+    r"\b(AMD|APPLE|MAC\w*|INTEL|M[1-9]|MI\d+\w*|INSTINCT|RADEON|RX|XTX?|RYZEN|STRIX|GAUDI|TPU|TRN|ARC)\b"
 )
 # Places between words that users write without a space, as in 4070TiSuper or RTXA6000
 _GAPS = re.compile(
@@ -160,7 +160,17 @@ def parse_gpu(name: str) -> Gpu:
         if not unknown:
             return gpu
         what = f"GPU {shown(name)} has words that are not known: {', '.join(sorted(unknown))}"
-        raise UserError(what, fix=f"write {gpu.name}, or 2x{gpu.name} for two of them")
+        raise UserError(
+            what,
+            fix=f"write {gpu.name}, 2x{gpu.name} for two of them, or 2x8x{gpu.name} for two nodes",
+        )
+    models = {re.sub(r"-\d+GB$", "", gpu.name): gpu for gpu in known}
+    if len(models) > 1:
+        what = f"GPU {shown(name)} names {' and '.join(models)}, but a plan is for equal GPUs"
+        least = min(known, key=lambda gpu: gpu.memory_gib).name
+        raise UserError(
+            what, "the one with the least memory limits all", f"write 2x{least}, for example"
+        )
     if known:
         what = f"GPU {shown(name)} does not name one of the known sizes of memory"
         raise UserError(what, fix=f"write {one_of([gpu.name for gpu in known])}")
@@ -168,7 +178,8 @@ def parse_gpu(name: str) -> Gpu:
         what = f"GPU {shown(name)} is not supported"
         raise UserError(what, "the suite needs CUDA", "name a GPU by NVIDIA, such as H100-80GB")
     fix = f"{did_you_mean(text.replace(' ', '-'), GPUS)} To describe another GPU, write "
-    fix += f"--cluster 1x8 --gpu '{GPU_EXAMPLE}', for example"
+    fix += f"--cluster 1x8 --gpu '{GPU_EXAMPLE}', for example. "
+    fix += "To plan for this machine, with or without GPUs, omit --cluster"
     raise UserError(f"GPU {shown(name)} is not known", fix=fix.strip())
 
 

@@ -190,12 +190,18 @@ def test_clusters_are_parsed():
         "Standard_NC48ads_A100_v4": (2, 2, "A100-80GB-PCIe"),
         "a2-highgpu-8g": (8, 8, "A100-40GB"),
         "HGX H200": (1, 1, "H200"),
+        "kaggle": (2, 2, "T4"),
+        "colab": (1, 1, "T4"),
     }.items():
         cluster = parse_cluster(text)
         found = (cluster.num_processes, cluster.processes_per_node, cluster.machine.gpu_name)
         assert found == expected
     with refused("7900xtx", "needs CUDA"):  # not 7900 GPUs of a kind "tx"
         parse_cluster("7900xtx")
+    with refused("'Ryzen AI Max 395'", "needs CUDA"):
+        parse_cluster("Ryzen AI Max 395")
+    with refused("'12 GB card'"):
+        parse_cluster("12 GB card")
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,9 @@ def test_gpus_are_found_as_users_write_them(typed, name):
     [
         ("V100", "V100-32GB or V100-16GB"), ("3060 8GB", "Write RTX-3060"), ("M2", "needs CUDA"),
         ("RX7900XTX", "needs CUDA"), ("RTX-4075", "Did you mean RTX-4070"),
-        ("H100 8", "known: 8. Write H100-80GB, or 2xH100-80GB"), ("A6000 Ada", "known: ADA"),
+        ("H100 8", "known: 8. Write H100-80GB, 2xH100-80GB"), ("A6000 Ada", "known: ADA"),
+        ("3090 + 1x 4090", "RTX-4090 and RTX-3090, but .* equal"), ("Mac Studio", "needs CUDA"),
+        ("cpu", "omit --cluster"), ("colab a100", "A100-80GB or A100-40GB"),
     ],
 )  # fmt: skip
 def test_other_gpus_are_refused_in_one_line(typed, message):
