@@ -48,6 +48,7 @@ HUB = "hub"  # the family that runs any decoder with code from transformers
 ALL = slice(None)
 # A spelling may mean several models, such as versions, if their numbers of parameters differ less.
 MAX_SIZE_RATIO = 1.1
+_QUANTIZED = re.compile(r"\b(q\d|int4|nf4|bnb|gguf|awq|gptq|qlora)|4.?bit", re.IGNORECASE)
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -312,7 +313,7 @@ def find_model(name: str) -> ModelSpec:
             return read_published(name)
         except UserError as error:
             missing = error
-    names, has_all_words = match_names(name)
+    names, has_all_words = match_names(name, read_table())
     if has_all_words:
         # Of versions with the same size, the last one in the table is the newest.
         specs = [_listed_spec(hub_id) for hub_id in names]
@@ -376,13 +377,20 @@ def _fetch_config(hub_id: str) -> Path:
 
 
 def _missing_config(name: str, why: str = "") -> UserError:
-    names, _ = match_names(name)
+    names, is_listed = match_names(name, read_table())
+    refused, is_refused = match_names(name, read_table(refused=True))
+    if is_refused and not is_listed:
+        entry = read_table(refused=True)[refused[-1]]
+        what = f"model={shown(name)}: model_type {shown(entry['config']['model_type'])} "
+        return UserError(what + entry["refused"], fix=_load(HUB).SUPPORTED)
     advice = did_you_mean(name, [label for family in FAMILIES for label in _load(family).SIZES])
     if names and not advice:
         advice = f"did you mean {one_of(names[-3:])}?"
     repo_id = name if "/" in name else "OWNER/NAME"
     fix = f"{advice} To get this file, whose path you can set as model, run: hf download {repo_id} "
     fix += f"{CONFIG_FILE} --local-dir my-model"
+    if _QUANTIZED.search(name):
+        fix += ". For 4-bit weights, set base_dtype to nf4"
     return UserError(f"{CONFIG_FILE} of model={shown(name)} is needed", why, fix.strip())
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from distributed_training import models
 from distributed_training.models import find_model
+from distributed_training.models.hub import UnsupportedError, measure_size
 from distributed_training.models.table import TABLE, read_table
 from distributed_training.planner.answer import answer
 from distributed_training.planner.data import find_sources
@@ -77,6 +78,17 @@ qwen2.5 math 7b = Qwen/Qwen2.5-Math-7B
 unsloth/Qwen3-8B = unsloth/Qwen3-8B
 pythia 70m = EleutherAI/pythia-70m
 phi-1.5 = microsoft/phi-1_5
+mistral nemo 12b = mistralai/Mistral-Nemo-Base-2407
+phi4-mini 3.8b = microsoft/Phi-4-mini-instruct
+GLM 4.5 355b = zai-org/GLM-4.5
+opt 1.3b = facebook/opt-1.3b
+opt 13b = facebook/opt-13b
+bloom 7b1 = bigscience/bloom-7b1
+stablelm 2 1.6b = stabilityai/stablelm-2-zephyr-1_6b
+exaone 4 32b = LGAI-EXAONE/EXAONE-4.0-32B
+deepseek v2 = deepseek-ai/DeepSeek-V2
+Granite 3.3 8B = ibm-granite/granite-3.3-8b-instruct
+olmo 2 1b = allenai/OLMo-2-0425-1B
 """
 
 
@@ -101,11 +113,18 @@ def test_models_are_found_by_any_spelling(line):
         ("llama 3.1", ("Llama-3.1-8B", "Llama-3.1-405B")),
         ("Qwen3-40B", ("config.json of model='Qwen3-40B' is needed", "35B-A3B", "hf download")),
         ("Qwen3.5-9B-Base", ("Did you mean Qwen/Qwen3.5-9B?",)),
-        ("deepseek-ai/DeepSeek-R1-0528", ("no network", "Did you mean deepseek-ai/DeepSeek-R1?")),
+        ("deepseek-ai/DeepSeek-R1-Zero", ("no network", "Did you mean deepseek-ai/DeepSeek-R1 or")),
         ("Command R+", ("config.json of model='Command R+' is needed", "c4ai-command-r-v01")),
         ("command r7b", ("Did you mean CohereForAI/c4ai-command-r-v01?",)),
-        ("Qwen3-VL-8B", ("Qwen/Qwen3-8B?",)),
+        ("Qwen2.5-VL-3B", ("Qwen/Qwen2.5-3B?",)),
         ("qwem3 32b", ("Qwen/Qwen3-32B",)),
+        ("mistrall 7b", ("Did you mean mistralai/Mistral-7B-v0.1 or mistralai/Mistral-7B-v0.3?",)),
+        ("llama 3.1 8b q4", ("meta-llama/Llama-3.1-8B?", "set base_dtype to nf4")),
+        ("apertus 8b", ("is needed. To get this file",)),
+        ("mini 8b", ("is needed. To get this file",)),
+        ("deepseek v3.2", ("model_type 'deepseek_v32' has sparse attention", "Use a decoder")),
+        ("google/flan-t5-xl", ("model_type 't5' is an encoder-decoder",)),
+        ("qwen3-vl 8b", ("model_type 'qwen3_vl' is not a decoder that transformers supports",)),
         ("nobody/nothing", ("no network", "hf download nobody/nothing config.json")),
         ("gpt2-mediun", ("gpt2-medium",)),
         ("?", ("config.json",)),
@@ -119,13 +138,33 @@ def test_other_names_are_refused(name, words):
 def test_entries_name_their_sources_and_no_name_occurs_twice():
     table = json.loads(TABLE.read_text())
     names = [name for key, entry in table.items() for name in (key, *entry["also"])]
-    assert len(names) == len(set(names)) == len(read_table())
+    assert len(names) == len(set(names)) == len(read_table()) + len(read_table(refused=True))
     for name, entry in table.items():
-        assert {*entry} in ({"also", "source", "size"}, {"also", "source", "config"})
+        assert {*entry} - {"also", "source"} in (
+            {"parameters", "size"}, {"parameters", "config"}, {"refused", "config"}
+        )  # fmt: skip
         assert entry["source"], name
         for repository, file, commit in (*entry["source"], *entry["also"].values()):
             assert re.fullmatch(r"[\w.-]+/[\w.-]+ [\w./-]+ ([0-9a-f]{40}|v5.24.0)",
                                 f"{repository} {file} {commit}"), name  # fmt: skip
+
+
+def test_sizes_in_names_are_those_of_the_shapes():
+    """A name may round, and leave out embeddings."""
+    for name, entry in read_table().items():
+        assert find_model(name).size.num_parameters == entry["parameters"]
+        # Not 17B-16E and 1B-7B, which count active parameters
+        for billions in re.findall(r"-([\d.]+)b(?![a-z\d]|-\d+[be])", name.lower()):
+            assert 0.9 < entry["parameters"] / 1e9 / float(billions) < 1.7, name
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-ai/DeepSeek-V4-Pro", "zai-org/GLM-5", "openai/whisper-tiny"]
+)
+def test_refusals_are_those_of_training(name):
+    entry = read_table(refused=True)[name]
+    with pytest.raises(UnsupportedError, match=re.escape(entry["refused"])):
+        measure_size(entry["config"])
 
 
 def test_a_model_that_is_trained_reads_its_own_config(tmp_path, monkeypatch):
