@@ -116,7 +116,9 @@ def test_torchs_zb_v_has_no_idle_time_only_if_f_i_and_w_take_equally_long() -> N
         assert simulated("zb-v", c).span[0] == (c.p - 1) * (c.f - (c.i + c.w) / 2)
 
 
-@pytest.mark.parametrize("check", [*formulas.schedule_checks()], ids=lambda check: check.text)
+@pytest.mark.parametrize(
+    "check", [*formulas.schedule_checks(), *formulas.cost_checks()], ids=lambda check: check.text
+)
 def test_statements_on_the_pages_hold_at_random_durations(check: formulas.Check) -> None:
     formulas.RNG.seed(check.text)
     num_tested, wrong = formulas.try_cases(check, 20)

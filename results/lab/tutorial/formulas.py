@@ -1,15 +1,12 @@
 """Compare each formula on the tutorial's pages with the simulator, on random cases.
 
-    python results/lab/tutorial/formulas.py
-
-The program reads the formulas from the tables of ADVANCED.md and COMPARISON.md and evaluates them
-unchanged. `schedule_checks` adds further formulas. The program compares COMPARISON.md's formulas
-with traffic.py, whose results the tests compare with counted bytes.
+The formulas are read from the tables of ADVANCED.md and COMPARISON.md and evaluated unchanged.
+`schedule_checks` adds further formulas. COMPARISON.md's formulas are compared with traffic.py,
+whose results the tests compare with counted bytes.
 """
 
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +14,6 @@ from functools import partial
 from math import ceil
 from typing import NamedTuple
 
-import checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedFormInputs
 from pipedream.schedules.ops import transfers
@@ -37,7 +33,6 @@ from results.lab.tutorial.traffic import (
     sent_per_step,
 )
 
-CASES = 300
 RNG = random.Random(0)
 
 
@@ -410,16 +405,3 @@ def try_cases(check: Check, count: int) -> tuple[int, list[str]]:
             wrong.append(f"{c}: formula {check.formula(c)}, simulated {simulated}")
         num_tested += 1
     return num_tested, wrong
-
-
-def main() -> int:
-    code = 0
-    for check in (*schedule_checks(), *cost_checks()):
-        num_tested, wrong = try_cases(check, CASES)
-        code = 1 if wrong else code
-        print(f"{num_tested - len(wrong)} of {num_tested}  {check.text}", *wrong[:2], sep="\n    ")
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
