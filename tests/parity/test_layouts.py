@@ -2,7 +2,6 @@
 LoRA, tp, pp, their combination with data parallelism, and compiled code."""
 
 import itertools
-import shutil
 
 import pytest
 
@@ -90,11 +89,8 @@ CASES = {
 }  # fmt: skip
 if has_libaio():  # test_shipped_config.py runs infinity with the shipped buffers
     CASES[2]["packed/infinity"] = {**small_infinity(), **micro_batches(2)}
-if shutil.which("c++") is not None:  # these cases run Inductor's generated code, in fp32
-    CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **micro_batches(2), **COMPILED}
-    CASES[2]["packed/tp2-compiled"] = {**mesh(tp=2), **micro_batches(4), **COMPILED, **CHUNKED}
 # These cases test how compiled functions are called, with each kind of parameters and hooks in a
-# graph.
+# graph. tests/gpu/test_gpu.py runs the code that Inductor generates.
 TRACED = {
     1: {"packed/dp-traced": {"strategy": "dp", **micro_batches(1), **COMPILED, **CHUNKED}},
     2: {
