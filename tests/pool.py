@@ -42,6 +42,7 @@ HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
     "transformers.models.gpt2.configuration_gpt2", "transformers.convert_slow_tokenizer",
+    "transformers.models.llama.modeling_llama",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
     f"{PACKAGE}.start.worker", "results.lab.harness", f"{PACKAGE}.cli", "tests.support",
     "tests.build_extensions:load_built",

@@ -23,7 +23,7 @@ OWN_LAYERS = """def build_layers() -> list[nn.Module]:
 @functools.cache
 def pool() -> Pool:
     """Return warm processes, because importing torch takes longer than most of these runs."""
-    return Pool(("torch.distributed",), os.environ | {"OMP_NUM_THREADS": "1"})
+    return Pool(("torch.distributed", "torch._dynamo"), os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def start(script: Path, num_stages: int) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,7 @@ def test_losses_do_not_depend_on_the_stages_and_only_1f1b_holds_fewer_microbatch
     gpipe.write_text(text.replace("NUM_STEPS = 40", "NUM_STEPS = 10"))
     solved.write_text(FUNCTION.sub(lambda _: solution[0].rstrip(), gpipe.read_text()))
     for done, expected in (
-        (start_torchrun(gpipe, 3), {0: 8, 1: 8, 2: 8}),
+        (start_torchrun(gpipe, 2), {0: 8, 1: 8}),
         (start(solved, 3), {0: 3, 1: 2, 2: 1}),
     ):
         found, held = read_losses(done.stdout)

@@ -23,8 +23,7 @@ CONFIG = {
     ("strategy", "command"),
     [
         ("dp", "python SCRIPT"),
-        ("dp", "torchrun --nproc_per_node=1 SCRIPT"),
-        ("zero2", "deepspeed --num_gpus=1 SCRIPT"),
+        ("zero2", "torchrun --nproc_per_node=1 SCRIPT"),
         (None, "bash strategies/3_zero_stage2/run.sh"),
     ],
 )

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from distributed_training.train.reference import REFERENCE_FILE
-from tests.conftest import SMALL, assert_ok, heavy_pool, run_command, settings, train
-from tests.e2e.support import assert_refused, final_weights, launcher_command, metrics, run_folders
+from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
+from tests.e2e.support import assert_refused, final_weights, metrics, run_folders
+from tests.e2e.test_faults import run_with_fault
 from tests.support import small_pairs, small_text
 
 VALUES = {
@@ -102,8 +103,7 @@ def test_a_run_killed_in_the_reference_pass_can_be_repeated(num_steps, tmp_path)
     if num_steps:  # then the reference is lost
         assert_ok(train({**values, "max_steps": num_steps}, num_processes=2))
         (run_folders(output_dir)[0] / REFERENCE_FILE).unlink()
-    job = {"folder": str(tmp_path), "kind": "killed in the reference pass", "rank": 1, "step": 0}
-    result = run_command(launcher_command("faulty", values), FAULT=json.dumps(job))
+    result = run_with_fault(values, "killed in the reference pass", tmp_path)
     assert result.returncode == 1
     assert (tmp_path / "struck").exists()
     assert not [*output_dir.glob(f"*/{REFERENCE_FILE}")]
@@ -119,9 +119,9 @@ def test_eval_needs_text(trained, tmp_path):
     assert_ok(pool.script(["eval", trained, "--dataset", tmp_path / "a.txt"]))
 
 
-def test_parity_compares_layouts_on_pairs(tmp_path):
+def test_parity_compares_a_layout_on_pairs(tmp_path):
     values = {**VALUES, "max_steps": 2, "output_dir": tmp_path}
-    words = ["--num_gpus", 2, "--strategies", "cp,pp", *settings(values)]
+    words = ["--num_gpus", 2, "--strategies", "cp", *settings(values)]
     found = heavy_pool().script(["parity", *words])
     assert_ok(found)
-    assert "2 of 2 layouts" in found.stdout
+    assert "1 of 1 layout " in found.stdout

@@ -131,8 +131,8 @@ def test_training_follows_the_dequantized_base():
 
 @pytest.mark.parametrize(
     ("changes", "loss_limit"),
-    [({}, 1e-4), ({"model": str(MODELS / "qwen3-two-layers")}, 1e-4), (preference.PAIRS, 1e-3)],
-    ids=["gpt2", "qwen3", "pairs"],
+    [({"model": str(MODELS / "qwen3-two-layers")}, 1e-4), (preference.PAIRS, 1e-3)],
+    ids=["qwen3", "pairs"],
 )
 def test_layouts_equal_one_process(changes, loss_limit):
     """The first step is equal. Later, a rounding error of another order of summation can move a

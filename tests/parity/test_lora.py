@@ -100,7 +100,7 @@ LAYOUTS = {
 }
 # (kind of model, targets of adapters) -> layouts. GPT-2 has one fused matrix for q, k and v.
 ADAPTED = {
-    ("gpt2", "c_attn,attn.c_proj,c_fc,mlp.c_proj"): [*LAYOUTS],
+    ("gpt2", "c_attn,attn.c_proj,c_fc,mlp.c_proj"): ["tp", "pp", "zero3"],
     ("llama", ALL): [*LAYOUTS],
     ("llama", "q_proj,v_proj"): ["tp", "zero3"],
     ("llama", "gate_proj"): ["tp", "pp"],
