@@ -4,7 +4,6 @@ import functools
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,21 +21,13 @@ OWN_LAYERS = """def build_layers() -> list[nn.Module]:
 
 @functools.cache
 def pool() -> Pool:
-    """Return warm processes, because importing torch takes longer than most of these runs."""
+    """Return warm processes, because importing torch takes longer than most of these runs.
+    test_commands.py starts the script with torchrun."""
     return Pool(("torch.distributed", "torch._dynamo"), os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def start(script: Path, num_stages: int) -> subprocess.CompletedProcess[str]:
     return pool().script([], script=script, num_processes=num_stages, launched=True)
-
-
-def start_torchrun(script: Path, num_stages: int) -> subprocess.CompletedProcess[str]:
-    """Start the script as its first lines say."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    return subprocess.run(
-        [*command, str(num_stages), script], env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
 
 
 def read_losses(output: str) -> tuple[list[float], dict[int, int]]:
@@ -65,7 +56,7 @@ def test_losses_do_not_depend_on_the_stages_and_only_1f1b_holds_fewer_microbatch
     gpipe.write_text(text.replace("NUM_STEPS = 40", "NUM_STEPS = 10"))
     solved.write_text(FUNCTION.sub(lambda _: solution[0].rstrip(), gpipe.read_text()))
     for done, expected in (
-        (start_torchrun(gpipe, 2), {0: 8, 1: 8}),
+        (start(gpipe, 3), {0: 8, 1: 8, 2: 8}),
         (start(solved, 3), {0: 3, 1: 2, 2: 1}),
     ):
         found, held = read_losses(done.stdout)
