@@ -19,21 +19,9 @@ _WORD = re.compile(r"[ae]\d+(?:\.\d+)?b|\d+(?:\.\d+)*[bkm]?|[a-z]+")  # such as 
 _SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?|0\.\d*[1-9])b")  # billions of parameters
 # Words that name no family
 _VARIANTS = {
-    *(
-        "base",
-        "chat",
-        "code",
-        "coder",
-        "flash",
-        "instruct",
-        "it",
-        "large",
-        "math",
-        "medium",
-        "mini",
-    ),
-    *("nano", "pro", "pt", "reasoning", "small", "think", "thinking"),
-}
+    "base", "chat", "code", "coder", "flash", "instruct", "it", "large", "math", "medium", "mini",
+    "nano", "pro", "pt", "reasoning", "small", "think", "thinking",
+}  # fmt: skip
 _OFTEN_OMITTED = {"base", "hf", "it", "meta", "pt"}
 _NEAR = 0.15  # largest logarithm of a ratio of sizes that counts as rounding
 

@@ -32,6 +32,7 @@ MODES = ("selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 BATCH_SIZES = [2**power for power in range(9)]  # batch sizes to test
 SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits
+MIN_CONTEXT = 8192  # tokens: an answer to what a GPU can train names no older models
 REDUCED = {"batch_size": 1, "max_length": 128}  # settings that are halved, with the lowest values
 LORA_RANK = 16  # rank of the adapters that are suggested if training all weights does not fit
 MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
@@ -496,9 +497,15 @@ def _alternatives(request: Request) -> Iterator[Settings]:
 
 def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings, list[Prediction]]]:
     """Yield each way to train with, largest first, the three largest models in the table that fit
-    without offload. Of models with the same shape, only one is tried."""
+    without offload. Of models with the same shape, only one is tried, and none whose context is
+    shorter than in today's models."""
     models = {id(entry): name for name, entry in read_table().items()}.values()
-    by_size = {find_model(name).size.num_parameters: name for name in models}
+    sizes = {name: find_model(name).size for name in models}
+    by_size = {
+        size.num_parameters: name
+        for name, size in sizes.items()
+        if size.context_length >= MIN_CONTEXT
+    }
     request = as_typed(request, strategy=AUTO)
     for alternative in _alternatives(request):
         firsts = (

@@ -25,7 +25,12 @@ from distributed_training.planner.answer import (
 )
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.layouts import format_settings
-from distributed_training.planner.sort import describe_suggestion, find_largest, sort_by_speed
+from distributed_training.planner.sort import (
+    MIN_CONTEXT,
+    describe_suggestion,
+    find_largest,
+    sort_by_speed,
+)
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.records.display import (
     bottleneck_name,
@@ -136,7 +141,8 @@ def _print_largest(request: Request, cluster: Cluster, *, as_json: bool) -> None
     if as_json:
         print(json.dumps(list_largest(request, cluster), indent=1))
         return
-    print("No model was named. These are the largest listed models that fit without offload.")
+    print("No model was named. These are the largest listed models that fit without offload,")
+    print(f"of those with a context of at least {MIN_CONTEXT:,} tokens.")
     print("To plan one of them, add --model and the settings above it:")
     for settings, choices in find_largest(request, cluster):
         unchanged = f"lora_rank={request.lora_rank}" if request.lora_rank else "all weights"
