@@ -46,8 +46,7 @@ def match_names(text: str, entries: Entries) -> tuple[list[str], bool]:
     known = {word for name in entries for word in _WORD.findall(_label(name))}
     typed = set(_WORD.findall(label))
     unknown = set(filter(str.isalpha, typed - known))
-    words = {(*difflib.get_close_matches(word, known, 1, 0.75), word)[0] for word in unknown}
-    words |= typed - unknown
+    words = (typed - unknown) | {_nearest(word, known) for word in unknown}
     size = _SIZE.search(label)
     ranks = {}
     for name, entry in entries.items():
@@ -76,3 +75,9 @@ def match_names(text: str, entries: Entries) -> tuple[list[str], bool]:
 def _label(name: str) -> str:
     """Return a name without its owner, in lower case, with versions such as 4.0 as 4."""
     return re.sub(r"(?<=\d)\.0\b", "", name.rpartition("/")[2].lower())
+
+
+def _nearest(word: str, known: set[str]) -> str:
+    """Return the known word that is spelled almost like `word`, or else `word`."""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    return matches[0] if matches else word

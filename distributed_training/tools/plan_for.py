@@ -47,8 +47,12 @@ RESERVED = (0.01, 0.14)
 # Shares of the rates in predict/rates.py that other trainers' kernels reach, and seconds of Python
 # for each kernel. They are fitted to the measured steps in records/trainers.json and
 # records/h200-2026/beside-plan.json, four of five of which are inside the ranges.
-GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, KERNEL_S = 0.8, 0.95, 0.7, 35e-6
-GPU_RANGE, PYTHON_RANGE = (0.85, 1.15), (0.9, 1.9)
+GEMM_SHARE = 0.8
+ATTENTION_SHARE = 0.95
+MEMORY_SHARE = 0.7
+KERNEL_S = 35e-6
+GPU_RANGE = (0.85, 1.15)
+PYTHON_RANGE = (0.9, 1.9)  # of the GPU's time, and of the longer one, if Python may be slower
 # Arguments of transformers' Trainer that CONFIG's keys set
 ARGUMENTS = {
     "batch_size": "per_device_train_batch_size",
@@ -78,7 +82,7 @@ def run(
     document = read_yaml(Path(files[0])) if files else {}
     values, unknown, ignored = translate(DIALECTS[name], document)
     keys = {key: str(value) for key, value in values.items() if key in KEYS}
-    if not (keys | arguments.overrides).get("lora_rank"):
+    if (keys | arguments.overrides).get("lora_rank", "0") == "0":
         keys.pop("lora_dropout", None)
     request = configure(keys | arguments.overrides)
     if request.batch_size == AUTO:
@@ -256,7 +260,8 @@ def estimate_times(sizes: JsonObject, rates: Rates) -> tuple[list[float], bool]:
     python_s = sizes["kernels"] * KERNEL_S
     if python_s < 0.8 * gpu_s:
         return [share * gpu_s for share in GPU_RANGE], False
-    return [PYTHON_RANGE[0] * gpu_s, PYTHON_RANGE[1] * max(gpu_s, python_s)], True
+    low, high = PYTHON_RANGE
+    return [low * gpu_s, high * max(gpu_s, python_s)], True
 
 
 def time_line(found: JsonObject) -> str:
