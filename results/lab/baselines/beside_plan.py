@@ -34,6 +34,7 @@ LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules":
 BF16 = {"dtype": "bfloat16"}
 NF4 = {**LORA, **BF16, "load_in_4bit": True, "optim": "adamw_8bit"}
 DOUBLE = {"use_bnb_nested_quant": True}
+DROPOUT = {"lora_dropout": 0.05}  # TRL's default, which `build_trainer` uses for Trainer, too
 KEPT, DROPPED = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
 LIGER = {"use_liger_kernel": True}
 # Trainer, model, batch, length, its other keys. Rows in VARYING also have shorter sequences.
@@ -46,14 +47,14 @@ ROWS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "sft-3b-lora": ("trl", "Llama-3.2-3B", 4, 1024, LORA | KEPT),
     "sft-4b-8bit": ("trl", "Qwen3-4B", 1, 1024, BF16 | {"optim": "adamw_8bit"}),
     "sft-0.5b": ("trl", "Qwen2.5-0.5B", 8, 2048, LIGER | KEPT),
-    "8b-nf4": ("trainer", "Qwen3-8B", 1, 4096, NF4 | DOUBLE | DROPPED),
-    "7b-nf4": ("trainer", "Mistral-7B-v0.3", 4, 1024, NF4 | DROPPED | LIGER),
-    "3b-lora": ("trainer", "Llama-3.2-3B", 2, 2048, LORA | BF16),
-    "4b-lora-liger": ("trainer", "Qwen3-4B", 4, 1024, LORA | BF16 | LIGER),
+    "8b-nf4": ("trainer", "Qwen3-8B", 1, 4096, NF4 | DROPOUT | DOUBLE | DROPPED),
+    "7b-nf4": ("trainer", "Mistral-7B-v0.3", 4, 1024, NF4 | DROPOUT | DROPPED | LIGER),
+    "3b-lora": ("trainer", "Llama-3.2-3B", 2, 2048, LORA | DROPOUT | BF16),
+    "4b-lora-liger": ("trainer", "Qwen3-4B", 4, 1024, LORA | DROPOUT | BF16 | LIGER),
     "1.7b": ("trainer", "SmolLM2-1.7B", 4, 2048, DROPPED | {"optim": "adamw_torch"}),
     "medium": ("trainer", "gpt2-medium", 16, 1024, {}),
-    "7b-lora-long": ("trainer", "Qwen2.5-7B", 1, 8192, LORA | BF16 | DROPPED | LIGER),
-    "14b-lora": ("trainer", "Qwen3-14B", 1, 2048, LORA | BF16 | DROPPED),
+    "7b-lora-long": ("trainer", "Qwen2.5-7B", 1, 8192, LORA | DROPOUT | BF16 | DROPPED | LIGER),
+    "14b-lora": ("trainer", "Qwen3-14B", 1, 2048, LORA | DROPOUT | BF16 | DROPPED),
 }  # fmt: skip
 VARYING = ("sft-1b-liger", "sft-4b-8bit", "sft-8b-nf4")
 
