@@ -80,9 +80,10 @@ def cpu_rates(
     shares = FITTED.cpu_shares
     core = vars(FITTED.cpu_core)
     cores = num_cpus / num_processes
-    rates = SimpleNamespace(**(measured or {name: rate * cores for name, rate in core.items()}))
-    # Python runs on one core of the process.
-    slowdown = max(1.0, cores) * core["memory_bytes"] / rates.memory_bytes
+    share = {name: rate * cores for name, rate in core.items()}
+    share["calls"] = core["calls"] * min(1.0, cores)  # Python runs on one core of the process.
+    rates = SimpleNamespace(**(measured or share))
+    slowdown = core["calls"] / rates.calls
     launching_s = {name: slowdown * value for name, value in vars(FITTED.cpu_launching_s).items()}
     link = FITTED.cpu_link
     return Rates(

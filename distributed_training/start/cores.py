@@ -60,13 +60,15 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print the FLOP/s of matrix multiplications and the bytes/s of element-wise operations."""
+    """Print the FLOP/s of matrix multiplications, the bytes/s of element-wise operations, and how
+    often per second Python calls a small operation."""
     import torch
     from torch.nn.functional import gelu
 
     inputs, weights = torch.randn(512, 768), torch.randn(768, 3072)
     rounded = inputs.bfloat16(), weights.bfloat16()
     hidden = torch.randn(512, 1536, requires_grad=True)
+    small = torch.randn(8, requires_grad=True)
     flops = 2 * 512 * 768 * 3072
     rates = {
         "gemm_flops": flops / seconds(lambda: rounded[0] @ rounded[1]),
@@ -74,6 +76,7 @@ def main() -> None:
         # GELU reads or writes two fp32 tensors forward and three backward.
         "memory_bytes": (20 * 512 * 1536)
         / seconds(lambda: torch.autograd.grad(gelu(hidden), hidden, hidden)),
+        "calls": 1 / seconds(lambda: torch.autograd.grad((small * small).sum(), small)),
     }
     print(json.dumps(rates))
 

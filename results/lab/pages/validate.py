@@ -19,12 +19,12 @@ from distributed_training.predict.measured import compare, read_runs
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, local_cluster
 from distributed_training.predict.rates import gpu_rates
-from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import Machine, find_gpu
 from distributed_training.settings.request import build_config
 from results.lab.analysis import blind
+from results.lab.cores import predicted_times
 from results.lab.runs import to_current_keys
 
 RECORDS = ROOT / "results" / "records"
@@ -171,17 +171,8 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
 def cpu_times(file: Path = RECORDS / "cpu" / "cores.json") -> dict[str, list[float]]:
     """Return for each run that cores.py recorded its measured time per step, and the times that
     follow from the two measurements of the cores."""
-    times = {}
-    for name, run in json.loads(file.read_text(encoding="utf-8"))["runs"].items():
-        count = run["processes"]
-        machine = Machine(**run["machine"] | {"compute_capability": (0, 0)})
-        times[name] = [run["step_time_s"]["p50"]]
-        for cores in run["cores"]:
-            cluster = local_cluster(machine, count, count, cores)
-            plan = draft_plan(build_config(run["config"]), cluster)
-            assert cluster.rates is not None
-            times[name].append(estimate_step(plan, cluster.rates).seconds)
-    return times
+    runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+    return {name: [run["step_time_s"]["p50"], *predicted_times(run)] for name, run in runs.items()}
 
 
 def times_on_cpus() -> str:
