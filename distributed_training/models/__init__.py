@@ -293,7 +293,7 @@ def find_model(name: str) -> ModelSpec:
         module = _load(family)
         for label, size in module.SIZES.items():
             hub_id = module.HUB_IDS.get(label)
-            if name in (label, hub_id):
+            if "-".join(name.split()) in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
     folder = Path(name).resolve()
     if folder.name == CONFIG_FILE:

@@ -15,14 +15,15 @@ from typing import Any
 
 Entries = dict[str, dict[str, Any]]
 TABLE = Path(__file__).parent / "table.json"
-_WORD = re.compile(r"[ae]\d+(?:\.\d+)?b|\d+(?:\.\d+)*[bkm]?|[a-z]+")  # such as a3b, 2.5, 8b, qwen
+# Such as a3b, a400m, 2.5, 8b, qwen
+_WORD = re.compile(r"[era]\d+(?:\.\d+)?[bm]|\d+(?:\.\d+)*[bkm]?|[a-z]+")
 _SIZE = re.compile(r"([1-9]\d*(?:\.\d+)?|0\.\d*[1-9])b")  # billions of parameters
 # Words that name no family
 _VARIANTS = {
     "base", "chat", "code", "coder", "flash", "instruct", "it", "large", "math", "medium", "mini",
-    "nano", "pro", "pt", "reasoning", "small", "think", "thinking",
+    "nano", "pro", "pt", "reasoning", "small", "think", "thinking", "v",
 }  # fmt: skip
-_OFTEN_OMITTED = {"base", "hf", "it", "meta", "pt"}
+_OFTEN_OMITTED = {"base", "hf", "it", "meta", "pt", "v"}
 _NEAR = 0.15  # largest logarithm of a ratio of sizes that counts as rounding
 
 

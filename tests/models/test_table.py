@@ -89,6 +89,13 @@ exaone 4 32b = LGAI-EXAONE/EXAONE-4.0-32B
 deepseek v2 = deepseek-ai/DeepSeek-V2
 Granite 3.3 8B = ibm-granite/granite-3.3-8b-instruct
 olmo 2 1b = allenai/OLMo-2-0425-1B
+granite 4.0 tiny = ibm-granite/granite-4.0-h-tiny
+command r7b = CohereLabs/c4ai-command-r7b-12-2024
+exaone 3.5 32b = LGAI-EXAONE/EXAONE-3.5-32B-Instruct
+mistral small 3.2 = mistralai/Mistral-Small-3.2-24B-Instruct-2506
+glm 4.6 = zai-org/GLM-4.6
+qwen3.8 27b = Qwen/Qwen3.8-27B
+gpt2 medium = openai-community/gpt2-medium
 """
 
 
@@ -112,15 +119,15 @@ def test_models_are_found_by_any_spelling(line):
     [
         ("llama 3.1", ("Llama-3.1-8B", "Llama-3.1-405B")),
         ("Qwen3-40B", ("config.json of model='Qwen3-40B' is needed", "35B-A3B", "hf download")),
-        ("Qwen3.5-9B-Base", ("Did you mean Qwen/Qwen3.5-9B?",)),
+        ("Qwen3.5-9B-Math", ("Did you mean Qwen/Qwen3.5-9B-Base or Qwen/Qwen3.5-9B?",)),
         ("deepseek-ai/DeepSeek-R1-Zero", ("no network", "Did you mean deepseek-ai/DeepSeek-R1 or")),
         ("Command R+", ("config.json of model='Command R+' is needed", "c4ai-command-r-v01")),
-        ("command r7b", ("Did you mean CohereForAI/c4ai-command-r-v01?",)),
+        ("cogito v2 70b", ("is needed. To get this file",)),  # "v" names no family
         ("Qwen2.5-VL-3B", ("Qwen/Qwen2.5-3B?",)),
         ("qwem3 32b", ("Qwen/Qwen3-32B",)),
         ("mistrall 7b", ("Did you mean mistralai/Mistral-7B-v0.1 or mistralai/Mistral-7B-v0.3?",)),
         ("llama 3.1 8b q4", ("meta-llama/Llama-3.1-8B?", "set base_dtype to nf4")),
-        ("apertus 8b", ("is needed. To get this file",)),
+        ("janus pro 7b", ("is needed. To get this file",)),
         ("mini 8b", ("is needed. To get this file",)),
         ("deepseek v3.2", ("model_type 'deepseek_v32' has sparse attention", "Use a decoder")),
         ("google/flan-t5-xl", ("model_type 't5' is an encoder-decoder",)),
