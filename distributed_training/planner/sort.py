@@ -432,10 +432,10 @@ def suggest(
         suggestions.append((settings, first))
         if not alternative and not first.plan.strategy.offloads:
             break
-    for alternative in (alternatives[0], alternatives[-1]):
-        if not suggestions:
+    if not suggestions:
+        for alternative in alternatives[:1] + alternatives[1:][-1:]:
             smaller = _reduce(as_typed(request, **alternative), cluster, strategies)
-            suggestions = [(alternative | settings, first) for settings, first in smaller]
+            suggestions += [(alternative | settings, first) for settings, first in smaller]
     return sorted(suggestions, key=lambda suggestion: fit(suggestion[1]))
 
 
@@ -516,9 +516,14 @@ def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings,
         yield alternative, list(itertools.islice(fitting, 3))
 
 
+def three_digits(value: float) -> str:
+    """Return a number as a text such as "187,000" or "18.9"."""
+    return f"{float(f'{value:.3g}'):,.15g}"
+
+
 def describe_speed(tokens_per_s: float) -> str:
     """Return a text such as "187,000 tokens/s", with three digits."""
-    return f"{float(f'{tokens_per_s:.3g}'):,.15g} tokens/s"
+    return f"{three_digits(tokens_per_s)} tokens/s"
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:

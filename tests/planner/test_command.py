@@ -83,15 +83,16 @@ def test_open_values_are_searched_and_typed_values_are_kept(plan):
 
 
 def test_a_run_that_cannot_be_has_a_table_and_what_would_fit_but_no_speed(monkeypatch, capsys):
-    arguments = "--cluster 3060 --model Llama-3.1-8B --lora_rank 16 --base_dtype nf4 --batch_size 1"
+    arguments = "--cluster 3060 --model Llama-3.1-8B --lora_rank 16 --batch_size 1"
     arguments = [*arguments.split(), "--max_length", "32768", "--explain"]
     monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *arguments])
     assert main(CONFIG, "About.", str(ROOT / "real_model_example.py")) == 1
     out = capsys.readouterr().out
     assert " GiB too much." in " ".join(out.split())
-    assert "max_length=16384" in out
-    assert "num_gpus=2" in out
-    assert re.search(r"^first, fastest +dp \+offload +no 1\d\.\d +- ", out, re.M)
+    assert re.search(r"^  num_gpus=4 ", out, re.M)
+    assert "base_dtype=nf4 max_length=16384" in out
+    assert "base_dtype=nf4 num_gpus=2" in out
+    assert re.search(r"^first, fastest +dp \+offload +no 2\d\.\d +- ", out, re.M)
     assert "real_model_example.py" not in out
 
 
