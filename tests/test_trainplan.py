@@ -55,11 +55,16 @@ def test_an_assistant_asks_through_the_protocols_own_client():
             (tool,) = (await session.list_tools()).tools
             answers = [
                 await session.call_tool(tool.name, question)
-                for question in (QUESTION, {"cluster": "3060"}, {"cluster": "3060 and more"})
+                for question in (
+                    QUESTION,
+                    {"cluster": "3060"},
+                    {"cluster": "3060 and more"},
+                    {"cluster": "3060", "lora_rank": 16},
+                )
             ]
             return tool, answers
 
-    tool, (answer, largest, error) = asyncio.run(ask())
+    tool, (answer, largest, error, unknown) = asyncio.run(ask())
     assert {*tool.input_schema["properties"]} == {*QUESTION}
     assert tool.input_schema["required"] == ["cluster"]
     answer = answer.structured_content
@@ -68,3 +73,5 @@ def test_an_assistant_asks_through_the_protocols_own_client():
     assert len(largest.structured_content["models"]) > 9
     assert error.is_error
     assert "RTX-3060" in error.content[0].text
+    assert unknown.is_error
+    assert "lora_rank is no argument. Use cluster, model, settings" in unknown.content[0].text

@@ -2,6 +2,7 @@
 needs `pip install 'trainplan[mcp]'`."""
 
 import functools
+import inspect
 from typing import Any
 
 from mcp.server.mcpserver import MCPServer
@@ -9,7 +10,18 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 import trainplan
 
-server = MCPServer("trainplan")
+PARAMETERS = inspect.signature(trainplan.plan).parameters
+
+
+class Server(MCPServer):
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        """Refuse arguments that the library would drop."""
+        if unknown := arguments.keys() - PARAMETERS:
+            raise ToolError(f"{min(unknown)} is no argument. Use {', '.join(PARAMETERS)}.")
+        return await super().call_tool(name, arguments, context)
+
+
+server = Server("trainplan")
 
 
 @server.tool()

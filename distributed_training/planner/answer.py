@@ -16,18 +16,17 @@ from distributed_training.planner.sort import (
     as_typed,
     choose_batch_size,
     describe_speed,
+    in_gib,
     layout_name,
     layout_settings,
     sort_by_speed,
     sort_layouts,
     suggest,
-    three_digits,
 )
 from distributed_training.predict.predict import Cluster, MemoryFit, Prediction
 from distributed_training.records.display import describe_amount, format_duration
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.files import JsonObject, plural
-from distributed_training.settings.machine import GIB
 
 VERSION = 1  # of the fields in JSON; a field that is removed or changes its meaning raises it
 FIT_WORDS: dict[MemoryFit, str] = {
@@ -254,11 +253,6 @@ def _place(plan: Draft) -> str:
     return f"{nodes}{plan.processes_here} x {name}"
 
 
-def _describe_part(needed_bytes: float, total_bytes: float) -> str:
-    """Return a text such as "21.3 of 79.6 GiB"."""
-    return f"{three_digits(needed_bytes / GIB)} of {three_digits(total_bytes / GIB)} GiB"
-
-
 def _describe_needs(choice: Prediction) -> str:
     """Return a text such as "fsdp, 21.3 of 79.6 GiB, 187,000 tokens/s", or how much a layout lacks
     that does not fit."""
@@ -267,11 +261,11 @@ def _describe_needs(choice: Prediction) -> str:
     memory = choice.memory
     needs = []
     if machine.num_gpus and (choice.fits or choice.gpu_memory_fit == "no"):
-        needs.append(_describe_part(memory.needed_bytes, machine.gpu_memory_bytes))
+        needs.append(f"{in_gib(memory.needed_bytes)} of {in_gib(machine.gpu_memory_bytes)} GiB")
     if not needs or choice.ram_bytes > machine.ram_bytes:
-        needs.append(f"{_describe_part(choice.ram_bytes, machine.ram_bytes)} of RAM")
+        needs.append(f"{in_gib(choice.ram_bytes)} of {in_gib(machine.ram_bytes)} GiB of RAM")
     if not choice.fits:
-        needs.append(f"{three_digits(choice.missing_bytes / GIB)} GiB too much")
+        needs.append(f"{in_gib(choice.missing_bytes)} GiB too much")
     elif choice.tokens_per_s is not None:
         needs.append(describe_speed(choice.tokens_per_s))
     elif machine.num_gpus:

@@ -32,7 +32,7 @@ MODES = ("selective", "full", "offload")
 NEAR_BEST = 0.95  # fraction of the best tokens/s that a batch size must reach
 BATCH_SIZES = [2**power for power in range(9)]  # batch sizes to test
 SIMPLE = ("dp", "fsdp")  # strategies for which a batch size is chosen if any of them fits
-MIN_CONTEXT = 8192  # tokens: an answer to what a GPU can train names no older models
+MIN_CONTEXT = 32768  # tokens: an answer to what a GPU can train names no older models
 REDUCED = {"batch_size": 1, "max_length": 128}  # settings that are halved, with the lowest values
 LORA_RANK = 16  # rank of the adapters that are suggested if training all weights does not fit
 MAX_MICROBATCH_COUNTS = 2  # maximum number of micro-batch counts to test per pipeline schedule
@@ -516,14 +516,14 @@ def find_largest(request: Request, cluster: Cluster) -> Iterator[tuple[Settings,
         yield alternative, list(itertools.islice(fitting, 3))
 
 
-def three_digits(value: float) -> str:
-    """Return a number as a text such as "187,000" or "18.9"."""
-    return f"{float(f'{value:.3g}'):,.15g}"
+def in_gib(num_bytes: float) -> str:
+    """Return a number such as "5,010" or "18.9", with three digits."""
+    return f"{float(f'{num_bytes / GIB:.3g}'):,.15g}"
 
 
 def describe_speed(tokens_per_s: float) -> str:
     """Return a text such as "187,000 tokens/s", with three digits."""
-    return f"{three_digits(tokens_per_s)} tokens/s"
+    return f"{float(f'{tokens_per_s:.3g}'):,.15g} tokens/s"
 
 
 def describe_suggestion(settings: Settings, choice: Prediction) -> str:

@@ -252,7 +252,7 @@ function showAnswer(text, asked, milliseconds) {
   }
   const answer = JSON.parse(text);
   if (answer.models) {
-    show(`The largest models that ${asked.gpu} can train`, "yes", "Of the listed models with a context of at least 8,192 tokens, without offload.");
+    show(`The largest models that ${asked.gpu} can train`, "yes", "Of the listed models with a context of at least 32,768 tokens, without offload.");
     byId("answer").replaceChildren(...describeModels(answer.models));
     return;
   }
