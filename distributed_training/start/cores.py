@@ -24,7 +24,7 @@ def recent_cores(num_processes: int, num_cpus: int) -> dict[str, float] | None:
     """Return the result of `measure_cores`, which takes seconds, or its result within the last ten
     minutes."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    file = cache_folder() / f"cores-{num_processes}-{threads}.json"
+    file = cache_folder() / f"core-rates-{num_processes}-{threads}.json"
     with contextlib.suppress(OSError):
         if time.time() - file.stat().st_mtime < FRESH_S:
             return json.loads(file.read_text())  # type: ignore[no-any-return]
