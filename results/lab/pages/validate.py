@@ -168,20 +168,25 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
     return tuple(rows)
 
 
-def cpu_times(file: Path = RECORDS / "cpu" / "cores.json") -> dict[str, list[float]]:
-    """Return for each run that cores.py recorded its measured time per step, and the times that
-    follow from the two measurements of the cores."""
-    runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
-    return {name: [run["step_time_s"]["p50"], *predicted_times(run)] for name, run in runs.items()}
+def cpu_times() -> dict[tuple[str, str], list[float]]:
+    """Return for each run that cores.py recorded, by processor and name, its measured time per
+    step, and the times that follow from the two measurements of the cores."""
+    times = {}
+    for file in sorted((RECORDS / "cpu").glob("cores*.json")):
+        document = json.loads(file.read_text(encoding="utf-8"))
+        for name, run in document["runs"].items():
+            key = document["processor"], name
+            times[key] = [run["step_time_s"]["p50"], *predicted_times(run)]
+    return times
 
 
 def times_on_cpus() -> str:
     """Return a table of the runs that cores.py recorded."""
     rows = []
-    for name, times in cpu_times().items():
+    for names, times in cpu_times().items():
         error = statistics.mean(times[1:]) / times[0] - 1
-        rows.append([name, *(f"{1000 * seconds:,.0f} ms" for seconds in times), f"{error:+.0%}"])
-    return _table(rows, ["run", "measured", "predicted before", "after", "error"])
+        rows.append([*names, *(f"{1000 * seconds:,.0f} ms" for seconds in times), f"{error:+.0%}"])
+    return _table(rows, ["processor", "run", "measured", "predicted before", "after", "error"])
 
 
 def on_cpus() -> str:
