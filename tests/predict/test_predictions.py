@@ -69,8 +69,9 @@ def test_a_cpu_has_no_time_but_its_layouts_are_compared():
 def test_a_cpus_time_follows_from_its_measured_cores():
     cores = vars(FITTED.cpu_core)
     slow = {name: rate / 2 for name, rate in cores.items()}
+    slow_python = cores | {"calls": cores["calls"] / 2}
     seconds = []
-    for measured in (cores, slow):
+    for measured in (cores, slow, slow_python):
         cluster = local_cluster(CPU_MACHINE, 1, 1, measured)
         plan = draft_plan(build("dp", model="gpt2-tiny"), cluster)
         record = Prediction(plan, cluster.rates).as_record()
@@ -78,6 +79,7 @@ def test_a_cpus_time_follows_from_its_measured_cores():
         assert record["likely_s"] is None
         seconds.append(record["step_time_s"])
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.05)
+    assert 1.01 * seconds[0] < seconds[2] < 1.5 * seconds[0]
 
 
 def test_offloading_attention_saves_time_only_if_blocks_take_longer_than_their_copies(tmp_path):
