@@ -2,11 +2,12 @@
 nor torch is imported."""
 
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import json
 import re
 from collections.abc import Callable
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ MAX_LISTED = 100_000
 _LISTED = re.compile(r"layers?$|^num_labels$")  # keys of counts for which transformers makes lists
 Count = Annotated[int, Field(ge=1)]
 GENERATION_CONFIG = "generation_config.json"
+version = functools.cache(importlib.metadata.version)  # parses a file for milliseconds
 
 
 class FamilyConfig(BaseModel, strict=True):

@@ -12,7 +12,8 @@ import torch
 import torch.distributed._functional_collectives as functional_collectives
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode  # noqa: F401
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor  # noqa: F401
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
@@ -117,6 +118,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_fused_attention(operation: Any) -> bool:
     """Return whether an operation is a kernel of scaled_dot_product_attention."""
     return "_scaled_dot_product" in str(operation)
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """Torch's mode, without its search for a GPU before each operation."""
+
+    avoid_device_init = True
 
 
 class FusedAttention(TorchFunctionMode):

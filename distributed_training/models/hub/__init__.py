@@ -7,10 +7,10 @@ package means the values of a config.json."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,6 +21,7 @@ from distributed_training.models.config_file import (
     cached_json,
     complete_config,
     read_config,
+    version,
 )
 from distributed_training.models.hub.dense import ModelType, dense_size
 from distributed_training.models.size import ModelSize
@@ -41,10 +42,16 @@ _VERSION = 105  # version of the format of cached sizes
 _OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 
 
+@functools.cache  # for later calls, because building it takes milliseconds
+def _sizes() -> TypeAdapter[ModelSize]:
+    """Return the converter between sizes and JSON."""
+    return TypeAdapter(ModelSize)
+
+
 def listed_size(entry: dict[str, Any]) -> ModelSize:
     """Return the size of a model in models/table.json."""
     if "size" in entry:
-        return TypeAdapter(ModelSize).validate_python(entry["size"])
+        return _sizes().validate_python(entry["size"])
     return dense_size(complete_config(entry["config"]), "models/table.json")
 
 
@@ -60,7 +67,7 @@ def read_size(folder: Path) -> ModelSize:
 
     def measure() -> str:
         try:
-            return TypeAdapter(ModelSize).dump_json(measure_size(document)).decode()
+            return _sizes().dump_json(measure_size(document)).decode()
         except UnsupportedError as error:
             what = f"{file}: model_type {shown(document.get('model_type'))} {error}"
             raise UserError(what, SUPPORTED) from None
@@ -72,7 +79,7 @@ def read_size(folder: Path) -> ModelSize:
     if size is None:
         text = json.dumps(document, sort_keys=True)
         key = f"{_VERSION} {version('torch')} {version('transformers')} {text}"
-        size = TypeAdapter(ModelSize).validate_json(cached_json(key, measure))
+        size = _sizes().validate_json(cached_json(key, measure))
     tied = is_tied(folder, size.tied, size.config["embedding"])
     return replace(size, tied=tied)
 
