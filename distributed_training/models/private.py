@@ -30,6 +30,28 @@ cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_
 all_gather_functional = functional_collectives.all_gather_tensor
 
 
+_flop_formulas: dict[Any, Callable[..., int]] = {}  # operation -> formula, until it is registered
+
+
+def flop_formula(operation: Any) -> Callable[[Callable[..., int]], None]:
+    """Decorate the function that computes an operation's FLOPs from the shapes of its arguments."""
+
+    def remember(formula: Callable[..., int]) -> None:
+        _flop_formulas[operation] = formula
+
+    return remember
+
+
+def register_flop_formulas() -> None:
+    """Tell torch.compile what operations of this package cost. It computes operations again that
+    seem to cost nothing. Torch's registry imports Triton, which takes 0.1 s."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    while _flop_formulas:
+        operation, formula = _flop_formulas.popitem()
+        register_flop_formula(operation)(formula)
+
+
 def varlen_attention() -> Any:
     """Return the kernel on GPUs, which torch.nn.attention.varlen registers."""
     return torch.ops.torch_attn._varlen_attn
@@ -183,11 +205,21 @@ def initialize(net: Any, module: nn.Module) -> None:
     net._init_weights(module)
 
 
-def initialize_all(owner: Any, module: nn.Module) -> None:
+def initialize_buffers(net: Any) -> None:
+    """Initialize the buffers of a transformers model whose parameters have no values yet."""
+    parameters: list[Any] = [*net.parameters()]
+    for parameter in parameters:
+        parameter._is_hf_initialized = True  # Drawing a parameter without values takes 1 ms.
+    _initialize_all(net, net)
+    for parameter in parameters:
+        del parameter._is_hf_initialized
+
+
+def _initialize_all(owner: Any, module: nn.Module) -> None:
     """Initialize a module and the modules in it, as the innermost transformers model around each of
     them does. `owner` is the innermost model around `module`."""
     for child in module.children():
-        initialize_all(child if hasattr(child, "_init_weights") else owner, child)
+        _initialize_all(child if hasattr(child, "_init_weights") else owner, child)
     initialize(owner, module)
 
 

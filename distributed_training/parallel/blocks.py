@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Decoder, summed_cross_entropy
+from distributed_training.models.private import register_flop_formulas
 from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
@@ -177,6 +178,7 @@ def apply_compile(model: Decoder, config: RunConfig, *, compile_outer_layers: bo
     if not config.compile:
         return
     keep_headers_private()
+    register_flop_formulas()
     backend: Any = "inductor"
     if compile_outer_layers and config.lora_rank and config.activation_checkpointing == "none":
         backend = compile_with_less_memory

@@ -17,11 +17,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder, Linear
-from distributed_training.models.private import shard_for
+from distributed_training.models.private import flop_formula, shard_for
 from distributed_training.models.quantized import adds_to_product, dequantize, stored_matrix
 from distributed_training.parallel.mesh import local_part
 from distributed_training.settings.config import Config
@@ -249,13 +248,12 @@ def matrix_gradient(d_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 adapted_linears.register_autograd(_backward, setup_context=_save)
 
 
-# torch.compile computes operations again that seem to cost nothing.
-@register_flop_formula(torch.ops.distributed_training.sum_of_linears)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.distributed_training.sum_of_linears)
 def _(xs: Any, _weights: Any, _scales: Any, _hidden: Any, b: Any, *_: Any, **__: Any) -> int:
     return sum(2 * math.prod(x) * b[0] for x in xs)
 
 
-@register_flop_formula(torch.ops.distributed_training.adapted_linears)  # type: ignore[untyped-decorator]
+@flop_formula(torch.ops.distributed_training.adapted_linears)
 def _(x: Any, _weights: Any, _scales: Any, _biases: Any, _a: Any, b: Any, **_: Any) -> int:
     return sum(2 * math.prod(x) * rows for rows, _ in b)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distributed_training.train.reference import REFERENCE_FILE
-from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, train
 from tests.e2e.support import assert_refused, final_weights, metrics, run_folders
 from tests.e2e.test_faults import run_with_fault
 from tests.support import small_pairs, small_text
@@ -117,11 +117,3 @@ def test_eval_needs_text(trained, tmp_path):
     (tmp_path / "a.txt").write_text(small_text().read_text()[:2000])
     assert_refused(pool.script(["eval", trained]), "pairs of answers", "--dataset")
     assert_ok(pool.script(["eval", trained, "--dataset", tmp_path / "a.txt"]))
-
-
-def test_parity_compares_a_layout_on_pairs(tmp_path):
-    values = {**VALUES, "max_steps": 2, "output_dir": tmp_path}
-    words = ["--num_gpus", 2, "--strategies", "cp", *settings(values)]
-    found = heavy_pool().script(["parity", *words])
-    assert_ok(found)
-    assert "1 of 1 layout " in found.stdout

@@ -45,7 +45,7 @@ def runs():
         values = {**BASE, "strategy": strategy, "compile": True}
         cases[strategy] = {**values, "batch_size": 8}
         cases[f"{strategy} accumulating"] = {**values, "batch_size": 4, "grad_accum_steps": 2}
-    return run_cases(cases, 1, CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0])
+    return run_cases(cases, 1, steps=6, CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0])
 
 
 @pytest.mark.parametrize("suffix", ["", " accumulating"])
@@ -70,8 +70,8 @@ def test_layouts_on_several_gpus_equal_one_gpu(count, data):
     cases["hybrid"] = {**base, "strategy": "hybrid", "global_batch": GLOBAL_BATCH}
     whole = {**base, "compile": False, "strategy": "dp", "batch_size": GLOBAL_BATCH}
     one, *_ = gpus = VISIBLE.split(",")
-    reference = run_cases({data: whole}, 1, CUDA_VISIBLE_DEVICES=one)[data]
-    found = run_cases(cases, count, CUDA_VISIBLE_DEVICES=",".join(gpus[:count]))
+    reference = run_cases({data: whole}, 1, steps=6, CUDA_VISIBLE_DEVICES=one)[data]
+    found = run_cases(cases, count, steps=6, CUDA_VISIBLE_DEVICES=",".join(gpus[:count]))
     for name, values in found.items():
         print(f"comparing {name}")
         assert_equal_runs(values, reference)

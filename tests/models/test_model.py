@@ -10,6 +10,7 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.models.initial_weights import hashed_normal
+from distributed_training.models.private import register_flop_formulas
 from distributed_training.parallel import context  # noqa: F401  # registers all_to_all
 from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
@@ -154,6 +155,7 @@ def test_offloading_attention_repeats_the_product_of_a_quantized_mlp(dtype, num_
 
 
 def test_selective_checkpointing_recomputes_no_matmuls():
+    register_flop_formulas()
     flops = {}
     config = Config(lora_rank=2)
     for mode in ("none", "selective"):

@@ -71,7 +71,7 @@ def results(request, work):
 
 @named_cases(TABLES)
 def test_experts_that_stay_equal_one_process(what, count, name, results, work):
-    assert_equal_runs(results[what](count)[name], reference(work(name), steps=3))
+    assert_equal_runs(results[what](count)[name], reference(work(name)))
 
 
 def test_steps_were_repeated_with_larger_buffers(results):

@@ -62,5 +62,5 @@ MOVED = {
 def test_smaller_buckets_change_no_bits():
     """Use two processes, because the sum of two values does not depend on their position in a
     bucket."""
-    found = run_cases(MOVED, 2, steps=3)
+    found = run_cases(MOVED, 2)
     assert_same_bits(found["small buckets"], found["dp"])

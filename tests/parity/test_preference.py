@@ -66,20 +66,19 @@ CASES = {
         "dpo/tp2-pp2": {**mesh(tp=2, pp=2), **micro_batches(2)},
     },
 }  # fmt: skip
-NUM_STEPS = 3
 NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
 def results(request):
-    options = {"function": "train_without_inductor", "steps": NUM_STEPS}
+    options = {"function": "train_without_inductor"}
     return run_selected(request, CASES, lambda name: LOSSES[name.split("/")[0]], **options)
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED)
 def test_layout_equals_one_process(count, name, results):
     kind = name.split("/")[0]
-    alone = reference(LOSSES[kind], steps=NUM_STEPS)
+    alone = reference(LOSSES[kind])
     found = results(count)[name]
     assert_equal_runs(found, alone)
     if kind in ("deep", "lora", "nf4"):

@@ -9,7 +9,6 @@ from distributed_training.settings.strategies import list_strategies, strategy_o
 from real_model_example import CONFIG
 from tests.parity.support import LOSS_TOLERANCE, reference, run_cases
 
-NUM_STEPS = 2
 # Local SGD gives different results. test_fewer_bytes.py tests it.
 STRATEGIES = [name for name in list_strategies() if strategy_options(name) is Options]
 # These numbers would differ on another machine.
@@ -23,8 +22,8 @@ def test_changing_only_the_strategy_keeps_the_losses(count, tmp_path_factory):
     left_out = () if has_libaio() else ("infinity",)
     names = [n for n in STRATEGIES if (n == "3d") == (count == 4) and n not in left_out]
     cases = {name: {**shipped, "strategy": name} for name in names}
-    found = run_cases(cases, count, steps=NUM_STEPS)
+    found = run_cases(cases, count)
     whole = {**shipped, "strategy": "dp", "global_batch": CONFIG["batch_size"] * count}
-    expected = reference(whole, steps=NUM_STEPS)["losses"]
+    expected = reference(whole)["losses"]
     for name, values in found.items():
         assert values["losses"] == pytest.approx(expected, rel=LOSS_TOLERANCE), name

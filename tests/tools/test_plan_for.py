@@ -54,37 +54,43 @@ def test_a_file_with_4_bits_is_traced(plan, tmp_path):  # noqa: F811
     assert "--base_dtype nf4" in found["suite"]["command"]
 
 
+# Prints trace_step's own answer to the first of several questions, and the sizes of a step of each.
+PROGRAM = """
+import io, json, sys, trace_step
+questions = json.load(sys.stdin)
+trace_step.pretend_gpu()
+sizes = [trace_step.trace(q, q["config"]["num_hidden_layers"])[0] for q in questions]
+trace_step.pretend_gpu = int
+sys.stdin = io.StringIO(json.dumps(questions[0]))
+trace_step.main()
+print(json.dumps(sizes))
+"""
+STEP = {"class": "Trainer", "dtype": "bfloat16", "lora": None, "nf4": None, "length": 64}
+
+
 @pytest.mark.processes
-def test_dropout_keeps_a_byte_per_element_of_the_matrices_that_peft_chooses(plan, tmp_path):  # noqa: F811
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"vocab_size": 8192}))
-    options = "--batch_size", "2", "--max_length", "64", "--for", "trainer", "--cluster", "4090"
-    lora = "--model", str(tmp_path), "--lora_rank", "4", "--json"
-    peaks = [
-        json.loads(plan(*lora, *options, "--lora_dropout", p))["peak_bytes"] for p in ("0.0", "0.1")
-    ]
+def test_many_blocks_and_dropout_change_the_peak_as_computed():
+    """With 4 blocks, the head needs most; with 12, the gradients of all blocks do, and few blocks
+    tell this peak. Dropout keeps a byte per element of the matrices that PEFT chooses."""
+    deep = TINY | {"num_hidden_layers": 12, "vocab_size": 8192, "intermediate_size": 1024}
+    arguments = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
+    questions = [STEP | {"config": deep, "arguments": arguments}]
+    for p in (0.0, 0.1):
+        lora = {"r": 4, "lora_alpha": 8, "target_modules": None, "lora_dropout": p}
+        config = TINY | {"num_hidden_layers": 3, "vocab_size": 8192}
+        arguments = {"bf16": True, "per_device_train_batch_size": 2}
+        questions.append(STEP | {"config": config, "arguments": arguments, "lora": lora})
+    completed = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=plan_for.OTHERS, input=json.dumps(questions),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    answer, sizes = map(json.loads, completed.stdout.splitlines()[-2:])
+    peaks = [{key: n for key, n in each.items() if key.startswith("peak")} for each in sizes]
+    assert max(peaks[0], key=peaks[0].__getitem__) == "peak: first block"
+    many, without, kept = (max(each.values()) for each in peaks)
+    assert answer["sizes"]["peak"] == pytest.approx(many, rel=1e-3)
     # Blocks after the first, whose input needs no gradient; tokens; inputs of q_proj and v_proj
-    assert peaks[1] - peaks[0] == 7 * 128 * 2 * 64
-
-
-@pytest.mark.processes
-def test_few_blocks_tell_the_peak_of_many():
-    """With 4 and 8 blocks, the head needs most; with 20, the gradients of all blocks do."""
-    question = {
-        "class": "Trainer", "dtype": "bfloat16", "lora": None, "nf4": None, "length": 48,
-        "config": TINY | {"num_hidden_layers": 20, "vocab_size": 8192, "intermediate_size": 1024},
-        "arguments": {"per_device_train_batch_size": 1, "gradient_checkpointing": True},
-    }  # fmt: skip
-    code = "import json, sys, trace_step as t; t.pretend_gpu(); q = json.load(sys.stdin)"
-    code += "; print(json.dumps(t.trace(q, 20)[0]), file=sys.stderr)"
-    command = [sys.executable, "-c", code]
-    answer = subprocess.run(
-        command, cwd=plan_for.OTHERS, input=json.dumps(question), capture_output=True, text=True
-    )
-    sizes = json.loads(answer.stderr.splitlines()[-1])
-    peaks = {key: size for key, size in sizes.items() if key.startswith("peak")}
-    assert max(peaks, key=peaks.__getitem__) == "peak: first block"
-    found = plan_for.trace(question, sys.executable)["sizes"]
-    assert found["peak"] == pytest.approx(max(peaks.values()), rel=1e-3)
+    assert kept - without == 2 * 128 * 2 * 64
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from distributed_training.models import private, quantized
 
@@ -253,8 +252,7 @@ def _backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, 
 expert_linear.register_autograd(_backward, setup_context=_save)
 
 
-# torch.compile computes operations again that seem to cost nothing.
-@register_flop_formula(torch.ops.distributed_training.expert_linear)  # type: ignore[untyped-decorator]
+@private.flop_formula(torch.ops.distributed_training.expert_linear)
 def _(x_shape: Any, stack_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     num_rows, num_outputs = out_shape[0]
     return int(2 * num_rows * num_outputs * x_shape[1])

@@ -110,7 +110,7 @@ def build_net(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             ends = torch.zeros(module.num_experts, dtype=torch.int32, device="cpu")
             module.register_buffer(EXPERT_ENDS, ends, persistent=False)
     with torch.device("cpu"):
-        private.initialize_all(net, net)  # A module may initialize the buffers of others.
+        private.initialize_buffers(net)  # A module may initialize the buffers of others.
     return net
 
 
