@@ -118,14 +118,18 @@ def strike_in_save(is_target: bool) -> None:
         saver.write_parts = write_parts  # type: ignore[assignment]
 
 
-def slow_down_disk(seconds: float) -> None:
-    """Let every file of an export take `seconds` until it is on the disk."""
+def slow_down_disk(last: int) -> None:
+    """Let files of an export take 3 s until they are on the disk, and file number `last` forever.
+    Count them in the file "slow"."""
     original = os.fsync
+    slow = []
 
     def fsync(descriptor: int) -> None:
         if ".writing-hf" in os.readlink(f"/proc/self/fd/{descriptor}"):
             record_strike()
-            time.sleep(seconds)
+            slow.append(descriptor)
+            (FOLDER / "slow").write_text(str(len(slow)))
+            time.sleep(3 if len(slow) < last else 600)
         original(descriptor)
 
     os.fsync = fsync

@@ -87,7 +87,7 @@ TRACED = {
     1: {"packed/dp-traced": {"strategy": "dp", **micro_batches(1), **COMPILED, **CHUNKED}},
     2: {
         "packed/fsdp-traced": {"strategy": "fsdp", **micro_batches(2), **COMPILED},
-        "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED, **SELECTIVE},
+        "lora/tp2-traced": {**mesh(tp=2), **micro_batches(2), **COMPILED},
         "packed/zero3-traced": {"strategy": "zero3", **micro_batches(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **micro_batches(4), **COMPILED},
     },
