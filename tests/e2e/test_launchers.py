@@ -1,6 +1,5 @@
-"""Launch training in three ways: with run.sh, with torchrun and with DeepSpeed's launcher. Each run
-must end with exit code 0, leave no processes behind,
-build no extensions, and match the results of a single process."""
+"""Launch training with torchrun and with DeepSpeed's launcher. Each run must end with exit code 0,
+leave no processes behind, build no extensions, and match the results of a single process."""
 
 import os
 import sys
@@ -8,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
+from tests.conftest import SMALL, assert_ok, only_record, run_command, train
 from tests.e2e.support import launcher_command, metrics, remaining_processes
-from tests.e2e.test_printed_commands import as_required
-from tests.pool import ROOT
 
-LAUNCHERS = {"run.sh": "zero2", "torchrun": "fsdp", "deepspeed": "hybrid"}
+LAUNCHERS = {"torchrun": "fsdp", "deepspeed": "hybrid"}
 GLOBAL_BATCH = 4
 VALUES = {
     **SMALL,
@@ -30,16 +27,6 @@ def on_one(tmp_path_factory):
     values = {**VALUES, "strategy": "dp", "batch_size": GLOBAL_BATCH, "output_dir": folder}
     assert_ok(train(values))
     return only_record(folder)
-
-
-def typed(launcher: str, values: dict[str, object]) -> list[str]:
-    """Return the command that a user would type. run.sh passes --num_gpus all, which starts two
-    processes on a machine without GPUs."""
-    if launcher != "run.sh":
-        return launcher_command(launcher, values)
-    if not as_required():
-        return launcher_command("spawn", values)  # run.sh would create .venv
-    return ["bash", str(ROOT / "strategies/3_zero_stage2/run.sh"), *settings(values)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -60,7 +47,7 @@ def test_a_run_under_a_launcher_equals_one_process(launcher, on_one, tmp_path):
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": LAUNCHERS[launcher], "output_dir": output_dir}
     # Let the script choose the number of threads, and start it from another folder.
-    command = ["env", "-u", "OMP_NUM_THREADS", *typed(launcher, values)]
+    command = ["env", "-u", "OMP_NUM_THREADS", *launcher_command(launcher, values)]
     result = run_command(command, cwd=tmp_path, **around)
     assert_ok(result)
     assert "terminate called" not in result.stderr, result.stderr

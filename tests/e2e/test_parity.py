@@ -1,5 +1,5 @@
-"""Test `parity` as a user would type it, with a layout that omits part of a gradient.
-tests/lab/test_bugs.py has a layout that matches the results of a single process."""
+"""Test `parity` as a user would type it. One layout matches the results of a single process, and
+one omits part of a gradient."""
 
 import json
 import math
@@ -11,8 +11,8 @@ from tests.conftest import SMALL, run_command, settings
 from tests.e2e.support import clone
 from tests.support import small_records
 
-# Norms are not sharded over tp, and each rank has different tokens, so the norms' gradients must be
-# summed over ranks. This engine omits the sum.
+# Some adapters are not sharded over tp, and each rank has different tokens, so their gradients must
+# be summed over ranks. This engine omits the sum.
 ENGINE = """
 from distributed_training.engines.native import NativeEngine
 from distributed_training.settings.strategies import Traits
@@ -48,8 +48,8 @@ def test_a_nan_differs():
 
 def test_every_layout_is_compared_with_one_process(tmp_path):
     """`parity` compares every layout with a single-process run. This test adds the strategy
-    "forgetful", which does not sum the gradients of the norm layers over the tp ranks. `parity`
-    must report that the results of "forgetful" differ."""
+    "forgetful", which does not sum the gradients of whole adapters over the tp ranks. `parity`
+    must report that only the results of "forgetful" differ."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"
     own.mkdir()
@@ -58,13 +58,14 @@ def test_every_layout_is_compared_with_one_process(tmp_path):
     (own / "config.json").write_text(json.dumps(config))
 
     values = {**SMALL, "max_steps": 4, "num_samples": 64, "dataset": str(small_records())}
+    values["lora_rank"] = 4
     del values["model"]  # "auto" chooses a model with enough layers for pipelines
-    words = ["--num_gpus", "2", "--strategies", "3d,forgetful", *settings(values)]
+    words = ["--num_gpus", "2", "--strategies", "3d,fsdp,forgetful", *settings(values)]
     script = repository / "real_model_example.py"
     found = run_command(["python", script, "parity", *words], cwd=repository, timeout_s=390)
     assert found.returncode == 1, found.stdout + found.stderr
     printed = " ".join(found.stdout.split())
-    for text in ("0 of 2 layouts", "forgetful (differs)", "3d (skipped)", "Gradient norm of step "):
+    for text in ("1 of 3 layouts", "forgetful (differs)", "3d (skipped)", "Gradient norm of step "):
         assert text in printed
     runs = [
         json.loads(file.read_text())

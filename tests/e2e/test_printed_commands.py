@@ -1,6 +1,6 @@
 """Use dry runs to test every run.sh and the commands in the documents. Each command runs in warm
 processes, with --dry-run added if necessary. A dry run must be fast. It must not import torch,
-start processes or create files. Training with a run.sh is tested in test_launchers.py."""
+start processes or create files. test_former_documents.py starts a run.sh itself."""
 
 import functools
 import importlib.util

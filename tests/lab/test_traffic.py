@@ -83,7 +83,8 @@ def test_counted_bytes_equal_the_formulas(tmp_path):
             "expert_parallel": True,
         },
     }
-    found = run_cases({**CASES, **cases}, 4, function="count_bytes", module="tests.lab.cases")
+    options = {"function": "count_bytes", "module": "tests.lab.cases"}
+    found = run_cases(CASES, 2, **options) | run_cases(cases, 4, **options)
     for name, ranks in found.items():
         for rank in ranks:
             counted = {key: row["sent_bytes"] for key, row in rank["counted"].items()}

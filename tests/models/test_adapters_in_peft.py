@@ -26,6 +26,9 @@ pytestmark = [
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
+_tried: set[str] = set()  # names of modules whose adapters PEFT has read
+
+
 @pytest.mark.processes  # of references
 @pytest.mark.parametrize("case", CASES)
 def test_peft_reads_all_adapters(case, tmp_path):
@@ -37,6 +40,11 @@ def test_peft_reads_all_adapters(case, tmp_path):
     random_model(config).save_pretrained(base)
     spec = find_model(str(base))
     parts, stacks = spec.size.part_names(None), spec.size.stack_names()
+    names = [kind.hf_matrices for kind in spec.size.kinds]
+    described = str((spec.size.config["blocks"], names, stacks))
+    if described in _tried:
+        pytest.skip("its modules have the names of another type's")
+    _tried.add(described)
     choices = {"default": None}
     if stacks:
         attention = [part for part in parts if "att" in part]

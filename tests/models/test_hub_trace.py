@@ -14,8 +14,8 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.request import build_config
 from tests.models.hub_folders import make_folder
-from tests.planner.helpers import UNSPLIT, lay_out, plan_for
-from tests.support import GPU_MACHINE, refused
+from tests.planner.helpers import UNSPLIT, lay_out
+from tests.support import refused
 
 SHAPE = {
     "vocab_size": 1000, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 2,
@@ -101,16 +101,6 @@ def test_notes_say_which_blocks_have_adapters_and_what_linear_attention_needs(tm
     choose_model(build_config(config), parse_cluster("H200").machine, notes)
     assert any("1 of the model's 4 blocks" in note for note in notes)
     assert any("flash-linear-attention" in note for note in notes)
-
-
-@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid", "llama4_text"])
-def test_unusual_blocks_are_predicted_in_each_mode(kind, tmp_path):
-    """Some have no attention, and Llama 4's experts cannot have adapters."""
-    config = {"model": str(make_folder(kind, tmp_path / kind)), "weights": "random"}
-    data = {"dataset": "embedded", "tokenizer": "embedded", "max_length": 64}
-    for mode in ("selective", "offload-attention", "offload", "full"):
-        values = {"activation_checkpointing": mode, "lora_rank": 4, **config, **data}
-        assert plan_for(tmp_path, GPU_MACHINE, 1, **values).prediction["step_time_s"] > 0
 
 
 def test_matrices_that_fused_kernels_read_get_no_adapters(tmp_path):

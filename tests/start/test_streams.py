@@ -30,7 +30,7 @@ def test_closed_and_full_streams_do_not_end_a_run(tmp_path):
 
 def test_unencodable_characters_do_not_end_the_run():
     command = [sys.executable, SCRIPT, "--dry-run", "--generate", "größer \U0001f642"]
-    command += ["--dataset", "embedded-prose", "--model", "gpt2-tiny"]
+    command += ["--dataset", "embedded", "--model", "gpt2-tiny"]
     result = run_command(command, PYTHONIOENCODING="ascii")
     assert_ok(result)
     assert "'gr??er ?'" in result.stdout
