@@ -18,9 +18,8 @@ from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
 from distributed_training.engines.optimizers import build_optimizer, init_state
 from distributed_training.models.decoder import Decoder, KVCache
-from distributed_training.models.hub.model import HubDecoder
 from distributed_training.models.initial_weights import InitialWeights
-from distributed_training.models.private import locate_local
+from distributed_training.models.private import local_part, locate_local
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.activation_offload import offload_saved
 from distributed_training.parallel.agree import succeeds_on_all_ranks
@@ -34,7 +33,7 @@ from distributed_training.parallel.experts import (
     shard_experts,
 )
 from distributed_training.parallel.lora import apply_lora, move_embedding_to_host
-from distributed_training.parallel.mesh import Topology, local_part
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import (
     connect_frozen_shards,
     enable_symmetric_memory,
@@ -44,7 +43,6 @@ from distributed_training.parallel.private import (
     overlap_matmuls,
     reset_fsdp_shards,
 )
-from distributed_training.parallel.regions import apply_regions
 from distributed_training.parallel.tensor import apply_tp, shard_loss, tp_partial_names
 from distributed_training.parallel.tensor_files import Part, TensorFiles, build_part, choose_writer
 from distributed_training.plan.layout import expert_row_factor
@@ -64,8 +62,7 @@ def parallelize(
     config = plan.config
     tp_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
     if tp_mesh is not None:
-        apply = apply_regions if isinstance(stage, HubDecoder) else apply_tp
-        apply(stage, tp_mesh, plan.tp_parts)
+        apply_tp(stage, tp_mesh, plan.tp_parts)
     if config.lora_rank:
         apply_lora(stage, plan.model, config, topology.device, weights.adapters)
         if plan.fuses_gated_mlps:
@@ -284,7 +281,6 @@ class NativeEngine(base.Engine):
         else:
             flat = [tensor.flatten(0, 1) for tensor in tensors]
             loss_sum = self.pipeline.forward_backward(self.loss_factor, *flat)
-        gradients.match_placements(self.parameters)
         average_gradients(self.experts)
         if self.tp_partial_params:
             partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]

@@ -4,11 +4,10 @@ In shapes, B is the batch size, T the number of tokens and D the hidden size. V 
 size and P the padded vocabulary size. H is the number of attention heads and K the head size."""
 
 import copy
-import fnmatch
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,33 +16,18 @@ import torch.nn.functional as F
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.attention import Documents, attend, describe_documents
 from distributed_training.models.initial_weights import Slices, WeightSource, hashed_normal
-from distributed_training.models.private import shard_for
+from distributed_training.models.private import local_part
 from distributed_training.models.size import ModelSize
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # Buffer with the number of rows up to the end of each expert's rows in the latest micro-batch
 EXPERT_ENDS = "latest_ends"
-Role = Literal["column", "row", "whole", "positions", "vocabulary"]
-"""How tensor parallelism treats a module:
-
-- "column": its outputs are sharded;
-- "row": its inputs are sharded, so its outputs must be summed;
-- "whole": each rank has a full copy and applies it to a shard of the tokens;
-- "positions": each rank has the full table and looks up a shard of the positions;
-- "vocabulary": its rows are sharded by token id."""
 Positions = int | torch.Tensor
 """Position of the first token, if positions are consecutive, or the positions of all tokens,
 [B, T]."""
-_ROLES: dict[str, Role] = {
-    "token_embedding": "vocabulary",
-    "blocks.*.norm_[12]": "whole",
-    "blocks.*.qkv": "column",
-    "blocks.*.attention_out": "row",
-    "blocks.*.mlp_in": "column",
-    "blocks.*.mlp_out": "row",
-    "norm_out": "whole",
-    "output_rows": "vocabulary",
-}
+# Ends of the names of matrices whose outputs are added to the residual stream
+_RESIDUAL = (".attention_out.weight", ".mlp_out.weight")
+_TABLES = ("token_embedding.", "output_rows.")  # modules with one row per token id
 
 
 class Linear(nn.Linear):
@@ -54,9 +38,9 @@ class Linear(nn.Linear):
     once per forward pass, with an input [B, T, features]. The module parallel/zero_bubble.py relies
     on these calls."""
 
-    # False for row-parallel layers under tp, whose bias is added after the sum over ranks
-    adds_bias = True
-    bias_factor = 1.0  # 0 if only another rank's term of a sum over ranks has the bias
+    # Factor of the bias in this rank's term of a sum over ranks: 0 if only another term has it, or
+    # None if it is added to the sum
+    bias_factor: float | None = 1.0
     # Function of (layer, x) that replaces `matmul`. All layers use the same function, because
     # torch.compile shares one graph only between blocks that call the same functions.
     matmul_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -79,14 +63,14 @@ class Linear(nn.Linear):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x W^T`, plus the bias if this layer adds it."""
-        return F.linear(x, shard_for(x, self.weight).to(x.dtype), self.cast_bias(x))
+        return F.linear(x, local_part(self.weight).to(x.dtype), self.cast_bias(x))
 
     def cast_bias(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the bias that this layer adds for an input, in its dtype. Return None if the layer
         adds no bias."""
-        if self.bias is None or not self.adds_bias:
+        if self.bias is None or self.bias_factor is None:
             return None
-        bias = shard_for(x, self.bias).to(x.dtype)
+        bias = local_part(self.bias).to(x.dtype)
         return bias if self.bias_factor == 1 else bias * self.bias_factor
 
 
@@ -160,8 +144,6 @@ class Decoder(nn.Module):
     modules that are set after the blocks. The embedding has `size.padded_vocab_size` rows. Padding
     is removed or masked before the logits are used."""
 
-    # Patterns of module names -> role, in addition to _ROLES
-    roles: ClassVar[dict[str, Role]] = {}
     token_embedding: nn.Embedding
     blocks: nn.ModuleDict
     norm_out: nn.Module
@@ -293,16 +275,6 @@ class Decoder(nn.Module):
             setattr(stage, name, module)
         return stage
 
-    def find_roles(self) -> dict[str, Role]:
-        """Return the tensor-parallel role of each module in this model or stage, keyed by module
-        name."""
-        return {
-            name: role
-            for name, _ in self.named_modules()
-            for pattern, role in (_ROLES | self.roles).items()
-            if fnmatch.fnmatchcase(name, pattern)
-        }
-
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> WeightSource:
         """Return a source of random weights that depend only on `seed` and `hashed`.
 
@@ -313,7 +285,6 @@ class Decoder(nn.Module):
         Otherwise, torch's generator draws whole matrices on the CPU."""
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         indices = {name: index for index, name in enumerate(shapes)}
-        roles = self.find_roles()
         padded = self.vocabulary_parameters()
 
         def draw(name: str, slices: Slices) -> torch.Tensor:
@@ -322,7 +293,7 @@ class Decoder(nn.Module):
                 values = torch.empty(shape, device=device)[slices]
                 return values.fill_(0.0 if name.endswith("bias") else 1.0)
             deviation = 0.02
-            if roles.get(name.removesuffix(".weight")) == "row":
+            if name.endswith(_RESIDUAL):
                 deviation /= math.sqrt(2 * self.size.num_layers)
             key = seed * 100_003 + indices[name]
             if hashed:
@@ -342,8 +313,7 @@ class Decoder(nn.Module):
     def vocabulary_parameters(self) -> list[str]:
         """Return the names of the parameters that have one row per token id, followed by rows of
         padding."""
-        roles = self.find_roles().items()
-        return [f"{name}.weight" for name, role in roles if role == "vocabulary"]
+        return [name for name, _ in self.named_parameters() if name.startswith(_TABLES)]
 
 
 def project_to_vocabulary(

@@ -102,12 +102,10 @@ def stored_parameter(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name, module._buffers.get(name))
 
 
-def shard_for(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that a layer applies to its input: this rank's shard if tp
-    shards the parameter but `x` is a local tensor, as in models that run transformers' code."""
-    if isinstance(parameter, DTensor) and not isinstance(x, DTensor):
-        return parameter.to_local()
-    return parameter
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a DTensor without copying it. Return other tensors
+    unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def store_parameter(module: nn.Module, name: str, value: Any) -> None:

@@ -10,8 +10,6 @@ from pydantic_core import to_jsonable_python
 from distributed_training.settings.errors import UserError
 
 LinearCost = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
-# Dimensions of the matrices [out, in] in models/decoder.py that tp shards
-_CUTS = {"qkv.weight": 0, "attention_out.weight": 1, "mlp_in.weight": 0, "mlp_out.weight": 1}
 # Weights of a model with another padding token fit as well.
 _NOT_COMPARED = {"kinds", "pad_token_id", "transformers_version"}
 
@@ -33,8 +31,8 @@ class BlockKind:
     # None for matrices that cannot have adapters
     hf_matrices: dict[str, str | None]
     parameters: int
-    # Names of the parameters that tp shards -> sharded dimension
-    cuts: dict[str, int] = field(default_factory=_CUTS.copy)
+    # Names of the parameters that tp shards, with the biases of their outputs -> sharded dimension
+    cuts: dict[str, int] = field(default_factory=dict)
     # Number of parameters that tp shards; the other parameters are replicated
     split_parameters: int
     norm_parameters: int  # parameters that each tp rank applies to its own tokens

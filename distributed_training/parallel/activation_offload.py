@@ -11,8 +11,7 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.private import tree_leaves
-from distributed_training.parallel.mesh import local_part
+from distributed_training.models.private import local_part, tree_leaves
 
 # Fraction of the size of a block's input. Smaller tensors stay on the GPU.
 MIN_SIZE = 1 / 8

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Decoder, summed_cross_entropy
-from distributed_training.models.private import register_flop_formulas
-from distributed_training.parallel.mesh import local_part
+from distributed_training.models.private import local_part, register_flop_formulas
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
     COLLECTIVE_PREFIX,

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distributed_training.models.decoder import EXPERT_ENDS
 from distributed_training.models.hub.experts import STACKS, CombineRows, SpreadTokens
-from distributed_training.models.private import store_parameter
+from distributed_training.models.private import local_part, store_parameter
 from distributed_training.parallel.gradients import all_reduce_sum
-from distributed_training.parallel.mesh import local_part
 from distributed_training.parallel.private import foreach_mul_, group_of_name
 from distributed_training.plan.layout import EXPERT_ROWS
 

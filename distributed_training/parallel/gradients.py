@@ -13,16 +13,9 @@ import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.tensor import DTensor
 
-from distributed_training.parallel.mesh import Topology, local_part
+from distributed_training.models.private import local_part
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_mul, foreach_norm
-
-
-def match_placements(parameters: list[Any]) -> None:
-    """Redistribute each gradient to the placements of its parameter."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 @torch.no_grad()

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder, Linear
-from distributed_training.models.private import flop_formula, shard_for
+from distributed_training.models.private import flop_formula, local_part
 from distributed_training.models.quantized import adds_to_product, dequantize, stored_matrix
-from distributed_training.parallel.mesh import local_part
 from distributed_training.settings.config import Config
 
 
@@ -119,26 +118,15 @@ class Adapter(nn.Module):
             return y
         drops = self.dropout > 0 and self.training
         is_plain = adds_to_product(linear) and linear.matmul_override is None
-        if is_plain and not drops and not isinstance(x, DTensor):
+        if is_plain and not drops:
             layers = self.group or [linear]
             for layer, y in zip(layers, _multiply_adapted(layers, x), strict=True):
                 layer.adapter.output = y
             y, self.output = self.output, None
             return y
         a, b = self.matrices(x.dtype)
-        y = linear.product(x)
-        inputs = x
-        if isinstance(x, DTensor):
-            # If x is replicated, each rank computes only one term of the gradient of x.
-            placements = [
-                Partial() if placement.is_replicate() else placement for placement in x.placements
-            ]
-            inputs = x.to_local(grad_placements=placements)
-        dropped = F.dropout(inputs, self.dropout, self.training)
-        delta = F.linear(F.linear(dropped, a), b)
-        if isinstance(y, DTensor):
-            delta = DTensor.from_local(delta, y.device_mesh, y.placements, run_check=False)
-        return y + delta
+        dropped = F.dropout(x, self.dropout, self.training)
+        return linear.product(x) + F.linear(F.linear(dropped, a), b)
 
     def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A times the adapter's scale, [lora_rank, in], and B, [out, lora_rank], in
@@ -151,7 +139,7 @@ def _multiply_adapted(layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tens
     weights, scales, biases, a, b = [], [], [], [], []
     for layer in layers:  # torch.compile does not understand zip(*...) here (torch 2.14).
         weight, *scale = stored_matrix(layer, x.dtype)
-        weights.append(shard_for(x, weight))
+        weights.append(local_part(weight))
         scales += scale
         own_a, own_b = layer.adapter.matrices(x.dtype)
         a.append(own_a)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from distributed_training.plan.schedules import P2P_CHANNELS
 from distributed_training.settings.strategies import MESH_AXES
@@ -135,9 +134,3 @@ def process_group(
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor without copying it. Return other tensors
-    unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

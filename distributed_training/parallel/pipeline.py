@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.models.preference import METRICS
-from distributed_training.models.private import stored_parameter
-from distributed_training.parallel.mesh import Topology, local_part
+from distributed_training.models.private import local_part, stored_parameter
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_copy_
 from distributed_training.parallel.private_pipelining import PlannedSchedule, TwoGroupStage
 from distributed_training.parallel.zero_bubble import WeightGradients

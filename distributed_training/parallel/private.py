@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C import _distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor.parallel import ParallelStyle
 
 # Fused operations on lists of tensors, which torch's optimizers also use
 foreach_copy_ = torch._foreach_copy_
@@ -218,13 +216,6 @@ class PlannedPartition:
     def __init__(self, layers: list[Any], **options: Any) -> None:
         super().__init__(layers, **options)  # type: ignore[call-arg]
         self._layer_specs: list[Any] = []  # frees the layers of other stages
-
-
-class LayerStyle(ParallelStyle):
-    """Parallel style whose method `apply` parallelizes a layer in place and returns it."""
-
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        return self.apply(module, device_mesh)  # type: ignore[attr-defined,no-any-return]
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:

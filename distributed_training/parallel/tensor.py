@@ -1,16 +1,16 @@
 """Implement tensor parallelism as in Megatron-LM (arXiv 1909.08053). The matrices of every layer
 are sharded over R ranks.
 
-models/decoder.py defines the other letters in shapes. torch stores matrices transposed. A `column`
-matrix is therefore sharded by rows (heads, or hidden units of an MLP), and the following `row`
-matrix by columns. Each rank thus computes a partial sum. With sequence parallelism (arXiv
-2205.05198), norms, residuals and dropout are sharded by samples if R divides the number of samples,
-otherwise by tokens. An all-gather precedes each attention layer and each MLP, and a reduce-scatter
-follows it. Without sequence parallelism, all ranks compute the same norms and residuals, and a
-single all-reduce follows each attention layer and each MLP. The loss is sharded by vocabulary."""
+models/decoder.py defines the other letters in shapes. torch stores matrices transposed, so the
+first matrices of attention or an MLP are sharded by rows (heads, or hidden units of an MLP), and
+the last matrix by columns. Between them, each rank computes with local tensors, which are its
+shards, so its result is a term of a sum over ranks. Everything else (norms, residuals and dropout)
+is sharded by samples if R divides the number of samples, otherwise by tokens (sequence parallelism,
+arXiv 2205.05198). An all-gather precedes each attention layer and each MLP, and a reduce-scatter
+follows it. Every rank thus computes one term of the gradient of each parameter that is not sharded.
+The loss is sharded by vocabulary."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,42 +18,56 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    parallel,
-)
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
-from distributed_training.models.decoder import Decoder, Role
-from distributed_training.models.private import store_parameter, stored_parameter
-from distributed_training.parallel.mesh import local_part
-from distributed_training.parallel.private import LayerStyle
+from distributed_training.models.decoder import Decoder, Positions
+from distributed_training.models.hub.model import HubDecoder
+from distributed_training.models.hub.regions import hidden_states, normalize, region_of, split_norms
+from distributed_training.models.private import local_part, store_parameter, stored_parameter
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> None:
     """Shard a model or a stage over the one-axis `mesh`, in place.
 
-    Parameters become DTensors. Between sharded layers, activations are local tensors, with samples
-    split into `tp_parts[0]` parts and tokens split into `tp_parts[1]` parts."""
+    The parameters in `BlockKind.cuts` and the tables of the vocabulary become DTensors. Outside of
+    the regions of a block (models/hub/regions.py), activations are local tensors, with samples
+    split into `tp_parts[0]` parts and tokens split into `tp_parts[1]` parts. If a region is no
+    module, as in GPT-2, its first and its last layer exchange activations instead."""
     placement = place_activations(tp_parts)
-    styles: dict[Role, parallel.ParallelStyle] = {
-        "column": parallel.ColwiseParallel(input_layouts=placement),
-        "row": _LayerParallel(Shard(-1), placement, dim=1),
-        "whole": _LayerParallel(),
-        "positions": _LayerParallel(position_parts=tp_parts),
-        "vocabulary": _TableParallel(placement),
-    }
-    roles = model.find_roles()
-    for name, role in roles.items():
-        if role == "vocabulary":
-            _pad_rows(model.get_submodule(name), mesh.size())
-    parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
+    gather = partial(_gather_input, mesh, placement)
+    reduce = partial(_reduce_output, mesh, placement)
+    mean = partial(_mean_over_ranks, mesh)
+    for index, block in model.blocks.items():
+        cuts = model.size.kind_of(int(index)).cuts
+        for name, dim in cuts.items():
+            owner_name, _, key = name.rpartition(".")
+            owner: Any = block.get_submodule(owner_name)
+            _shard(owner, key, mesh, dim)
+            region = region_of(name)
+            module = block.get_submodule(region or owner_name)
+            if dim == (1 if region else 0) and key == "weight":
+                module.register_forward_pre_hook(gather, with_kwargs=True)
+            if dim == 1:
+                module.register_forward_hook(reduce)
+                owner.bias_factor = 1.0 if mesh.get_local_rank() == 0 else 0.0
+            if dim == 1 and not region:
+                # A product without a bias can be fused with the reduction.
+                owner.bias_factor = None
+                owner.register_forward_hook(_add_bias)
+        for norm in split_norms(block, cuts):
+            norm.forward = partial(normalize, norm, mean)
+    for name in model.vocabulary_parameters():
+        table, _, key = name.rpartition(".")
+        _shard(model.get_submodule(table), key, mesh, 0, multiple=8)
+    if model.is_first:
+        look_up_rows(model.token_embedding, mesh, placement)
+    if isinstance(model, HubDecoder):
+        model.token_parts = tp_parts[1]
+    else:
+        model.place = partial(  # type: ignore[method-assign]
+            _place_own, model.place, mesh, placement
+        )
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -80,64 +94,12 @@ def shard_loss(
     return partial(_vocab_parallel_loss, mesh, place_activations(tp_parts), loss)
 
 
-def place_activations(tp_parts: tuple[int, int]) -> Placement:
+def place_activations(tp_parts: tuple[int, int]) -> Shard:
     """Return the placement of the activations between sharded layers."""
     return Shard(0 if tp_parts[0] > 1 else 1)
 
 
-@dataclass
-class _LayerParallel(LayerStyle):
-    """Parallel style for a layer with replicated parameters or, if `dim` is set, with a weight that
-    is sharded along `dim`.
-
-    A matrix sharded by columns computes a partial sum. Each rank adds the bias after the reduction,
-    so the matrix multiplication and the reduction can be fused. Without this class, DTensor would
-    sum the gradients of replicated parameters one at a time, per micro-batch and in bf16. The class
-    RowwiseParallel in torch can return a tensor whose collective has not finished. A compiled block
-    cannot use such a tensor, because the gradient of the block's input would be incomplete."""
-
-    input_layout: Placement = field(default_factory=Replicate)
-    output_layout: Placement = field(default_factory=Replicate)
-    dim: int | None = None
-    # Numbers of parts into which samples and tokens are split, for position inputs. Each rank has
-    # one part. The inputs are [T / R], counted from the rank's first token, or [B, T] for all
-    # tokens.
-    position_parts: tuple[int, int] = (1, 1)
-
-    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition_fn(_name: str, layer: Any, mesh: DeviceMesh) -> None:
-            if self.dim is not None:
-                layer.adds_bias = False
-                weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(self.dim)]))
-                layer.register_parameter("weight", weight)
-
-        def input_fn(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            (x,) = inputs
-            x = _local_positions(x, self.position_parts, mesh.get_local_rank())
-            return DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
-
-        def output_fn(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
-            y = output.redistribute(placements=[self.output_layout]).to_local()
-            bias = None if self.dim is None else getattr(layer, "bias", None)
-            return y if bias is None else y + bias.to_local().to(y.dtype)
-
-        return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
-
-
-@dataclass
-class _TableParallel(LayerStyle):
-    """Parallel style for a table of embeddings whose rows are sharded over the vocabulary. DTensor
-    would compute the gradient of all rows on each rank."""
-
-    output_layout: Placement
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
-        look_up_rows(module, device_mesh, self.output_layout)
-        return module  # type: ignore[no-any-return]
-
-
-def look_up_rows(table: Any, mesh: DeviceMesh, placement: Placement) -> None:
+def look_up_rows(table: Any, mesh: DeviceMesh, placement: Shard) -> None:
     """Let a table of embeddings with sharded rows return this rank's part of the embeddings of all
     token ids, [B, T] -> [B, T, D]."""
     num_rows = len(stored_parameter(table, "weight")) // mesh.size()
@@ -162,31 +124,65 @@ def look_up_rows(table: Any, mesh: DeviceMesh, placement: Placement) -> None:
     table.forward = look_up
 
 
-def _local_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
-    """Return the positions of this rank's tokens. Samples are split into `parts[0]` parts, and
-    tokens are split into `parts[1]` parts. If `x` has the shape [B, T], it contains the positions
-    of all tokens, so return this rank's part. If `x` has the shape [T / R], its positions are
-    relative to this rank's first token, so add the number of earlier tokens."""
-    for dim, count in enumerate(parts):
-        if count > 1 and x.dim() == 2:
-            x = x.chunk(count, dim)[rank]
-        elif count > 1 and dim == 1:
-            x = x + rank * x.shape[0]
-    return x
+def _place_own(
+    place: Callable[..., torch.Tensor],
+    mesh: DeviceMesh,
+    placement: Shard,
+    x: torch.Tensor,
+    positions: Positions = 0,
+) -> torch.Tensor:
+    """Call the method `place` of a decoder for this rank's part of the embeddings. `positions` are
+    those of all tokens."""
+    rank = mesh.get_local_rank()
+    if isinstance(positions, int):
+        positions += placement.dim * rank * x.shape[1]
+    else:
+        positions = positions.chunk(mesh.size(), placement.dim)[rank]
+    return place(x, positions)
 
 
-def _pad_rows(table: Any, multiple: int) -> None:
-    """Append zero rows to an embedding until `multiple` divides the number of rows."""
-    num_missing = -table.num_embeddings % multiple
-    if num_missing:
-        padding = (0, 0, 0, num_missing)
-        table.weight = nn.Parameter(F.pad(table.weight.detach(), padding))
-        table.num_embeddings += num_missing
+def _add_bias(layer: Any, _args: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+def _shard(module: Any, key: str, mesh: DeviceMesh, dim: int, multiple: int = 1) -> None:
+    """Shard a parameter of a module, after appending zeros until each shard has a multiple of
+    `multiple` rows."""
+    parameter = stored_parameter(module, key).detach()
+    num_missing = -len(parameter) % (mesh.size() * multiple)
+    if dim == 0 and num_missing:
+        parameter = F.pad(parameter, [0] * (2 * parameter.dim() - 1) + [num_missing])
+    shard = distribute_tensor(parameter, mesh, [Shard(dim)])
+    store_parameter(module, key, nn.Parameter(shard))
+
+
+def _gather_input(
+    mesh: DeviceMesh, placement: Any, _region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    own = DTensor.from_local(hidden_states(args, kwargs), mesh, [placement], run_check=False)
+    gathered = own.redistribute(placements=[Replicate()])
+    x = gathered.to_local(grad_placements=[Partial()])  # sums gradients over the ranks
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+def _reduce_output(
+    mesh: DeviceMesh, placement: Any, _region: Any, _args: tuple[Any, ...], output: Any
+) -> Any:
+    if isinstance(output, tuple):  # such as attention, which also returns its weights
+        return (_reduce_output(mesh, placement, _region, _args, output[0]), *output[1:])
+    terms = DTensor.from_local(output.contiguous(), mesh, [Partial()], run_check=False)
+    return terms.redistribute(placements=[placement]).to_local()
+
+
+def _mean_over_ranks(mesh: DeviceMesh, own: torch.Tensor) -> torch.Tensor:
+    terms = DTensor.from_local(own / mesh.size(), mesh, [Partial()], run_check=False)
+    mean = terms.redistribute(placements=[Replicate()])
+    return mean.to_local(grad_placements=[Partial()])
 
 
 def _vocab_parallel_loss(
     mesh: DeviceMesh,
-    placement: Placement,
+    placement: Shard,
     loss: ChunkedCrossEntropy,
     x: torch.Tensor,
     weight: torch.Tensor,

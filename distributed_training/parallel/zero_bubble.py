@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.models.private import (
     copy_with_unset_parameters,
-    shard_for,
+    local_part,
     store_parameter,
     stored_parameter,
 )
-from distributed_training.parallel.mesh import local_part
 
 
 class WeightGradients:
@@ -92,17 +91,9 @@ def _matmul_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     if linear.tap is None:
         return linear.matmul(x)
     assert linear.saved_input is None, "a block calls each of its Linears once"
-    linear.saved_input = local_part(x.detach())
-    y = F.linear(x, shard_for(x, linear.weight.detach()).to(x.dtype), linear.cast_bias(x))
-    if not isinstance(y, DTensor):
-        return _AttachTap.apply(y, linear.tap)
-    # If y is a partial sum, the gradient of the sum is also the gradient of each rank's term, so
-    # the gradient is replicated.
-    grad_placements = [
-        Replicate() if placement.is_partial() else placement for placement in y.placements
-    ]
-    tapped = _AttachTap.apply(y.to_local(grad_placements=grad_placements), linear.tap)
-    return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
+    linear.saved_input = x.detach()
+    y = F.linear(x, local_part(linear.weight.detach()).to(x.dtype), linear.cast_bias(x))
+    return _AttachTap.apply(y, linear.tap)
 
 
 class _AttachTap(torch.autograd.Function):

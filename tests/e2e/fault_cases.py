@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distributed_training.engines import deepspeed, native
-from distributed_training.parallel.mesh import local_part
+from distributed_training.models.private import local_part
 from distributed_training.train import run as training
 from distributed_training.train.loop import Trainer
 from tests.pool import run_script

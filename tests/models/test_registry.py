@@ -35,24 +35,25 @@ def test_plans_with_model_folders(tmp_path):
 
 
 def test_properties_of_sizes_match_the_modules():
-    """The planner uses the properties of a model size, and parallel/ shards modules by their roles.
-    Sizes and roles must both match the parameters of the built model."""
+    """The planner uses the properties of a model size, and parallel/ shards the parameters that it
+    names. Both must match the parameters of the built model."""
     spec = find_model("gpt2-tiny")
     size, model = spec.size, draw_model(spec, seed=0)
     counts = Counter()
-    for module, role in model.find_roles().items():
-        for parameter, values in model.get_submodule(module).named_parameters():
-            counts["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
-    count = size.num_layers
     (kind,) = size.kinds
-    rows = size.padded_vocab_size * size.hidden_size
-    norms = count * kind.norm_parameters + size.final_norm_parameters
-    assert counts["column"] + counts["row"] == count * kind.split_parameters
+    for name, values in model.named_parameters():
+        part = name.split(".", 2)[-1] if name.startswith("blocks.") else name.partition("_")[0]
+        counts["split" if part in kind.cuts else part] += values.numel()
+    count, width = size.num_layers, size.hidden_size
+    rows = size.padded_vocab_size * width
+    assert counts.pop("split") == count * kind.split_parameters
+    assert counts.pop("attention_out.bias") == counts.pop("mlp_out.bias") == count * width
+    assert counts.pop("position") == size.position_parameters
+    assert counts.pop("token") + counts.pop("output", 0) == rows * (1 if size.tied else 2)
+    assert counts.pop("norm") == size.final_norm_parameters
+    assert counts.total() == count * kind.norm_parameters
     assert len(list(model.blocks.parameters())) == count * kind.tensors
-    assert counts["whole"] == norms
-    assert counts["positions"] == size.position_parameters
-    assert counts["vocabulary"] == rows * (1 if size.tied else 2)
-    assert counts.total() == sum(values.numel() for values in model.parameters())
+    assert model.vocabulary_parameters() == ["token_embedding.weight"]
 
 
 def test_exported_folders_are_labeled_with_the_model_of_their_run():

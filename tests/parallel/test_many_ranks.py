@@ -10,8 +10,7 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.models.private import locate_local
-from distributed_training.parallel.mesh import local_part
+from distributed_training.models.private import local_part, locate_local
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.supervise.process import Process
 from distributed_training.train.run import build_engine, build_topology

@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy, VocabularyShard
 from distributed_training.models.decoder import summed_cross_entropy
-from distributed_training.parallel.tensor import _pad_rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -30,13 +28,3 @@ def test_loss_and_gradients_equal_torchs_cross_entropy(padding):
     torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-4)
     assert not gradients[1][vocab_size:].any(), "padding is never trained on"
     assert not gradients[0][targets == IGNORE_INDEX].any()
-
-
-@pytest.mark.parametrize(("rows", "parts", "padded"), [(8, 4, 8), (8, 5, 10), (7, 2, 8)])
-def test_rows_are_padded_to_a_multiple_of_the_ranks(rows, parts, padded):
-    embedding = nn.Embedding(rows, 3)
-    weight_before = embedding.weight.detach().clone()
-    _pad_rows(embedding, parts)
-    assert embedding.num_embeddings == len(embedding.weight) == padded
-    assert torch.equal(embedding.weight[:rows], weight_before)
-    assert not embedding.weight[rows:].any()

@@ -16,8 +16,7 @@ from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.initial_weights import InitialWeights
 from distributed_training.parallel.gradients import all_reduce_sum
-from distributed_training.parallel.regions import apply_regions
-from distributed_training.parallel.tensor import shard_loss, tp_partial_names
+from distributed_training.parallel.tensor import apply_tp, shard_loss, tp_partial_names
 from tests.conftest import heavy_pool
 from tests.models.hub_folders import random_model
 from tests.models.test_all_types import ACCEPTED_TYPES, RECORDED, SPLIT
@@ -61,7 +60,7 @@ def _compare(spec: ModelSpec, folder: Path, mesh: Any) -> list[float]:
         model.loss = ChunkedCrossEntropy(8, compiled=False)
         names = set()
         if tp_parts:
-            apply_regions(model, mesh, tp_parts)
+            apply_tp(model, mesh, tp_parts)
             names = tp_partial_names(model)
             model.loss = shard_loss(model.loss, mesh, tp_parts)
         weights.fill(model, CPU)

@@ -35,6 +35,15 @@ _NAMES = {
     "norm_out": "transformer.ln_f",
     "output_rows": "lm_head",
 }
+# Dimensions of the parameters that tp shards
+_CUTS = {
+    "qkv.weight": 0,
+    "qkv.bias": 0,
+    "attention_out.weight": 1,
+    "mlp_in.weight": 0,
+    "mlp_in.bias": 0,
+    "mlp_out.weight": 1,
+}
 
 
 def gpt2_size(
@@ -48,6 +57,7 @@ def gpt2_size(
         attention_width=d,
         matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
         hf_matrices={name: _NAMES[name] for name in ("qkv", "attention_out", "mlp_in", "mlp_out")},
+        cuts=_CUTS,
         parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
         split_parameters=12 * d**2 + 7 * d,
         norm_parameters=4 * d,

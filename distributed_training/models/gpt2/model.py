@@ -49,8 +49,6 @@ class GPT2(Decoder):
     """GPT-2 with learned position embeddings. Its output layer is tied to the token embedding
     unless `size.tied` is False."""
 
-    roles = {"position_embedding": "positions"}  # noqa: RUF012
-
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(size, dropout)
         d = size.hidden_size

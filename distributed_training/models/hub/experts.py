@@ -59,13 +59,13 @@ def experts(
     first = "gate_up_proj" if module.has_gate else "up_proj"
     hidden = multiply(module, first, x, ends, tokens, places)
     if module.has_bias:
-        hidden = hidden + private.shard_for(x, getattr(module, f"{first}_bias"))[ids]
+        hidden = hidden + private.local_part(getattr(module, f"{first}_bias"))[ids]
     hidden = private.apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
     if not module.has_post_expert_norm:
         hidden = (hidden * scales).to(x.dtype)
     y = multiply(module, "down_proj", hidden, ends)
     if module.has_bias:
-        y = y + private.shard_for(x, module.down_proj_bias)[ids] * scales
+        y = y + private.local_part(module.down_proj_bias)[ids] * scales
     if module.has_post_expert_norm:
         y = module.post_expert_norm(y) * scales
     y = CombineRows.apply(y, tokens, places).to(x.dtype)
@@ -91,10 +91,10 @@ def multiply(
     instead."""
     adapter = getattr(module, f"{name}_adapter", None)
     a, b = (None, None) if adapter is None else adapter.matrices(x)
-    stack = private.shard_for(x, getattr(module, name))
+    stack = private.local_part(getattr(module, name))
     scales = getattr(module, f"{name}{quantized.SCALES}", None)
     if scales is not None:
-        scales = private.shard_for(x, scales)
+        scales = private.local_part(scales)
     elif module.is_transposed:
         stack = stack.transpose(1, 2)
     base_dtype = getattr(module, "base_dtype", "")
@@ -271,5 +271,5 @@ class StackAdapter(nn.Module):
         """Return a, times the adapters' scale, and b in the dtype of `x`. Zeros are appended,
         because the rows of operands must begin at multiples of 16 bytes."""
         padding = -self.a.shape[1] % 8
-        a, b = (private.shard_for(x, matrix).to(x.dtype) for matrix in (self.a, self.b))
+        a, b = (private.local_part(matrix).to(x.dtype) for matrix in (self.a, self.b))
         return F.pad(a * self.scale, (0, 0, 0, padding)), F.pad(b, (0, padding))

@@ -337,10 +337,10 @@ class HubDecoder(private.MovedModule, Decoder):
         head = self.size.config["head"]
         scale = head["scale"]
         x = x * scale if scale != 1 else x
-        weight = private.shard_for(x, self.output_weight).to(x.dtype)
+        weight = private.local_part(self.output_weight).to(x.dtype)
         bias = private.stored_parameter(self.head, "bias")
         if bias is not None:
-            bias = private.shard_for(x, bias)
+            bias = private.local_part(bias)
             # Express the bias as the weight of one more hidden unit whose value is 1. Seven more
             # columns of zeros keep the rows aligned.
             column = scale * bias.to(x.dtype)[:, None]
