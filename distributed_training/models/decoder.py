@@ -6,7 +6,7 @@ size and P the padded vocabulary size. H is the number of attention heads and K 
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models.attention import Documents, attend, describe_documents
+from distributed_training.models.attention import Documents, describe_documents
 from distributed_training.models.initial_weights import Slices, WeightSource, hashed_normal
 from distributed_training.models.private import local_part
 from distributed_training.models.size import ModelSize
@@ -93,48 +93,6 @@ class KVCache:
         return tensors
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block: causal attention, then an MLP.
-
-    The __init__ of a subclass sets norm_1, qkv, attention_out, norm_2, mlp_in and mlp_out. It sets
-    them in the order that the family's parameters should have."""
-
-    norm_1: nn.Module
-    attention_out: Linear
-    norm_2: nn.Module
-    # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]; k and v may have fewer heads
-    heads: Callable[..., Sequence[torch.Tensor]]
-    mlp: Callable[..., torch.Tensor]  # [B, T, D] -> [B, T, D]
-    attend: Callable[..., torch.Tensor] = staticmethod(attend)
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(
-        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
-    ) -> torch.Tensor:
-        """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
-        y = self.attention(self.norm_1(x), past, documents)
-        x = x + F.dropout(y, self.dropout, self.training)
-        y = self.mlp(self.norm_2(x))
-        return x + F.dropout(y, self.dropout, self.training)
-
-    def attention(
-        self, x: torch.Tensor, past: KVCache | None, documents: Documents | None
-    ) -> torch.Tensor:
-        """Return the output of causal self-attention, [B, T, D] -> [B, T, D]. With `documents`,
-        each token attends only within its document."""
-        start = 0 if past is None else past.length
-        positions = start if documents is None else documents.positions
-        q, k, v = self.heads(x, positions)
-        if past is not None:
-            k, v = past.add(self, k, v)
-        rate = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, documents, is_causal=start == 0, dropout=rate)
-        return self.attention_out(y.flatten(2))
-
-
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
@@ -204,8 +162,6 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Run this stage's blocks, after the embedding if this is the first stage. Return hidden
         states [B, T, D]."""
-        if documents is not None:  # of all tokens, of which cp splits the positions
-            documents = documents._replace(positions=positions)
         if self.is_first:
             x = self.embed(x, positions)
         for block in self.blocks.values():

@@ -114,7 +114,7 @@ class _SelectivePolicy:
             self.latest_is_sum = "reduce" in name
             return False
         if name == "distributed_training.all_to_all.default":
-            self.follows_exchange = True
+            self.follows_exchange = not self.in_mlp  # where experts exchange tokens
             return False
         if op in ATTENTION_OPS or name in _OWN_ATTENTION:
             self.follows_attention = True

@@ -9,14 +9,13 @@ documents are whole. Another all-to-all after attention returns each token to it
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed_training.models.attention import Documents, attend
+from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Decoder, Positions
-from distributed_training.parallel.private import group_of_name
+from distributed_training.parallel.exchanges import all_to_all
 
 
 def apply_cp(model: Decoder, cp: int) -> None:
@@ -27,7 +26,6 @@ def apply_cp(model: Decoder, cp: int) -> None:
     assert group is not None
     exchange = HeadExchange(group)
     for block in model.blocks.values():
-        block.attend = partial(_attend_to_all_tokens, exchange)
         for module in block.modules():
             module.exchange = exchange  # type: ignore[assignment]
     model.forward = partial(_forward_own_tokens, model, group)  # type: ignore[method-assign]
@@ -61,8 +59,8 @@ def _forward_own_tokens(
 
 
 class HeadExchange:
-    """All-to-alls around attention. models/hub/attention.py calls this object if it is an attribute
-    of an attention module."""
+    """All-to-alls around attention. models/hub/attention.py and GPT-2's blocks call this object if
+    it is their attribute `exchange`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group_name = group.group_name
@@ -93,7 +91,7 @@ class HeadExchange:
         for x in (q, k, v):
             by_rank = x.transpose(1, 2).flatten(2).unflatten(2, (self.num_ranks, -1))
             parts.append(by_rank.movedim(2, 0))
-        received = _all_to_all(torch.cat(parts, dim=3), self.group_name)
+        received = all_to_all(torch.cat(parts, dim=3), self.group_name)
         whole = received.movedim(0, 1).flatten(1, 2)  # [B, T, values]
         own = whole.split([part.shape[3] for part in parts], dim=2)
         q, k, v = (
@@ -102,43 +100,5 @@ class HeadExchange:
         )
         y = attend_heads(q, k, v)
         by_rank = y.unflatten(1, (self.num_ranks, -1)).movedim(1, 0)
-        returned = _all_to_all(by_rank, self.group_name)
+        returned = all_to_all(by_rank, self.group_name)
         return returned.movedim(0, 2).flatten(2, 3)
-
-
-def _attend_to_all_tokens(
-    exchange: HeadExchange,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: Documents | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """Return `attend` for this rank's tokens. `documents` describes all tokens."""
-    return exchange(partial(attend, documents=documents, **options), q, k, v)
-
-
-# Full checkpointing would keep the results of an autograd.Function (torch 2.11). It recomputes an
-# operation.
-@torch.library.custom_op("distributed_training::all_to_all", mutates_args=())
-def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Send part i of x [R, ...] to rank i of `group`. Part i of the result is from rank i."""
-    received = x.new_empty(x.shape)
-    dist.all_to_all_single(received, x.contiguous(), group=group_of_name(group))
-    return received
-
-
-@_all_to_all.register_fake
-def _(x, _group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape)
-
-
-def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-def _send_gradient_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _all_to_all(gradient, ctx.group), None
-
-
-_all_to_all.register_autograd(_send_gradient_back, setup_context=_keep_group)

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from distributed_training.models.decoder import EXPERT_ENDS
 from distributed_training.models.hub.experts import STACKS, CombineRows, SpreadTokens
 from distributed_training.models.private import local_part, store_parameter
+from distributed_training.parallel.exchanges import all_to_all, gather_tokens, sum_tokens
 from distributed_training.parallel.gradients import all_reduce_sum
-from distributed_training.parallel.private import foreach_mul_, group_of_name
+from distributed_training.parallel.private import foreach_mul_
 from distributed_training.plan.layout import EXPERT_ROWS
 
 # For S rows that travel: the index of each row's token [S], and of each token's rows [N, k]
@@ -66,7 +67,7 @@ class TokenExchange:
         moves_less = chosen.shape[1] < self.num_ranks
         if may_repeat and self.is_limited and moves_less:
             return self._send_chosen(x, weights, chosen)
-        x, weights, chosen = (_gather(t, self.group_name) for t in (x, weights, chosen))
+        x, weights, chosen = (gather_tokens(t, self.group_name) for t in (x, weights, chosen))
         own = chosen - self.first
         own = torch.where((own >= 0) & (own < self.num_experts), own, self.num_experts)
         return x, weights, own, None
@@ -97,14 +98,14 @@ class TokenExchange:
         own = torch.where(is_empty, self.num_experts, chosen.flatten()[pairs] % self.num_experts)
         rows = SpreadTokens.apply(x, *route)
         sent = rows, weights.flatten().gather(0, pairs)[:, None], own[:, None]
-        x, weights, own = (_swap(t, self.group_name) for t in sent)
+        x, weights, own = (all_to_all(t, self.group_name) for t in sent)
         return x, weights, own, route
 
     def receive(self, y: torch.Tensor, route: Route | None) -> torch.Tensor:
         """Return the results of this rank's tokens [N, D], for those of what `send` returned."""
         if route is None:
-            return _scatter_sum(y, self.group_name)
-        return CombineRows.apply(_swap(y, self.group_name), *route)
+            return sum_tokens(y, self.group_name)
+        return CombineRows.apply(all_to_all(y, self.group_name), *route)
 
     def _note_need(self, num_rows: torch.Tensor, num_pairs: int) -> None:
         needed = num_rows / (num_pairs / self.num_ranks)
@@ -116,69 +117,6 @@ class TokenExchange:
         self._note_need(ends[-1], num_rows)
         # The last row belongs to no expert of this rank, unless there are buffers for all.
         return min(num_rows, math.ceil(self.row_factor * num_rows / self.num_ranks) + 1)
-
-
-# As in context.py, full checkpointing recomputes an operation.
-@torch.library.custom_op("distributed_training::gather_tokens", mutates_args=())
-def _gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the rows of all n ranks, [N, ..] -> [n N, ..]."""
-    ranks = group_of_name(group)
-    gathered = x.new_empty(ranks.size() * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=ranks)
-    return gathered
-
-
-@torch.library.custom_op("distributed_training::sum_tokens", mutates_args=())
-def _scatter_sum(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over ranks of the rows of this rank's tokens, [n N, ..] -> [N, ..]."""
-    ranks = group_of_name(group)
-    total = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(total, x.contiguous(), group=ranks)
-    return total
-
-
-@torch.library.custom_op("distributed_training::swap_rows", mutates_args=())
-def _swap(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Send n equal parts of the rows to the n ranks, and return the parts from all ranks."""
-    received = x.new_empty(x.shape)
-    dist.all_to_all_single(received, x.contiguous(), group=group_of_name(group))
-    return received
-
-
-@_gather.register_fake
-def _(x, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(group_of_name(group).size() * len(x), *x.shape[1:])
-
-
-@_scatter_sum.register_fake
-def _(x, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(len(x) // group_of_name(group).size(), *x.shape[1:])
-
-
-@_swap.register_fake
-def _(x, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape)
-
-
-def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-def _scatter_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _scatter_sum(gradient, ctx.group), None
-
-
-def _gather_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _gather(gradient, ctx.group), None
-
-
-def _swap_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _swap(gradient, ctx.group), None
-
-
-_swap.register_autograd(_swap_gradient, setup_context=_keep_group)
-_gather.register_autograd(_scatter_gradient, setup_context=_keep_group)
-_scatter_sum.register_autograd(_gather_gradient, setup_context=_keep_group)
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[Any, str, nn.Parameter]]:

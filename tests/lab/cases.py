@@ -31,7 +31,6 @@ COUNTED = {
     "distributed_training.all_to_all": ("all_to_all", 0, False),
     "distributed_training.gather_tokens": ("all_gather", 0, True),
     "distributed_training.sum_tokens": ("reduce_scatter", 0, False),
-    "distributed_training.swap_rows": ("all_to_all", 0, False),
     "c10d.send": ("send", 0, False),
     "_c10d_functional.all_reduce": ("all_reduce", 0, False),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),

@@ -11,7 +11,7 @@ from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.models.initial_weights import hashed_normal
 from distributed_training.models.private import register_flop_formulas
-from distributed_training.parallel import context  # noqa: F401  # registers all_to_all
+from distributed_training.parallel import exchanges  # noqa: F401  # registers all_to_all
 from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import Config

@@ -2,13 +2,15 @@
 
 The letters in shapes are defined in decoder.py, and K = D / H."""
 
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import Block, Decoder, Linear, Positions
+from distributed_training.models.attention import Documents, attend
+from distributed_training.models.decoder import Decoder, KVCache, Linear, Positions
 from distributed_training.models.size import ModelSize
 
 
@@ -22,12 +24,15 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class GPT2Block(Block):
-    """Attention, then an MLP with four times the hidden size. The rows of `qkv` are ordered (head,
-    q/k/v, K), so splitting the rows splits the heads."""
+class GPT2Block(nn.Module):
+    """Causal attention, then an MLP with four times the hidden size, each after a norm. The rows of
+    `qkv` are ordered (head, q/k/v, K), so splitting the rows splits the heads."""
+
+    exchange: Any = None  # with cp, the all-to-alls around attention (parallel/context.py)
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
-        super().__init__(dropout)
+        super().__init__()
+        self.dropout = dropout
         d = size.hidden_size
         self.head_size = d // size.num_heads
         self.norm_1 = LayerNorm(d)
@@ -37,12 +42,30 @@ class GPT2Block(Block):
         self.mlp_in = Linear(d, 4 * d)
         self.mlp_out = Linear(4 * d, d)
 
-    def heads(self, x: torch.Tensor, positions: Positions) -> Sequence[torch.Tensor]:
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # (B, T, H, 3, K)
-        return qkv.permute(3, 0, 2, 1, 4).unbind(0)
+    def forward(
+        self, x: torch.Tensor, past: KVCache | None = None, documents: Documents | None = None
+    ) -> torch.Tensor:
+        """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
+        y = self.attention(self.norm_1(x), past, documents)
+        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.mlp_out(F.gelu(self.mlp_in(self.norm_2(x)), approximate="tanh"))
+        return x + F.dropout(y, self.dropout, self.training)
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
+    def attention(
+        self, x: torch.Tensor, past: KVCache | None, documents: Documents | None
+    ) -> torch.Tensor:
+        """Return the output of causal self-attention, [B, T, D] -> [B, T, D]. With `documents`,
+        each token attends only within its document."""
+        start = 0 if past is None else past.length
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # (B, T, H, 3, K)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+        if past is not None:
+            k, v = past.add(self, k, v)
+        rate = self.dropout if self.training else 0.0
+        attend_heads = partial(attend, documents=documents, is_causal=start == 0, dropout=rate)
+        if self.exchange is not None:
+            attend_heads = partial(self.exchange, attend_heads)
+        return self.attention_out(attend_heads(q, k, v).flatten(2))
 
 
 class GPT2(Decoder):
