@@ -93,33 +93,25 @@ class ModelSpec:
 
     def weights_source(self, folder: Path) -> WeightSource:
         """Return a source that reads parameters from the Hugging Face weights in `folder`. Each
-        parameter keeps its stored dtype. Vocabulary padding is 0. Raises UserError if the files do
-        not fit this model."""
+        parameter keeps its stored dtype, and rows of vocabulary padding are left out. Raises
+        UserError if the files do not fit this model."""
         import torch
 
         parameters = self._named_tensors()
         stored = self._match_tensors(parameters, folder)
 
         def read(our_name: str, slices: Slices) -> torch.Tensor:
-            shape = parameters[our_name].shape
-            if not shape:  # a number
-                _, tensor = stored[our_name]
+            places, tensor = stored[our_name]
+            if not parameters[our_name].shape:  # a number
                 return tensor.read()  # type: ignore[no-any-return]
             row_slice, *columns = slices or (ALL,)
-            first, stop, _ = row_slice.indices(shape[0])
-            rows, tensor = stored[our_name]
-            is_inside = (rows >= first) & (rows < stop)
-            matching = torch.where(is_inside)[0].tolist() or [0]
-            # The rows between them may belong to other parts of our tensor.
-            file_rows = slice(matching[0], matching[-1] + 1)
-            values = tensor.read(file_rows)
+            places = places[row_slice]
+            first, last = (int(places.min()), int(places.max())) if len(places) else (0, -1)
+            values = tensor.read(slice(first, last + 1))
+            if not torch.equal(places, torch.arange(first, last + 1)):
+                values = values[places - first]
             selected = (ALL, *columns)
-            if torch.equal(rows[file_rows], torch.arange(first, stop)):
-                return values[selected]  # type: ignore[no-any-return] # mapped, not copied
-            result = torch.zeros(stop - first, *shape[1:], dtype=values.dtype, device="cpu")
-            chosen = is_inside[file_rows]
-            result[rows[file_rows][chosen] - first] = values[chosen]
-            return result[selected]
+            return values[selected]  # type: ignore[no-any-return] # mapped if the rows are in order
 
         return read
 
@@ -130,14 +122,14 @@ class ModelSpec:
         model = self.build_meta_model()
         return {**dict(model.named_parameters()), **stored_buffers(model)}
 
-    def _hf_rows(self, our_name: str, num_rows: int) -> dict[str, torch.Tensor]:
-        """Return {name of a Hugging Face tensor: the row of this package's tensor `our_name` from
-        which each of its rows comes}."""
+    def _hf_rows(self, our_name: str, num_rows: int) -> tuple[str, torch.Tensor]:
+        """Return the Hugging Face name of this package's tensor `our_name`, and the row of ours
+        from which each of its rows comes."""
         import torch
 
         rows = torch.arange(num_rows, device="cpu")
-        tensors = self.code.to_hf(our_name, rows, self.size)
-        return {name: part.flatten() for name, part in tensors.items()}
+        name, rows = self.code.to_hf(our_name, rows, self.size)
+        return name, rows.flatten()
 
     def _is_transposed(self, our_name: str) -> bool:
         """Return whether Hugging Face stores this package's tensor `our_name` transposed."""
@@ -146,9 +138,9 @@ class ModelSpec:
     def _match_tensors(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, tuple[torch.Tensor, StoredTensor]]:
-        """Return {parameter name: (rows of the parameter, stored tensor with these rows)}. Raises
-        UserError if tensors in `folder` are missing or unexpected, or have the wrong shape or
-        dtype."""
+        """Return {parameter name: (place of each of its rows in the stored tensor, this tensor)}.
+        Raises UserError if tensors in `folder` are missing or unexpected, or have the wrong shape
+        or dtype."""
         what = f"weights {folder} do not fit {self.label}"
         embedding = (self.size.config or {}).get("embedding", "transformer.wte.weight")
         stored = open_weights(folder)
@@ -160,26 +152,26 @@ class ModelSpec:
         matched: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
         for our_name, values in parameters.items():
             num_rows = len(values) if values.dim() else 1
-            for name, rows in self._hf_rows(our_name, num_rows).items():
-                shape = [len(rows), *values.shape[1:]] if values.dim() else []
-                is_transposed = len(shape) == 2 and self._is_transposed(our_name)
-                if is_transposed:
-                    shape.reverse()
-                candidates = [name, name.partition(".")[2]]  # saved with or without an output layer
-                if self.size.tied and name == embedding:
-                    candidates.append(OUTPUT_LAYER)
-                stored_name = next((key for key in candidates if key in stored), name)
-                tensor = stored.get(stored_name)
-                if tensor is None or tensor.shape != shape or tensor.dtype not in TORCH_DTYPES:
-                    why = f"{name} is missing"
-                    if tensor is not None:
-                        why = f"{name} is {tensor.dtype} {tensor.shape}"
-                    why += f", but it should be a float tensor of shape {shape}"
-                    raise UserError(what, why)
-                unexpected.discard(stored_name)
-                if is_transposed:
-                    tensor = tensor.transposed()
-                matched[our_name] = rows, tensor
+            name, rows = self._hf_rows(our_name, num_rows)
+            shape = [len(rows), *values.shape[1:]] if values.dim() else []
+            is_transposed = len(shape) == 2 and self._is_transposed(our_name)
+            if is_transposed:
+                shape.reverse()
+            candidates = [name, name.partition(".")[2]]  # saved with or without an output layer
+            if self.size.tied and name == embedding:
+                candidates.append(OUTPUT_LAYER)
+            stored_name = next((key for key in candidates if key in stored), name)
+            tensor = stored.get(stored_name)
+            if tensor is None or tensor.shape != shape or tensor.dtype not in TORCH_DTYPES:
+                why = f"{name} is missing"
+                if tensor is not None:
+                    why = f"{name} is {tensor.dtype} {tensor.shape}"
+                why += f", but it should be a float tensor of shape {shape}"
+                raise UserError(what, why)
+            unexpected.discard(stored_name)
+            if is_transposed:
+                tensor = tensor.transposed()
+            matched[our_name] = rows.argsort(), tensor
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
             why = f"the weights contain {min(unexpected)}{more}, which this model does not have"
@@ -254,17 +246,14 @@ class ModelSpec:
         """Return {stored name: tensor} for each Hugging Face tensor that this package's tensor
         `our_name` contains. For a whole multimodal model, `whole_names` are the names in its files
         by names in transformers. They are missing for tensors that a conversion changes."""
-        stored = {}
-        for name, part in self.code.to_hf(our_name, values, self.size).items():
-            if whole_names is not None and name in whole_names:
-                stored[whole_names[name]] = part
-            elif self.files:
-                is_whole = whole_names is not None
-                stored |= self.files.to_files(name, part, self.size.config, whole=is_whole)
-            else:
-                rows = part.reshape(-1, *values.shape[1:])
-                stored[name] = rows.t() if self._is_transposed(our_name) else rows
-        return stored
+        name, part = self.code.to_hf(our_name, values, self.size)
+        if whole_names is not None and name in whole_names:
+            return {whole_names[name]: part}
+        if self.files:
+            is_whole = whole_names is not None
+            return self.files.to_files(name, part, self.size.config, whole=is_whole)  # type: ignore[no-any-return]
+        rows = part.reshape(-1, *values.shape[1:])
+        return {name: rows.t() if self._is_transposed(our_name) else rows}
 
     def hf_matrix(self, matrix: str) -> tuple[str, torch.Tensor]:
         """Return the Hugging Face name of a matrix in a block, and the index of each of its rows
@@ -272,7 +261,7 @@ class ModelSpec:
         _, layer, name = matrix.split(".", 2)
         kind = self.size.kind_of(int(layer))
         num_rows, _ = dict(zip(kind.hf_matrices, kind.matrices, strict=True))[name]
-        ((hf_name, rows),) = self._hf_rows(f"{matrix}.weight", num_rows).items()
+        hf_name, rows = self._hf_rows(f"{matrix}.weight", num_rows)
         return hf_name.removesuffix(".weight"), rows
 
     def check_weights(self, folder: Path) -> None:

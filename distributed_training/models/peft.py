@@ -99,7 +99,7 @@ def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
     for kind in spec.size.kinds:
         for stack in kind.stacks:
             name = f"blocks.{kind.layers[0]}.{stack}"
-            (hf_name,) = spec.code.to_hf(name, torch.empty(0), spec.size)
+            hf_name, _ = spec.code.to_hf(name, torch.empty(0), spec.size)
             if f".{hf_name}".endswith(parameters):
                 stacks[stack] = None
             elif spec.size.config["separate_experts"]:
@@ -219,7 +219,7 @@ def _stack_parts(spec: ModelSpec, stack: str) -> list[tuple[str, int, torch.Tens
     _, layer, name = stack.split(".", 2)
     experts, rows, _ = spec.size.kind_of(int(layer)).stacks[name]
     indices = torch.arange(experts * rows).view(experts, rows, 1)
-    (hf_name,) = spec.code.to_hf(stack, indices, spec.size)
+    hf_name, _ = spec.code.to_hf(stack, indices, spec.size)
     stored = spec.files.to_files(hf_name, indices, spec.size.config)
     return [
         (name.removesuffix(".weight"), int(values[0, 0]) // rows, values[:, 0] % rows)
@@ -232,7 +232,7 @@ def _whole_stack_name(spec: ModelSpec, stack: str, targets: str | None) -> str:
     stacks with adapters, of which the last one is outermost."""
     _, layer, name = stack.split(".", 2)
     names = list(spec.size.kind_of(int(layer)).adapted_stacks(targets))
-    (hf_name,) = spec.code.to_hf(stack, torch.empty(0), spec.size)
+    hf_name, _ = spec.code.to_hf(stack, torch.empty(0), spec.size)
     module = hf_name.rpartition(".")[0]
     return module + ".base_layer" * (len(names) - 1 - names.index(name))
 

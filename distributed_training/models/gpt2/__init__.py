@@ -120,15 +120,15 @@ def read_size(folder: Path) -> ModelSize:
     return gpt2_size(**config.model_dump(include=shape), tied=tied)
 
 
-def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return views of the Hugging Face tensors that this package's tensor `our_name` contains,
-    keyed by name. Each row of `tensor` may have any shape."""
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> tuple[str, torch.Tensor]:
+    """Return the Hugging Face name of this package's tensor `our_name`, and a view of it with
+    Hugging Face's order of rows. Each row of `tensor` may have any shape."""
     name = rename_parts(our_name, _NAMES)
     if our_name.startswith(("token_embedding", "output_rows")):
         tensor = tensor[: size.vocab_size]
     if ".qkv." in our_name:  # (head, q/k/v, K) -> (q/k/v, head, K)
         tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1)
-    return {name: tensor}
+    return name, tensor
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:

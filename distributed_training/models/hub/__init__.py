@@ -216,11 +216,11 @@ def measure_size(document: dict[str, Any]) -> ModelSize:
     )
 
 
-def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return a dict that contains only `tensor`, keyed by its name in transformers."""
+def to_hf(our_name: str, tensor: torch.Tensor, size: ModelSize) -> tuple[str, torch.Tensor]:
+    """Return the name of `tensor` in transformers, and the tensor."""
     if our_name.startswith("blocks."):
-        return {f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}": tensor}
-    return {our_name.removeprefix("net."): tensor}
+        return f"{size.config['blocks']}.{our_name.removeprefix('blocks.')}", tensor
+    return our_name.removeprefix("net."), tensor
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
