@@ -186,8 +186,6 @@ def lay_out(candidate: Candidate, cluster: Cluster, notes: list[str] | None = No
         resolved["precision"] = dtype_on_gpu if machine.num_gpus else "fp32"
     if request.pipeline_schedule == AUTO:
         resolved["pipeline_schedule"] = candidate.schedule_name
-    if request.base_dtype == AUTO:
-        resolved["base_dtype"] = None
     # Config's own method leaves out the options of the strategy's engine.
     config = parse_as(DraftConfig, Config.to_key_values(request) | resolved | SWITCHES_OFF)
     output_dir = Path(config.output_dir)

@@ -228,13 +228,6 @@ def find_conflicts(plan: Draft) -> Iterator[Conflict]:
             "without LoRA, no weights are frozen",
             "set lora_rank to 16, or base_dtype to None",
         )
-    if config.base_dtype == "bf16" and config.precision != "bf16":
-        yield Conflict(
-            "base_dtype",
-            precision,
-            f"frozen weights then have the dtype {config.precision}",
-            "set base_dtype to None",
-        )
     quantized = [shape for kind in size.kinds for shape in kind.quantized_shapes]
     if config.base_dtype == "fp8":
         if capability < (8, 9):

@@ -491,7 +491,7 @@ def _alternatives(request: Request) -> Iterator[Settings]:
     if not request.lora_rank:
         adapters = {"lora_rank": LORA_RANK}
         yield adapters
-    if request.base_dtype in (None, AUTO):
+    if request.base_dtype is None:
         yield adapters | {"base_dtype": "nf4"}
 
 

@@ -200,10 +200,10 @@ class Config(KeyModel):
     checkpointed_blocks: Count | None = memory_key(None)
     """With activation_checkpointing: number of blocks, from the first, that recompute. The others
     keep their activations. None: all."""
-    base_dtype: Literal["auto", "bf16", "fp8", "nf4"] | None = memory_key(None, work=True)
+    base_dtype: Literal["fp8", "nf4"] | None = memory_key(None, work=True)
     """With lora_rank: dtype of the frozen weights. fp8: 8 bits per weight in the blocks' matrices,
     which are multiplied in fp8 (on GPUs with compute capability 8.9 or higher). nf4: 4 bits per
-    weight (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
+    weight (needs `pip install bitsandbytes`). None: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory_key(AUTO)
     """Compute the loss in chunks of this many tokens, so that only one chunk's logits are in
     memory. 0: all tokens of a micro-batch at once. auto: on GPUs, use chunks that lengthen a step
@@ -288,7 +288,7 @@ class Config(KeyModel):
     @property
     def has_quantized_base(self) -> bool:
         """Return whether the frozen matrices of blocks are stored in fp8 or NF4."""
-        return self.base_dtype in ("fp8", "nf4")
+        return self.base_dtype is not None
 
     @property
     def has_bf16_weights(self) -> bool:
@@ -319,7 +319,6 @@ class DraftConfig(Config):
     micro_batch_size: Count
     num_microbatches: Count
     pipeline_schedule: PipelineSchedule
-    base_dtype: Literal["bf16", "fp8", "nf4"] | None
     loss_chunk_tokens: CountOrZero
     precision: Literal["bf16", "fp16", "fp32"]
     compile: bool

@@ -272,15 +272,11 @@ def test_fp16_keeps_keys_and_values_of_every_query_head(model, kv, tmp_path):
 
 def test_an_nf4_base_takes_4_bits_and_an_8_bit_scale_per_64_values(tmp_path):
     config = {"strategy": "dp", "lora_rank": 8}
-    four, whole = (
-        peak(tmp_path, **config, base_dtype=d).peak_by_component for d in ("nf4", "auto")
-    )
+    four, whole = (peak(tmp_path, **config, base_dtype=d).peak_by_component for d in ("nf4", None))
     values = L * 12 * D**2
     assert whole["parameters"] - four["parameters"] == pytest.approx((2 - 33 / 64) * values)
     config |= {"batch_size": 1, "max_length": 16, "activation_checkpointing": "selective"}
-    four, whole = (
-        peak(tmp_path, **config, base_dtype=d).peak_by_component for d in ("nf4", "auto")
-    )
+    four, whole = (peak(tmp_path, **config, base_dtype=d).peak_by_component for d in ("nf4", None))
     matrix = 2 * 4 * D**2  # the matrix that is currently gathered
     assert four["activations"] - whole["activations"] == pytest.approx(matrix, rel=0.1)
 

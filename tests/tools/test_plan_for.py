@@ -138,10 +138,10 @@ def test_a_trainer_that_cannot_be_traced_is_an_error():
     ("settings", "cluster", "gib"),
     [
         # Peaks that were measured on an H200, and a card with less free memory, not measured
-        ("Llama-3.1-8B 1 4096 auto none", "H200", 30.57),
+        ("Llama-3.1-8B 1 4096 none none", "H200", 30.57),
         ("Qwen3-14B 2 2048 nf4 full", "H200", 11.57),
-        ("Qwen3-0.6B 8 1024 auto none", "H200", 11.2),
-        ("Qwen3-0.6B 8 1024 auto none", "3060", 9.93),
+        ("Qwen3-0.6B 8 1024 none none", "H200", 11.2),
+        ("Qwen3-0.6B 8 1024 none none", "3060", 9.93),
     ],
 )
 def test_unsloth_is_near_the_measured_peaks(settings, cluster, gib, plan):  # noqa: F811
