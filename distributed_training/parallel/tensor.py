@@ -55,7 +55,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> Non
                 # A product without a bias can be fused with the reduction.
                 owner.bias_factor = None
                 owner.register_forward_hook(_add_bias)
-        for norm in split_norms(block, cuts):
+        for norm in split_norms(block, cuts).values():
             norm.forward = partial(normalize, norm, mean)
     for name in model.vocabulary_parameters():
         table, _, key = name.rpartition(".")

@@ -8,33 +8,23 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from distributed_training.models.hub.regions import Calls
+
 # Functions of gated MLPs in parallel/gated_mlp.py
 ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
     "gelu": functools.partial(F.gelu, approximate="tanh"),
 }
-_Calls = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name of a module -> its input and output
 
 
 @torch.no_grad()
-def find_fusions(
-    block: nn.Module, inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return `same_inputs` and `gated_mlps` of a block's BlockKind. The block has random weights,
-    and gets random `inputs`."""
-    x, others, options = inputs
-    calls: _Calls = {}
-    hooks = [
-        module.register_forward_hook(functools.partial(_record, calls, name))
-        for name, module in block.named_modules()
-    ]
-    block(x, *others, **options)
-    for hook in hooks:
-        hook.remove()
+def find_fusions(block: nn.Module, calls: Calls) -> dict[str, Any]:
+    """Return `same_inputs` and `gated_mlps` of a block's BlockKind, from the recorded calls of the
+    modules in a block with random weights."""
     groups = defaultdict[Any, list[str]](list)
-    for name in calls:
-        if isinstance(block.get_submodule(name), nn.Linear):
-            groups[name.rpartition(".")[0], id(calls[name][0])].append(name)
+    for name, call in calls.items():
+        if call.args and isinstance(block.get_submodule(name), nn.Linear):
+            groups[name.rpartition(".")[0], id(call.args[0])].append(name)
     same_inputs = tuple(tuple(names) for names in groups.values() if len(names) > 1)
     gated_mlps = tuple(
         (*names, activation)
@@ -44,11 +34,6 @@ def find_fusions(
         if _is_gated(block, calls, activation, *names)
     )
     return {"same_inputs": same_inputs, "gated_mlps": gated_mlps}
-
-
-def _record(calls: _Calls, name: str, _module: Any, args: tuple[Any, ...], output: Any) -> None:
-    if args and torch.is_tensor(output):
-        calls[name] = args[0], output.clone()  # which Llama 4 changes in place
 
 
 def _list_triples(block: nn.Module, pair: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -63,12 +48,13 @@ def _list_triples(block: nn.Module, pair: tuple[str, ...]) -> list[tuple[str, ..
 
 
 def _is_gated(
-    block: nn.Module, calls: _Calls, activation: str, gate: str, up: str, down: str
+    block: nn.Module, calls: Calls, activation: str, gate: str, up: str, down: str
 ) -> bool:
     """Return whether the module that contains three layers computes `down(f(gate(x)) * up(x))`."""
     mlp = gate.rpartition(".")[0]
-    gate_output, up_output = calls[gate][1], calls[up][1]
-    if mlp not in calls or down not in calls or gate_output.shape != up_output.shape:
+    gate_output, up_output = calls[gate].copy, calls[up].copy
+    is_called = down in calls and mlp in calls and calls[mlp].copy is not None
+    if not is_called or gate_output.shape != up_output.shape:
         return False
     expected = block.get_submodule(down)(ACTIVATIONS[activation](gate_output) * up_output)
-    return torch.allclose(calls[mlp][1], expected, rtol=1e-4, atol=1e-5)
+    return torch.allclose(calls[mlp].copy, expected, rtol=1e-4, atol=1e-5)

@@ -9,57 +9,76 @@ test whether this is true. Each rank computes the rest of a block only for its o
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 Cuts = dict[str, int]  # name of a parameter in a block -> dimension that is split
+Inputs = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]  # x, other arguments and options
 _STYLES = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
 
 
-def find_cuts(
-    block: nn.Module,
-    plan: Mapping[str, str],
-    num_heads: int,
-    inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]],
-) -> tuple[Cuts, list[str], bool]:
-    """Return (parameters of a block that can be split, regions that `plan` splits although the
-    parts do not add up, whether other regions mix tokens).
+class Call(NamedTuple):
+    """Call of a module."""
 
-    The block has random weights, and gets `inputs` for two packed records of four tokens each.
-    `plan` contains the names of parameters and modules in a block. The parts are as many as
-    possible, because sums of parts then also add up. They are at most `num_heads`."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    copy: Any  # of an output that is a tensor, before others change it, otherwise None
+
+
+Calls = dict[str, Call]
+
+
+@torch.no_grad()
+def record_calls(block: nn.Module, inputs: Inputs) -> Calls:
+    """Run a block, and return the calls of its modules by name, in the order in which they end."""
     x, others, options = inputs
-    regions = _declared_regions(block, plan)
-    if not regions or x.dim() > 3:
-        return {}, [], True
-    calls: dict[str, Any] = {}
-    hooks = []
-    for name, cuts in regions.items():
-        record = functools.partial(_record_call, calls, name)
-        hooks.append(block.get_submodule(name).register_forward_hook(record, with_kwargs=True))
-        for norm in split_norms(block, cuts):
-            hooks.append(norm.register_forward_pre_hook(_record_mean_square))
-    with torch.no_grad():
-        block(x, *others, **options)
+    calls: Calls = {}
+
+    def record(name: str, _module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        copy = output.clone() if torch.is_tensor(output) else None  # Llama 4 changes outputs.
+        calls[name] = Call(args, kwargs, output, copy)
+
+    hooks = [
+        module.register_forward_hook(functools.partial(record, name), with_kwargs=True)
+        for name, module in block.named_modules()
+    ]
+    block(x, *others, **options)
     for hook in hooks:
         hook.remove()
+    return calls
+
+
+def find_cuts(
+    block: nn.Module, regions: dict[str, Cuts], num_heads: int, inputs: Inputs, calls: Calls
+) -> tuple[Cuts, list[str], bool]:
+    """Return (parameters of a block that can be split, `regions` that the plan splits although the
+    parts do not add up, whether other regions mix tokens).
+
+    The block has random weights. `inputs` are two packed records of four tokens each, with which
+    `calls` were recorded. The parts are as many as possible, because sums of parts then also add
+    up. They are at most `num_heads`."""
+    x, *_ = inputs
+    if not regions or x.dim() > 3:
+        return {}, [], True
     found: Cuts = {}
     wrong = []
-    for name, (args, kwargs, output) in calls.items():
-        if hidden_states(args, kwargs).shape != x.shape:  # such as a flat list of tokens
-            continue
-        if _adds_up(block, name, regions[name], num_heads, (args, kwargs, output)):
+    for name, call in calls.items():
+        if name not in regions or hidden_states(call.args, call.kwargs).shape != x.shape:
+            continue  # such as a flat list of tokens
+        if _adds_up(block, name, regions[name], num_heads, calls):
             found |= regions[name]
         else:
             wrong.append(name)
     return found, wrong, _mixes_tokens(block, found, calls, inputs)
 
 
-def _declared_regions(block: nn.Module, plan: Mapping[str, str]) -> dict[str, Cuts]:
-    """Return the parameters that `plan` splits in each region of a block. With the outputs of
-    layers, also split what belongs to them: parameters with one value for each output."""
+def declared_regions(block: nn.Module, plan: Mapping[str, str]) -> dict[str, Cuts]:
+    """Return the parameters that `plan` splits in each region of a block. It contains the names of
+    parameters and modules in a block. With the outputs of layers, also split what belongs to them:
+    parameters with one value for each output."""
     declared: Cuts = {}
     for name, parameter in block.named_parameters():
         dim = _STYLES.get(plan.get(name, plan.get(name.rpartition(".")[0], "")))
@@ -92,13 +111,11 @@ def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     return args[0] if args else kwargs["hidden_states"]  # type: ignore[no-any-return]
 
 
-def split_norms(block: nn.Module, cuts: Cuts) -> list[Any]:
-    """Return the norms that normalize all outputs of a split layer together."""
-    return [
-        block.get_submodule(name.removesuffix(".weight"))
-        for name in cuts
-        if name.endswith(".weight") and block.get_parameter(name).dim() == 1
-    ]
+def split_norms(block: nn.Module, cuts: Cuts) -> dict[str, Any]:
+    """Return the norms, by name, that normalize all outputs of a split layer together."""
+    names = [name.removesuffix(".weight") for name in cuts if name.endswith(".weight")]
+    norms = [name for name in names if block.get_parameter(f"{name}.weight").dim() == 1]
+    return {name: block.get_submodule(name) for name in norms}
 
 
 def normalize(
@@ -111,27 +128,15 @@ def normalize(
     return (norm.weight * (values * torch.rsqrt(mean_square + epsilon))).to(x.dtype)
 
 
-def _record_call(
-    calls: dict[str, Any], name: str, _module: Any, args: Any, kwargs: Any, output: Any
-) -> None:
-    calls[name] = args, kwargs, output
-
-
-def _record_mean_square(norm: Any, args: tuple[torch.Tensor, ...]) -> None:
-    mean = args[0].float().square().mean(-1, keepdim=True)
-    norm.recorded_mean = lambda _own_mean: mean
-
-
-def _adds_up(
-    block: nn.Module, region_name: str, cuts: Cuts, num_heads: int, call: tuple[Any, Any, Any]
-) -> bool:
-    """Return whether the outputs of a region's parts add up to those of a recorded `call`."""
-    args, kwargs, output = call
+def _adds_up(block: nn.Module, region_name: str, cuts: Cuts, num_heads: int, calls: Calls) -> bool:
+    """Return whether the outputs of a region's parts add up to those of its recorded call."""
+    args, kwargs, output, _ = calls[region_name]
     region = block.get_submodule(region_name)
     parameters = dict(region.named_parameters(prefix=region_name))
     num_parts = math.gcd(num_heads, *(parameters[name].shape[dim] for name, dim in cuts.items()))
-    for norm in split_norms(block, cuts):
-        norm.forward = functools.partial(normalize, norm, norm.recorded_mean)
+    for name, norm in split_norms(block, cuts).items():
+        mean = calls[name].args[0].float().square().mean(-1, keepdim=True)
+        norm.forward = functools.partial(normalize, norm, functools.partial(_repeat, mean))
     expected = _first(output)
     total = torch.zeros_like(expected)
     for part in range(num_parts):
@@ -151,18 +156,13 @@ def _adds_up(
     return num_parts > 1 and _largest(total - expected) < 1e-3 * _largest(expected)
 
 
-def _mixes_tokens(
-    block: nn.Module,
-    cuts: Cuts,
-    calls: dict[str, Any],
-    inputs: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]],
-) -> bool:
+def _mixes_tokens(block: nn.Module, cuts: Cuts, calls: Calls, inputs: Inputs) -> bool:
     """Return whether a token affects later tokens of its record outside of the split regions."""
     x, others, options = inputs
     for name, dim in cuts.items():
         if dim == 1:
             region: Any = block.get_submodule(region_of(name))
-            region.forward = functools.partial(_repeat, calls[region_of(name)][2])
+            region.forward = functools.partial(_repeat, calls[region_of(name)].output)
     changed = x.clone()
     changed[:, :2] += torch.randn_like(x[:, :2])
     with torch.no_grad():

@@ -23,7 +23,7 @@ from distributed_training.models.hub import UnsupportedError, linear_attention, 
 from distributed_training.models.hub.attention import NAME, attend_to_own_tokens, record_windows
 from distributed_training.models.hub.experts import STACKS
 from distributed_training.models.hub.fusions import find_fusions
-from distributed_training.models.hub.regions import find_cuts
+from distributed_training.models.hub.regions import declared_regions, find_cuts, record_calls
 from distributed_training.models.size import BlockKind
 
 # Length of the longer of the two traced samples. Comparing the two samples shows which costs grow
@@ -115,9 +115,12 @@ def trace(net: Any, inner: Any, blocks: nn.ModuleList) -> Traced:
     for index, layer in enumerate(firsts):
         block = blocks[layer]
         inputs = packing.draw_values(block, *packed[layer].inputs)
+        regions = declared_regions(block, plan)
         # Falcon's own attention would not accept random masks.
-        fusions = find_fusions(block, inputs) if private.uses_attention(net.config, NAME) else {}
-        cuts, wrong_regions, mixes = find_cuts(block, plan, num_heads, inputs)
+        is_ours = private.uses_attention(net.config, NAME)
+        calls = record_calls(block, inputs) if is_ours or regions else {}
+        fusions = find_fusions(block, calls) if is_ours else {}
+        cuts, wrong_regions, mixes = find_cuts(block, regions, num_heads, inputs, calls)
         needs_whole_samples |= mixes
         wrong += wrong_regions
         num_split = sum(block.get_parameter(name).numel() for name in cuts)
