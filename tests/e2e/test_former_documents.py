@@ -24,6 +24,7 @@ CONFIG = {
     [
         ("dp", "python SCRIPT"),
         ("zero2", "torchrun --nproc_per_node=1 SCRIPT"),
+        ("zero3", "deepspeed --num_gpus=1 SCRIPT"),
         (None, "bash strategies/3_zero_stage2/run.sh"),
     ],
 )
