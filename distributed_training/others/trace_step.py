@@ -254,6 +254,10 @@ def build_model(question: dict[str, Any], num_layers: int) -> Any:
         config.layer_types = config.layer_types[:num_layers]
     dtype = getattr(torch, question["dtype"])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, module in model.named_modules():
+        if any(part in name for part in question.get("fp32", ())):
+            module.float()
+    model.tie_weights()
     if question["nf4"]:
         quantize(model, **question["nf4"])
     return model
@@ -314,7 +318,7 @@ def build_trainer(question: dict[str, Any], model: Any, folder: str) -> Any:
     if lora:
         from peft import get_peft_model, prepare_model_for_kbit_training
 
-        if question["nf4"]:
+        if question["nf4"] and question["prepare"]:
             checkpoints = bool(arguments.get("gradient_checkpointing"))
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints)
         model = get_peft_model(model, lora)

@@ -6,7 +6,9 @@ neither.
 others/dialects.json describes each trainer. A rule in `keys` is a key of its files, what it means
 here and, if not every value is kept as it is, the meaning of each value. A meaning that begins with
 "=" is an argument of the trainer, and the others are CONFIG's keys, "dtype" (of the weights),
-"double" (quantization) and "targets" (all-linear, or else PEFT chooses the matrices)."""
+"double" (quantization), "prepare" (whether PEFT converts what has no 4 bits to fp32), "fp32" (parts
+of modules' names that are in fp32 if all weights are trained) and "targets" (all-linear, or else
+PEFT chooses the matrices)."""
 
 import argparse
 import json
@@ -15,8 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import yaml
 
 from distributed_training.planner.answer import answer
 from distributed_training.planner.choose import choose_model
@@ -41,6 +41,7 @@ OTHERS = Path(__file__).parent.parent / "others"
 DIALECTS: JsonObject = load_json(OTHERS / "dialects.json", "the table of trainers")
 TRACE_S = 300
 MAX_FILE_BYTES = 2**20
+MAX_BRACKETS = 1000
 # Share by which PyTorch's allocator reserved more than it had allocated, in 8 of 10 of this
 # suite's runs that have more than 4 GiB
 RESERVED = (0.01, 0.14)
@@ -115,16 +116,22 @@ def run(
 
 def read_yaml(file: Path) -> JsonObject:
     """Return the keys of a trainer's YAML file, which may come from anywhere."""
+    import yaml  # which the planner's page does not have
+
     require_regular(file, "the file")
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise ValueError("it is larger than 1 MiB")
         text = file.read_text(encoding="utf-8-sig")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("it has aliases, and a few can stand for any amount of text")
+        if text.count("[") + text.count("{") > MAX_BRACKETS:  # each is compared with all
+            raise ValueError(f"it has more than {MAX_BRACKETS:,} brackets")
+        if any(isinstance(token, (yaml.AliasToken, yaml.TagToken)) for token in yaml.scan(text)):
+            raise ValueError("it has aliases or tags, whose meaning no trainer needs")
         document = yaml.safe_load(text)
         if not isinstance(document, dict):
             raise ValueError("it has no keys")
+        if len(yaml.compose(text, yaml.SafeLoader).value) > len(document):
+            raise ValueError("it has a key twice")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read as YAML", first_line(error)) from None
     return {str(key): value for key, value in document.items()}
@@ -184,6 +191,8 @@ def build_question(dialect: JsonObject, config: Request, values: JsonObject) -> 
         "dtype": values.get("dtype", "bfloat16" if is_bf16 else "float32"),
         "lora": lora if config.lora_rank else None,
         "nf4": {"double": values.get("double", False)} if config.base_dtype == "nf4" else None,
+        "prepare": values.get("prepare", True),
+        "fp32": [] if config.lora_rank else values.get("fp32", []),
         "length": config.max_length if "max_length" in config.typed else None,
         "arguments": {"bf16": not is_fp32} | arguments | typed,
     }

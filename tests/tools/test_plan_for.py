@@ -3,14 +3,18 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from distributed_training.settings.files import ROOT
 from distributed_training.tools import plan_for
 from tests.planner.test_command import CONFIG, main, plan  # noqa: F401
 from tests.support import refused
 
+# Keys and values of examples in public repositories, in their versions of the named commits
+PUBLIC = json.loads(Path(__file__).with_name("public_files.json").read_text())
 LORA = "--model", "Qwen/Qwen3-0.6B", "--lora_rank", "16"
 ALL = "--lora_targets", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 TINY = {
@@ -44,10 +48,11 @@ def test_a_file_with_4_bits_is_traced(plan, tmp_path):  # noqa: F811
     found = json.loads(plan("--for", "llamafactory", str(file), "--cluster", "4090", "--json"))
     blocks = 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)  # matrices of the blocks, in 4 bits
     quantized = blocks // 2 + blocks // 64 * (1 + 4 / 256)
-    # prepare_model_for_kbit_training converts other weights to fp32, as PEFT does with adapters.
-    others = 512 * 64 + 64 + 8 * (2 * 64 + 2 * 16) + 4 * 8 * (4 * 64 + 64 * 4 + 2 * 32 + 3 * 192)
+    others = 512 * 64 + 64 + 8 * (2 * 64 + 2 * 16)  # LLaMA-Factory leaves them in bf16
+    adapters = 4 * 8 * (4 * 64 + 64 * 4 + 2 * 32 + 3 * 192)
+    weights = quantized + 2 * others + 4 * adapters
     rounding = 512 * 8 * 30
-    assert found["memory_bytes"]["weights"] == pytest.approx(quantized + 4 * others, abs=rounding)
+    assert found["memory_bytes"]["weights"] == pytest.approx(weights, abs=rounding)
     assert found["unknown_keys"] == ["warp_drive"]
     assert found["not_modeled"][0].startswith("deepspeed")
     assert found["settings"]["gradient_checkpointing"] is True  # LLaMA-Factory's default
@@ -74,7 +79,7 @@ def test_many_blocks_and_dropout_change_the_peak_as_computed():
     tell this peak. Dropout keeps a byte per element of the matrices that PEFT chooses."""
     deep = TINY | {"num_hidden_layers": 12, "vocab_size": 8192, "intermediate_size": 1024}
     arguments = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
-    questions = [STEP | {"config": deep, "arguments": arguments}]
+    questions = [STEP | {"config": deep, "arguments": arguments, "fp32": ["norm", "embed_tokens"]}]
     for p in (0.0, 0.1):
         lora = {"r": 4, "lora_alpha": 8, "target_modules": None, "lora_dropout": p}
         config = TINY | {"num_hidden_layers": 3, "vocab_size": 8192}
@@ -91,6 +96,10 @@ def test_many_blocks_and_dropout_change_the_peak_as_computed():
     assert answer["sizes"]["peak"] == pytest.approx(many, rel=1e-3)
     # Blocks after the first, whose input needs no gradient; tokens; inputs of q_proj and v_proj
     assert kept - without == 2 * 128 * 2 * 64
+    matrices = 12 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 1024)
+    in_fp32 = 8192 * 64 + 64 + 12 * (2 * 64 + 2 * 16)
+    found = answer["sizes"]["weights"]
+    assert found == pytest.approx(2 * matrices + 4 * in_fp32, abs=512 * 12 * 6)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +125,80 @@ def test_keys_of_other_trainers_are_translated(trainer, document, expected):
 
 
 @pytest.mark.parametrize(
+    ("path", "expected", "not_modeled"),
+    [
+        (
+            "llama-3/qlora-1b.yml",
+            {"r": 32, "lora_dropout": 0.05, "double": True, "prepare": False, "length": 2048,
+             "optim": "adamw_bnb_8bit", "per_device_train_batch_size": 2,
+             "gradient_accumulation_steps": 4, "gradient_checkpointing": True,
+             "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            [],
+        ),
+        (
+            "llama-3/lora-8b.yml",
+            {"r": 32, "target_modules": "all-linear", "nf4": None, "length": 4096},
+            ["load_in_8bit", "lora_modules_to_save"],
+        ),
+        ("mistral/qlora.yml", {"length": 8192, "bf16": True, "lora_alpha": 16.0}, []),
+        (
+            "llama3_lora_sft_otfq.yaml",
+            {"r": 8, "target_modules": "all-linear", "double": True, "prepare": False,
+             "gradient_accumulation_steps": 8, "gradient_checkpointing": True},
+            [],
+        ),
+        ("llama3_full_sft.yaml", {"lora": None, "dtype": "float32", "fp32": []}, ["deepspeed"]),
+        ("llama3_lora_dpo.yaml", {"r": 8}, ["stage: 'dpo'", "pref_beta", "pref_loss"]),
+        (
+            "sft/config_qlora.yaml",
+            {"class": "SFTTrainer", "dtype": "bfloat16", "double": False, "r": 16, "length": 2048,
+             "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            [],
+        ),
+        (
+            "sft/config_full.yaml",
+            {"lora": None, "per_device_train_batch_size": 16, "length": 2048},
+            [],
+        ),
+        ("example_config.yaml", {"lora": None, "dtype": "float32", "length": None}, []),
+    ],
+)  # fmt: skip
+def test_public_files_are_answered(path, expected, not_modeled, plan, monkeypatch, tmp_path):  # noqa: F811
+    (public,) = [file for file in PUBLIC if file["path"].endswith(path)]
+    questions = []
+
+    def trace(question, python):
+        questions.append(question)
+        used = {"batch_size": 1, "max_length": 512, "grad_accum_steps": 1}
+        used |= {"gradient_checkpointing": True, "lora_targets": "q_proj"}
+        return {"sizes": {"weights": 1, "optimizer": 1, "peak": 2}, "used": used, "versions": {}}
+
+    monkeypatch.setattr(plan_for, "trace", trace)
+    file = tmp_path / "public.yaml"
+    file.write_text(yaml.safe_dump(public["keys"]))
+    found = json.loads(plan("--for", public["trainer"], str(file), "--cluster", "H200", "--json"))
+    (question,) = questions
+    flat = question | question["arguments"] | (question["lora"] or {}) | (question["nf4"] or {})
+    assert expected.items() <= flat.items()
+    named = found["not_modeled"][: -len(plan_for.DIALECTS[public["trainer"]]["not_modeled"])]
+    assert [text.partition(" (")[0] for text in named] == not_modeled
+    assert found["unknown_keys"] == []
+
+
+@pytest.mark.parametrize(
     "text",
-    ["a: &x [1]\nb: *x", "- 1", "a: [", "[" * 9999, f"a: {'9' * 2**20}", "a: !!python/name:os.a"],
+    [
+        "a: 1\nb: 2\na: 1",
+        "a: \0",
+        "a: !!set {b}\n--- 1",
+        "a: !!timestamp x",
+        "a: &x [1]\nb: *x",
+        "- 1",
+        "a: [",
+        "[" * 9999,
+        f"a: {'9' * 2**20}",
+        "a: !!python/name:os.a",
+    ],
 )
 def test_hostile_files_are_refused(text, tmp_path):
     file = tmp_path / "hostile.yaml"
