@@ -157,6 +157,39 @@ def test_fields_take_any_name_and_answers_use_the_pages_words(page, question, pa
     assert home == "trainplan"
 
 
+@pytest.mark.parametrize(
+    ("question", "patterns"),
+    [
+        ("model=Qwen3-8B&gpu=RTX-4090&method=--lora_rank+16&trainer=trl",
+         ["does not fit with TRL: .* of 23.5 GiB", "1 sample of 2,048 tokens", "weights float32",
+          "allocator, at most", "A step takes [0-9.]+ to ", "trl 1.16.0", "--lora_targets q_proj"]),
+        ("model=Llama-3.2-1B&gpu=H100-80GB&trainer=axolotl&checkpointing=full",
+         ["fits with axolotl", "4 samples of 2,048 tokens, gradient checkpointing on"]),
+        ("model=Qwen3-14B&gpu=3060&method=--lora_rank+16+--base_dtype+nf4&trainer=unsloth",
+         ["with Unsloth: ", "time of a step is not known", "By a formula"]),
+        ("model=Qwen3-14B&gpu=RTX-4090&trainer=llamafactory",
+         ["was not traced", "trainplan plan --for llamafactory .*--batch_size 1"]),
+        ("model=&gpu=RTX-4090&trainer=trl", ["Choose the model that you train with TRL"]),
+    ],
+)  # fmt: skip
+def test_page_says_what_another_trainer_needs(page, question, patterns):
+    visit(page, f"{page.url}#{question}")
+    if "model=&" not in question:
+        page.wait("document.documentElement.dataset.answered")
+    text = page.js("document.querySelector('main').innerText")
+    for pattern in patterns:
+        assert re.search(pattern, text), text
+
+
+def test_steps_of_other_trainers_are_in_the_table(monkeypatch):
+    from distributed_training.tools import plan_for
+    from results.lab.planner_page import ask, trace
+
+    monkeypatch.setattr(plan_for, "trace", plan_for.trace)  # which asking replaces
+    missing = trace.find_steps().keys() ^ json.loads(ask.TRACED.read_text())["rows"].keys()
+    assert not missing, "run: PYTHON -m results.lab.planner_page.trace"
+
+
 def test_table_answers_from_a_folder(page):
     visit(page, (ROOT / "results/lab/planner_page/index.html").as_uri())
     text = page.js("document.querySelector('main').innerText")

@@ -24,6 +24,8 @@ python -m pip install --quiet --no-deps --no-compile --only-binary=:all: --requi
     --platform=pyemscripten_2026_0_wasm32 --python-version=3.14 --abi=cp314 \
     --requirement "$here/requirements.txt" --target planner
 cp -r "$root"/{real_model_example.py,distributed_training,strategies,configs} planner
+mkdir -p planner/results/lab/planner_page
+cp "$here/traced.json" planner/results/lab/planner_page
 cp "$here"/{index.html,page.css,page.js,worker.js,start.mjs,ask.py} page
 (cd planner && python -m zipfile --create ../page/planner.zip ./*)
 node "$here/pack.mjs" page

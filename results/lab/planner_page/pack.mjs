@@ -25,13 +25,17 @@ for (const [cluster, model, config] of questions) {
   ask(options, JSON.stringify(config));
 }
 
+for (const trainer of ["trl", "unsloth"]) {
+  ask(["--for", trainer, "--cluster", "T4", "--model", "Qwen/Qwen3-8B", "--lora_rank", "16", "--batch_size", "1"]);
+}
+
 python.FS.writeFile("/stdlib.zip", readFileSync(`${runtime}python_stdlib.zip`));
 python.runPython(`
 import pathlib
 import py_compile
 import zipfile
 
-KEPT = {"distributed_training", "strategies", "configs", "licenses"}
+KEPT = {"distributed_training", "strategies", "configs", "licenses", "planner_page"}
 UNCOMPILED = {"strategies", "real_model_example.py"}  # the planner names or reads these files
 SUFFIXES = {".py", ".json", ".so", ""}
 used = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}

@@ -4,7 +4,8 @@
 
 const COLORS = {
   parameters: "#4269d0", gradients: "#efb118", optimizer: "#e4572e", copies: "#6cc5b0", buffers: "#97bbf5",
-  activations: "#3ca951", logits: "#a463f2", "CUDA context": "#8b949e",
+  activations: "#3ca951", logits: "#a463f2", "CUDA context": "#8b949e", weights: "#4269d0",
+  "activations, gradients and logits": "#3ca951", "workspaces of cuBLAS": "#97bbf5", "allocator, at most": "#c9a66b",
 };
 // What a strategy does, and how it goes on with micro-batches and checkpointing
 const STRATEGIES = {
@@ -21,7 +22,7 @@ const MODES = {
 // Options of the command, as the page calls them
 const FIELDS = {
   "--cluster": "GPU", "--gpu": "GPU", "--model": "Model", "--tokens": "Tokens to train on", "--price": "Price per GPU-hour",
-  max_length: "Tokens per sample", batch_size: "Samples per GPU", lora_rank: "LoRA rank", base_dtype: "base",
+  "--for": "I train with", activation_checkpointing: "Gradient checkpointing", max_length: "Tokens per sample", batch_size: "Samples per GPU", lora_rank: "LoRA rank", base_dtype: "base",
 };
 const GIB = 2 ** 30;
 const MY_MODEL = "my-model";  // folder of a pasted config.json
@@ -90,7 +91,15 @@ const FIRST = { ...readForm(), model: "Qwen/Qwen3-8B", gpu: "RTX-4090" };
 // The list of a field shows only what contains its text.
 for (const field of [form.elements.model, form.elements.gpu]) field.addEventListener("focus", () => field.select());
 
+function listTrainerOptions(asked) {
+  const options = ["--for", asked.trainer, "--cluster", asked.gpu, "--model", asked.model, "--max_length", asked.max_length];
+  options.push("--batch_size", asked.batch_size, ...asked.method.split(" ").filter(Boolean));
+  if (asked.checkpointing) options.push("--activation_checkpointing", asked.checkpointing);
+  return options;
+}
+
 function listOptions(asked) {
+  if (asked.trainer) return listTrainerOptions(asked);
   const machines = [asked.gpu];
   if (asked.gpus > 1 || asked.nodes > 1) machines.unshift(asked.gpus);
   if (asked.nodes > 1) machines.unshift(asked.nodes);
@@ -129,13 +138,9 @@ function show(verdict, fits, status) {
   byId("status").textContent = status;
 }
 
-function drawMemory(layout, cardBytes) {
-  const parts = Object.entries(layout.memory_bytes).filter(([, bytes]) => bytes > 0);
-  const known = parts.reduce((sum, [, bytes]) => sum + bytes, 0);
-  if (layout.needed_bytes > known) parts.push(["CUDA context", layout.needed_bytes - known]);
-  const full = Math.max(cardBytes, layout.needed_bytes, layout.likely_bytes[1]);
-  const percent = bytes => `${100 * bytes / full}%`;
-  const title = `Memory per GPU with ${layout.name}: ${gib(layout.needed_bytes)} of ${gib(cardBytes)} GiB`;
+// A bar of memory by part, and its key
+function drawBar(title, parts, cardBytes, fullBytes) {
+  const percent = bytes => `${100 * bytes / fullBytes}%`;
   const svg = shape("svg", { height: 44, role: "img", "aria-label": title });
   svg.append(shape("rect", { class: "free", y: 4, width: percent(cardBytes), height: 36 }));
   const key = element("ul", { className: "key" });
@@ -149,9 +154,19 @@ function drawMemory(layout, cardBytes) {
     start += bytes;
   }
   svg.append(shape("line", { class: "card", x1: percent(cardBytes), x2: percent(cardBytes), y1: 0, y2: 44 }));
+  return [svg, key];
+}
+
+function drawMemory(layout, cardBytes) {
+  const parts = Object.entries(layout.memory_bytes).filter(([, bytes]) => bytes > 0);
+  const known = parts.reduce((sum, [, bytes]) => sum + bytes, 0);
+  if (layout.needed_bytes > known) parts.push(["CUDA context", layout.needed_bytes - known]);
+  const full = Math.max(cardBytes, layout.needed_bytes, layout.likely_bytes[1]);
+  const title = `Memory per GPU with ${layout.name}: ${gib(layout.needed_bytes)} of ${gib(cardBytes)} GiB`;
   const [low, high] = layout.likely_bytes;
   const text = `${gib(layout.needed_bytes)} of ${gib(cardBytes)} GiB, typically ${gib(low)} to ${gib(high)} GiB. `;
-  return [element("h2", { textContent: "Memory per GPU" }), element("p", { className: "note", textContent: describeLayout(layout) }), svg, key,
+  return [element("h2", { textContent: "Memory per GPU" }), element("p", { className: "note", textContent: describeLayout(layout) }),
+    ...drawBar(title, parts, cardBytes, full),
     element("p", { className: "note", textContent: `${text}The red line is the GPU's memory.` })];
 }
 
@@ -243,7 +258,72 @@ function describeCommand(command, asked) {
   return [...parts, copyButton("Copy the command", () => command)];
 }
 
+// What another trainer needs
+
+const trainerName = () => form.elements.trainer.selectedOptions[0].textContent;
+
+function describeTrainer(answer) {
+  const { batch_size, max_length, grad_accum_steps, gradient_checkpointing, ...others } = answer.settings;
+  const samples = `${batch_size} ${batch_size > 1 ? "samples" : "sample"} of ${max_length.toLocaleString("en-US")} tokens`;
+  const settings = Object.entries(others).map(([name, value]) => `${name} ${String(value).replaceAll(",", ", ")}`).join("; ");
+  return `${samples}, gradient checkpointing ${gradient_checkpointing ? "on" : "off"}; ${settings}.`;
+}
+
+function drawTrainer(answer) {
+  const [low, high] = answer.needed_bytes;
+  const card = answer.gpu_memory_bytes;
+  const allowance = high - answer.peak_bytes - answer.context_bytes;
+  const parts = [...Object.entries(answer.memory_bytes), ["CUDA context", answer.context_bytes], ["allocator, at most", allowance]];
+  const title = `Memory: ${gib(low)} to ${gib(high)} of ${gib(card)} GiB`;
+  const text = `All tensors need ${gib(answer.peak_bytes)} GiB at the peak. With CUDA and what PyTorch's allocator reserved in ` +
+    `8 of 10 runs of trainplan, ${gib(low)} to ${gib(high)} GiB. The red line is the GPU's memory.`;
+  return [element("h2", { textContent: "Memory" }), element("p", { className: "note", textContent: describeTrainer(answer) }),
+    ...drawBar(title, parts, card, Math.max(card, high)), element("p", { className: "note", textContent: text })];
+}
+
+function describeTrainerTime({ step_time_s: times, python_may_be_slower: isSlow }) {
+  if (!times) return "The time of a step is not known.";
+  return `A step takes ${round(times[0], 2)} to ${round(times[1], 2)} s${isSlow ? ", because Python may be slower than the GPU" : ""}.`;
+}
+
+function describeSuite({ suite, not_translated: missing }) {
+  const [first] = suite.picks;
+  const lines = [suite.verdict];
+  if (first.fits && first.step_time_s) lines.push(`A step takes ${round(first.step_time_s, 2)} s.`);
+  lines.push("Its kernels, its data order and its first adapters differ.");
+  if (missing.length) lines.push(`Not translated: ${missing.join(", ")}.`);
+  const command = first.fits ? [writeCommand(suite.command), copyButton("Copy the command", () => suite.command)] : [];
+  return [element("h2", { textContent: "As many tokens per step with trainplan" }), element("p", { textContent: lines.join(" ") }), ...command];
+}
+
+function describeEvidence(answer, asked) {
+  const versions = Object.entries(answer.versions).map(([name, version]) => `${name} ${version}`).join(", ");
+  const how = answer.trainer === "unsloth" ? "By a formula, for" : "One step was traced without a GPU, with";
+  const file = `trainplan plan --for ${answer.trainer} FILE.yaml --cluster ${quote(asked.gpu)}`;
+  return [element("h2", { textContent: "How this is known" }),
+    element("p", { textContent: `${how} ${versions}. Not modeled: ${answer.not_modeled.join(", ")}.` }),
+    element("p", { textContent: "For your own settings or versions, ask in a terminal:" }), writeCommand(file)];
+}
+
+function showTrainer(answer, asked, milliseconds) {
+  const verb = { yes: "fits", tight: "may just fit", no: "does not fit" }[answer.fits];
+  const [low, high] = answer.needed_bytes.map(gib);
+  show(`${answer.model} ${verb} with ${trainerName()}: ${low} to ${high} of ${gib(answer.gpu_memory_bytes)} GiB (${answer.gpu}).`,
+    answer.fits === "no" ? "no" : "yes", `Computed in ${round(milliseconds / 1000, 2)} s in this browser.`);
+  byId("answer").replaceChildren(...drawTrainer(answer), element("h2", { textContent: "Time" }),
+    element("p", { textContent: describeTrainerTime(answer) }), ...describeSuite(answer), ...describeEvidence(answer, asked));
+}
+
+function showUntraced(text, asked) {
+  const options = listOptions({ ...asked, batch_size: asked.batch_size === "auto" ? "1" : asked.batch_size });
+  const command = `trainplan plan ${options.map(quote).join(" ")}`;
+  show(text.replace(/^error: /, ""), "", "");
+  const how = `In a terminal, with an environment that has ${trainerName()}, this takes less than a minute:`;
+  byId("answer").replaceChildren(element("p", { textContent: how }), writeCommand(command), copyButton("Copy the command", () => command));
+}
+
 function showAnswer(text, asked, milliseconds) {
+  if (asked.trainer && text.includes("was not traced")) return showUntraced(text, asked);
   if (!text.startsWith("{")) {
     const command = `python real_model_example.py plan ${listOptions(asked).map(quote).join(" ")}`;
     show(useFieldNames(text.replace(/^error: /, "")), "no", "");
@@ -251,6 +331,7 @@ function showAnswer(text, asked, milliseconds) {
     return;
   }
   const answer = JSON.parse(text);
+  if (answer.trainer) return showTrainer(answer, asked, milliseconds);
   if (answer.models) {
     show(`The largest models that ${asked.gpu} can train`, "yes", "Of the listed models with a context of at least 32,768 tokens, without offload.");
     byId("answer").replaceChildren(...describeModels(answer.models));
@@ -313,6 +394,13 @@ function startWorker() {
 function ask() {
   const asked = readForm();
   byId("config").hidden = asked.model !== MY_MODEL;
+  for (const label of form.querySelectorAll("[data-for]")) label.hidden = (label.dataset.for === "others") !== Boolean(asked.trainer);
+  if (asked.trainer && !asked.model) {
+    newest = null;
+    show(`Choose the model that you train with ${trainerName()}.`, "", "");
+    byId("answer").replaceChildren();
+    return;
+  }
   if (!form.checkValidity() || (asked.model === MY_MODEL && !asked.config.trim())) {
     newest = null;
     show(form.checkValidity() ? "Paste the model's config.json." : "A number is not valid, or the GPU is missing.", "", "");
