@@ -51,9 +51,7 @@ def estimate_step(document: JsonObject, config: Request, free_bytes: int) -> Jso
     target = min((free_bytes - weights - optimizer - activations) / 2, MAX_LOSS_BYTES)
     if stream < target:
         target -= stream
-    if target <= 0:
-        raise UserError("Unsloth finds no free memory for its loss", fix="use a larger GPU")
-    share = 16 * tokens * vocab / target
+    share = 16 * tokens * vocab / max(target, 1)  # Without free memory, a step fails.
     num_chunks = 1 if share <= 1 else 4 * ceil(share / 4)
     loss = 8 * vocab * ceil(tokens / num_chunks) + stream
     if checkpoints:

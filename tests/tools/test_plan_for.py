@@ -232,6 +232,14 @@ def test_unsloth_is_near_the_measured_peaks(settings, cluster, gib, plan):  # no
     assert found["peak_bytes"] / 2**30 == pytest.approx(gib, rel=0.05)
 
 
+def test_a_card_without_free_memory_for_unsloths_loss_is_too_small(monkeypatch, capsys):
+    options = "--for unsloth --json --cluster 4090 --model Llama-3.1-8B --base_dtype auto"
+    shape = "--batch_size 1 --max_length 4096 --activation_checkpointing none"
+    monkeypatch.setattr("sys.argv", ["x", "plan", *options.split(), *shape.split()])
+    assert main(CONFIG, "About.", str(ROOT / "real_model_example.py")) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] == "no"
+
+
 @pytest.mark.parametrize(
     ("trainer", "cluster", "word"),
     [("trainr", "4090", "llamafactory"), ("trainer", "2x4090", "one GPU")],
