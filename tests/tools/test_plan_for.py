@@ -39,7 +39,7 @@ def test_the_peak_of_a_trainer_is_the_measured_one(plan):  # noqa: F811
 
 @pytest.mark.processes
 def test_a_file_with_4_bits_is_traced(plan, tmp_path):  # noqa: F811
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"vocab_size": 8192}))
     file = tmp_path / "qlora.yaml"
     file.write_text(
         f"model_name_or_path: {tmp_path}\nquantization_bit: 4\nlora_rank: 4\noptim: adamw_8bit\n"
@@ -48,7 +48,7 @@ def test_a_file_with_4_bits_is_traced(plan, tmp_path):  # noqa: F811
     found = json.loads(plan("--for", "llamafactory", str(file), "--cluster", "4090", "--json"))
     blocks = 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)  # matrices of the blocks, in 4 bits
     quantized = blocks // 2 + blocks // 64 * (1 + 4 / 256)
-    others = 512 * 64 + 64 + 8 * (2 * 64 + 2 * 16)  # LLaMA-Factory leaves them in bf16
+    others = 8192 * 64 + 64 + 8 * (2 * 64 + 2 * 16)  # LLaMA-Factory leaves them in bf16
     adapters = 4 * 8 * (4 * 64 + 64 * 4 + 2 * 32 + 3 * 192)
     weights = quantized + 2 * others + 4 * adapters
     rounding = 512 * 8 * 30
