@@ -29,7 +29,7 @@ TINY = {
 def test_the_peak_of_a_trainer_is_the_measured_one(plan):  # noqa: F811
     shape = "--batch_size", "8", "--max_length", "1024", "--for", "trainer"
     found = json.loads(plan(*LORA, *ALL, *shape, "--cluster", "H100-80GB", "--json"))
-    assert found["peak_bytes"] / 2**30 == pytest.approx(30.60, rel=0.003)  # on an H100
+    assert found["peak_bytes"] / 2**30 == pytest.approx(30.60, rel=0.002)  # on an H100
     assert sum(found["memory_bytes"].values()) == found["peak_bytes"]
     assert found["memory_bytes"]["optimizer"] == 8 * 10_092_544 + 4 * 392  # with steps of tensors
     assert found["fits"] == "yes"
