@@ -30,6 +30,7 @@ from distributed_training.engines import native
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec, attention, decoder
 from distributed_training.models.decoder import KVCache
+from distributed_training.models.gpt2 import model as gpt2
 from distributed_training.parallel import lora, private
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
@@ -381,7 +382,7 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     of a list is a hash of the random number generator's state before one dropout in a training
     step. Equal states produce equal dropout masks."""
     seen: dict[str, list[str]] = {}
-    attention.F = decoder.F = _recording_functional(seen, DROPOUT_KINDS)
+    attention.F = decoder.F = gpt2.F = _recording_functional(seen, DROPOUT_KINDS)
     lora.F = _recording_functional(seen, {"dropout": "adapter"})
 
     def step(run: Run) -> list[Any]:

@@ -233,7 +233,7 @@ def test_unsloth_is_near_the_measured_peaks(settings, cluster, gib, plan):  # no
 
 
 def test_a_card_without_free_memory_for_unsloths_loss_is_too_small(monkeypatch, capsys):
-    options = "--for unsloth --json --cluster 4090 --model Llama-3.1-8B --base_dtype auto"
+    options = "--for unsloth --json --cluster 4090 --model Llama-3.1-8B --base_dtype none"
     shape = "--batch_size 1 --max_length 4096 --activation_checkpointing none"
     monkeypatch.setattr("sys.argv", ["x", "plan", *options.split(), *shape.split()])
     assert main(CONFIG, "About.", str(ROOT / "real_model_example.py")) == 1
