@@ -67,7 +67,8 @@ def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after:
     """Start a run, send it a signal once the checkpoint for step `after` is published, and return
     its exit code."""
     log = output_dir.parent / f"{output_dir.name}.log"
-    with running(command, log) as process:
+    # The runs that this one is compared with have one thread, too.
+    with running(command, log, OMP_NUM_THREADS="1") as process:
         wait_for(lambda: f"step-{after:08d}" in checkpoints(output_dir), process, log)
         if signum == signal.SIGINT:  # Ctrl-C reaches the whole foreground group of a terminal
             os.killpg(process.pid, signum)
@@ -139,7 +140,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(
     last = run_dir / "checkpoints" / names[-1]
     if strategy == "dp":
         log = tmp_path / "second.log"
-        with running([*command, "--resume", "auto"], log) as process:
+        with running([*command, "--resume", "auto"], log, OMP_NUM_THREADS="1") as process:
             wait_for(lambda: f"resumed from {last}" in log.read_text(), process, log)
             process.kill()
         writing = run_dir / "checkpoints" / ".writing-00000070"
