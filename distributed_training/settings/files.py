@@ -4,6 +4,7 @@ does not import torch."""
 import contextlib
 import difflib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -20,6 +21,8 @@ from distributed_training.settings.errors import UserError
 _PACKAGE = Path(__file__).resolve().parents[1]
 IS_INSTALLED = (_PACKAGE / "strategies").is_dir()  # from a wheel, not a checkout
 ROOT = _PACKAGE if IS_INSTALLED else _PACKAGE.parent  # folder of strategies/ and configs/
+MARK = "written by distributed_training"  # at the beginning of files that a command may replace
+_SIGNATURE = re.compile(rf"{MARK} (\d+)".encode())  # with a checksum of the file without it
 _ERROR_TEXTS = {
     "model_type": "is not a JSON object",
     "dict_type": "is not a JSON object",
@@ -61,11 +64,28 @@ def open_probe(path: Path) -> IO[bytes]:
         raise UserError(f"{path} cannot be written", why, "name another place") from None
 
 
-def check_new(path: Path) -> None:
-    """Raise UserError if the file `path` exists, or if it cannot be written."""
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists", fix="remove it, or name another file")
-    open_probe(path).close()
+def check_replaced(path: Path) -> None:
+    """Raise UserError if the file `path` exists and is not as `write_own` wrote it, or if it cannot
+    be written."""
+    if not os.path.lexists(path):
+        open_probe(path).close()
+        return
+    signature = _SIGNATURE.search(path.open("rb").read(4096)) if path.is_file() else None
+    if signature is not None:
+        content = path.read_bytes().replace(signature[0], MARK.encode(), 1)
+        if zlib.crc32(content) == int(signature[1]):
+            return
+    what = f"{path} exists, and it is not exactly what this program wrote"
+    raise UserError(what, fix="name another file or folder, or move this one")
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a file that `check_replaced` accepts until somebody changes it. `text` contains MARK,
+    which gets a checksum."""
+    content = text.encode(errors="surrogateescape")
+    signature = f"{MARK} {zlib.crc32(content)}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.replace(MARK.encode(), signature.encode(), 1))
 
 
 def publish(unpublished: Path, final: Path) -> None:

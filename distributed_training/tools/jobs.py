@@ -11,7 +11,7 @@ from distributed_training.plan.plan import Draft
 from distributed_training.planner.answer import Answer, build_options, estimate_run_s
 from distributed_training.records.display import describe_time
 from distributed_training.settings.errors import printable
-from distributed_training.settings.files import IS_INSTALLED, ROOT
+from distributed_training.settings.files import IS_INSTALLED, MARK, ROOT
 from distributed_training.settings.machine import GIB
 
 FIRST_HOST = "FIRST_HOST"  # placeholder in a launch command for several nodes
@@ -61,7 +61,7 @@ def build_batch_script(
     num_nodes = plan.num_processes // processes_here
     gib = math.ceil(SAFETY_FACTOR * choice.memory.host_bytes * processes_here / GIB)
     name = f"train-{plan.strategy.name.replace('_', '-')}"
-    header = [f"Written by:  {plan_command}", f"Submit:  sbatch {shlex.quote(file.name)}"]
+    header = [f"{MARK}:  {plan_command}", f"Submit:  sbatch {shlex.quote(file.name)}"]
     time = "04:00:00"
     if isinstance(amount, str):
         header.append(f"The time is unknown: {amount}.")

@@ -41,7 +41,13 @@ from distributed_training.records.display import (
 )
 from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, printable
-from distributed_training.settings.files import IS_INSTALLED, JsonObject, check_new, shown
+from distributed_training.settings.files import (
+    IS_INSTALLED,
+    JsonObject,
+    check_replaced,
+    shown,
+    write_own,
+)
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import FIRST_HOST_NOTE, build_batch_script, launch_command
 
@@ -82,7 +88,7 @@ def run(
         if job_file.suffix == ".yaml":
             fix = "write job.slurm, or copy configs/skypilot.yaml or configs/kubeflow-trainjob.yaml"
             raise UserError("--write writes SLURM jobs", fix=fix)
-        check_new(job_file)
+        check_replaced(job_file)
     if arguments.trainer:
         from distributed_training.tools import plan_for
 
@@ -215,8 +221,7 @@ def _write_job(file: Path, found: Answer, arguments: argparse.Namespace, script:
         machine_options=machine_options,
         plan_command=shlex.join(["python", *sys.argv]),
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(job, encoding="utf-8", errors="surrogateescape")
+    write_own(file, job)
     file_word = shlex.quote(str(file))
     print(f"Wrote {file_word}. Check it, then submit it:")
     print(f"  bash {file_word}")

@@ -111,7 +111,6 @@ def write_job(repository: Path, cluster: str, *options: str) -> str:
     """Run the document's command for another cluster, and return the text of the job."""
     command = find_command(DOCUMENT, "python real_model_example.py plan --cluster")
     smaller = {**SMALLER, "2x8xH100-80GB": cluster}
-    (repository / "my job.slurm").unlink(missing_ok=True)
     command = [smaller.get(word, word) for word in command]
     planned = run_command([*command, *SHORT, *options], cwd=repository, PYTHONPATH="")
     assert_ok(planned)

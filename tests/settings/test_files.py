@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 
 from distributed_training.settings.errors import UserError, run_and_report_errors
-from distributed_training.settings.files import atomic_folder, check_new, load_json, shown
+from distributed_training.settings.files import (
+    MARK,
+    atomic_folder,
+    check_replaced,
+    load_json,
+    shown,
+    write_own,
+)
 from distributed_training.settings.request import build_config
 from tests.support import refused
 
@@ -21,21 +28,31 @@ def test_home_is_expanded_and_other_paths_stay_unchanged(monkeypatch):
             assert getattr(build_config({key: text}), key) == path
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link", "below a file"])
-def test_files_are_not_replaced(kind, tmp_path):
-    path, file = tmp_path / "a", tmp_path / "b"
-    check_new(path)
-    file.touch()
-    if kind == "folder":
+@pytest.mark.parametrize(
+    "kind", ["quote", "whole quote", "changed", "folder", "pipe", "link", "below a file"]
+)
+def test_files_that_this_program_did_not_write_are_not_replaced(kind, tmp_path):
+    path, own = tmp_path / "a", tmp_path / "b"
+    for number in range(2):
+        write_own(own, f"# {MARK}\nnaïve {number} {MARK} 7\n")
+        for file in (own, tmp_path / "c"):
+            check_replaced(file)
+    if kind == "quote":
+        path.write_text(f"# {MARK}")
+    elif kind == "whole quote":
+        path.write_text(f"see: {own.read_text()}")
+    elif kind == "changed":
+        path.write_text(own.read_text() + "\n")
+    elif kind == "folder":
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to("missing")
+    elif kind == "below a file":
+        path = own / "a"
     else:
-        path = file / "a" if kind == "below a file" else file
+        path.symlink_to("missing")
     with refused(str(path)):
-        check_new(path)
+        check_replaced(path)
 
 
 @pytest.mark.parametrize(

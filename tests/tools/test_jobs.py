@@ -129,14 +129,16 @@ def assert_equal(plan, ranked, typed):
     assert {name for name in found if found[name] != expected[name]} == set(), typed
 
 
-def test_plan_replaces_no_file(call, tmp_path, capsys):
+def test_plan_replaces_only_jobs_that_nobody_has_changed(call, tmp_path, capsys):
     job = tmp_path / "job.slurm"
-    words = ["plan", "--model", "gpt2", "--write", str(job), "--cluster", "2xH100-80GB"]
-    assert call(words)[0] == 0
-    written = job.read_text()
-    assert call(words)[0] == 2
+    words = ["plan", "--model", "gpt2", "--write", str(job), "--cluster"]
+    for cluster in ("2xH100-80GB", "2x8xH100-80GB"):
+        assert call([*words, cluster])[0] == 0
+    changed = job.read_text().replace("\n", "\n#SBATCH --account=mine\n", 1)
+    job.write_text(changed)
+    assert call([*words, cluster])[0] == 2
     assert str(job) in capsys.readouterr().err
-    assert job.read_text() == written
+    assert job.read_text() == changed
     assert call(["plan", "--model", "gpt2", "--write", "job.yaml", "--cluster", "H200"])[0] == 2
     assert "configs/skypilot.yaml" in capsys.readouterr().err
 
@@ -185,7 +187,6 @@ def assert_same_plans(call, capsys, words, tmp_path):
         assert (code, err) in ((2, why), (1, "")), words  # 1: no layout fits
         return 0, True
     cluster = words[words.index("--cluster") + 1]
-    job.unlink(missing_ok=True)
     call(["plan", *words, "--write", str(job)])
     starts = ("  python ", "  torchrun ")
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith(starts)]
