@@ -67,7 +67,7 @@ def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after:
     """Start a run, send it a signal once the checkpoint for step `after` is published, and return
     its exit code."""
     log = output_dir.parent / f"{output_dir.name}.log"
-    # The runs that this one is compared with have one thread, too.
+    # The uninterrupted runs have one thread, and sums depend on the number of threads.
     with running(command, log, OMP_NUM_THREADS="1") as process:
         wait_for(lambda: f"step-{after:08d}" in checkpoints(output_dir), process, log)
         if signum == signal.SIGINT:  # Ctrl-C reaches the whole foreground group of a terminal

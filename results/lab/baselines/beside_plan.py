@@ -34,7 +34,7 @@ LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules":
 BF16 = {"dtype": "bfloat16"}
 NF4 = {**LORA, **BF16, "load_in_4bit": True, "optim": "adamw_8bit"}
 DOUBLE = {"use_bnb_nested_quant": True}
-DROPOUT = {"lora_dropout": 0.05}  # TRL's default, which `build_trainer` uses for Trainer, too
+DROPOUT = {"lora_dropout": 0.05}  # TRL's default: `build_trainer` sets it for Trainer as well
 KEPT, DROPPED = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
 LIGER = {"use_liger_kernel": True}
 # Trainer, model, batch, length, its other keys. Rows in VARYING also have shorter sequences.
