@@ -198,7 +198,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
         names[name] = dataset_name
         if name not in COLUMNS or not dataset_name:
             what = f"columns={shown(text)} is not accepted"
-            why = f"{name!r} is not a supported column. The supported columns are "
+            why = f"{pair!r} is not NAME=COLUMN, where COLUMN is in your data and NAME is one of "
             fix = "write --columns prompt=question,completion=answer"
             raise UserError(what, why + ", ".join(COLUMNS), fix)
     return names
